@@ -5,13 +5,12 @@
     graph.prune(node_threshold=0.8, edge_threshold=0.98).nodes
     graph.to_pt("graph.pt")
 
-Which tokens, features and errors bring about the next token, and by how much (Ameisen et al. 2025, "Circuit
-Tracing"); with the meaning, layout and numbers of circuit-tracer 0.5.0.
+Edges are direct effects of tokens, features and errors on each other and on the next-token logits (Ameisen et
+al. 2025, "Circuit Tracing"), with the definitions, layout and numbers of circuit-tracer 0.5.0.
 
-Border: a labelled dataset and what can be asked of it; computing one is node.py's, files are torch_file.py's,
-viewer.py's and tables.py's.
+node.py computes a graph; files/ reads and writes files of other programs.
 
-Axes: see nodes.py.
+Axes: see rows/nodes.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ...store.errors import PlanError
 from ..options import split_options, takes_options
 from .node import GraphNode
 from .options import AttributionOptions, GraphOptions
-from .pruning import Kept, kept_part
+from .pruning import KeptPart, kept_part
 from .rows.influence import GraphRows, Influence, influence, scores
 from .rows.nodes import NodeCounts, counts_of, node_labels
 from .rows.selection import RowSelection
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["AttributionGraph", "PrunedGraph", "attribution_graph", "graph_node"]
 
 _IN_MEMORY = 1 << 28
-"""Bytes up to which `adjacency` is a plain array."""
+"""Most bytes of `adjacency` as a numpy array; a larger one is a lazy dask array."""
 
 
 @takes_options(AttributionOptions)
@@ -62,24 +61,23 @@ def attribution_graph(
     progress: bool = False,
     **options: Any,
 ) -> AttributionGraph:
-    """The attribution graph of one prompt; in a store it is computed once, and continues after a kill.
+    """Compute the attribution graph of one prompt; with a store only once, continuing after a kill.
 
     Args:
         model: a loaded model, or the name of one.
         dictionary: transcoders made for the model.
         prompt: a text, which gets a BOS in front if it has none, or token ids.
-        store: where rows are kept; without one the graph is held in memory.
+        store: where to store rows and the graph; None holds the graph in memory only.
         cluster: address of a Dask scheduler whose workers compute the rows of large graphs; they load the
             model by its name.
-        workers: number of processes of this machine that do (see `pipeline.run`).
-        progress: show a progress bar on stderr.
+        workers: number of worker processes on this machine (see `pipeline.run`).
+        progress: whether to show a progress bar on stderr.
         options: see below.
 
     Raises:
         DictionaryError: for a dictionary that does not fit the model.
-        PromptError, TokenizerError, ShapeError: for prompts and targets that make no sense.
-        PlanError: where memory cannot be enough, or workers cannot see model or store; nothing is stored
-            then.
+        PromptError, TokenizerError, ShapeError: for invalid prompts or targets.
+        PlanError: if memory is too small, or workers cannot access model or store; nothing is stored.
     """
     from ...pipeline import run
     from ...store import open_store
@@ -94,9 +92,9 @@ def attribution_graph(
             "this machine"
         )
     with tempfile.TemporaryDirectory(prefix="mizarr-graph-") as folder:
-        kept = open_store(folder, durability="process")
-        run(node, kept, workers=workers, quiet=not progress)
-        return AttributionGraph(node.open(kept).load())
+        temporary_store = open_store(folder, durability="process")
+        run(node, temporary_store, workers=workers, quiet=not progress)
+        return AttributionGraph(node.open(temporary_store).load())
 
 
 @takes_options(AttributionOptions)
@@ -106,36 +104,39 @@ def graph_node(
     prompt: Any,
     **options: Any,
 ) -> GraphNode:
-    """The same as a node of a workflow's graph: planned, nothing computed, no torch imported."""
+    """The node of a workflow that computes an attribution graph; arguments are those of `attribution_graph`.
+
+    Nothing is computed, and torch is not imported.
+    """
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource
 
-    (chosen,) = split_options("attribution_graph", options, AttributionOptions)
-    given = AttributionOptions(**chosen)
+    (values,) = split_options("attribution_graph", options, AttributionOptions)
+    graph_options = AttributionOptions(**values)
     source = ModelSource.of(model)
     opened = dictionary if isinstance(dictionary, Dictionary) else Dictionary.from_pretrained(dictionary)
     targets = choose(
-        given.targets,
+        graph_options.targets,
         tokenizer=source.tokenizer,
         vocab_size=source.config.vocab_size,
         hidden_size=source.config.hidden_size,
-        most=given.max_n_logits,
-        probability=given.desired_logit_prob,
+        most=graph_options.max_n_logits,
+        probability=graph_options.desired_logit_prob,
     )
-    selection = RowSelection(given.max_feature_nodes, given.batch_size * given.update_interval)
-    about = GraphOptions(targets, selection, given.zero_positions, given.arithmetic)
+    selection = RowSelection(
+        graph_options.max_feature_nodes, graph_options.batch_size * graph_options.update_interval
+    )
+    about = GraphOptions(targets, selection, graph_options.zero_positions, graph_options.arithmetic)
     tokens = prompt_tokens(prompt, source.tokenizer)
-    return GraphNode(source, opened, tokens, about, memory=given.memory)
+    return GraphNode(source, opened, tokens, about, memory=graph_options.memory)
 
 
 class AttributionGraph:
-    """A graph: made by `attribution_graph`, or read from a file (`from_pt`).
-
-    dataset: as the store holds it; weights [target, source] are the edges, rows of features, then logits.
-    """
+    """An attribution graph, computed by `attribution_graph` or read from a file (`from_pt`)."""
 
     def __init__(self, dataset: xr.Dataset) -> None:
         self.dataset = dataset
+        """The graph as it is stored; `weights` [target, source] are the edges, rows features, then logits."""
 
     def __repr__(self) -> str:
         c = self.counts
@@ -145,92 +146,95 @@ class AttributionGraph:
         )
 
     def _repr_html_(self) -> str:
-        """For a notebook: nodes of each kind, the logits explained, and the size of the adjacency."""
+        """HTML for notebooks: number of nodes of each kind, explained logits, size of the adjacency."""
         c = self.counts
         kinds = [("feature", c.features), ("error", c.errors), ("token", c.positions), ("logit", c.logits)]
         body = html.table(["nodes", "number"], [(name, f"{n:,}") for name, n in kinds], right=[1])
         logits = zip(self.logit_tokens, self.logit_probabilities.tolist(), strict=True)
         rows = [(repr(text), f"{probability:.4f}") for text, probability in logits]
         body += html.table(["logit explained", "probability"], rows, right=[1])
-        told = f"{c.layers} layers; adjacency [target, source] of {c.nodes:,} x {c.nodes:,} direct effects"
-        return html.shown(f"Attribution graph of {self.prompt!r}", body, told)
+        summary = f"{c.layers} layers; adjacency [target, source] of {c.nodes:,} x {c.nodes:,} direct effects"
+        return html.shown(f"Attribution graph of {self.prompt!r}", body, summary)
 
     # -- nodes
 
     @cached_property
     def counts(self) -> NodeCounts:
-        """How many nodes of each kind."""
+        """Number of nodes of each kind."""
         return counts_of(self.dataset)
 
     @cached_property
     def nodes(self) -> xr.Dataset:
-        """kind, layer, position, feature and activation of every node; see `node_labels`."""
+        """Labels kind, layer, position, feature and activation, each [node]; see `node_labels`."""
         import xarray as xr
 
         return xr.Dataset({name: ("node", values) for name, values in node_labels(self.dataset).items()})
 
     @property
     def prompt(self) -> str:
-        """The prompt's text, special tokens included."""
+        """Text of the prompt, including special tokens."""
         return str(self.dataset.attrs["input_string"])
 
     @property
     def scan(self) -> str | list[str] | None:
-        """Which transcoders these are, by what circuit-tracer finds their dashboards with: as they say
-        themselves, else their name, as circuit-tracer has it of local ones. None for a graph from a file
-        that says neither."""
-        found = self.dataset.attrs.get("scan") or self.dataset.attrs.get("dictionary")
-        return found if found is None or isinstance(found, str) else [str(each) for each in found]
+        """Name or names of the transcoders, by which circuit-tracer finds their dashboards.
+
+        Their declared name, or else the name of the dictionary, as circuit-tracer does for local ones. None
+        for a graph from a file without either.
+        """
+        scan = self.dataset.attrs.get("scan") or self.dataset.attrs.get("dictionary")
+        return scan if scan is None or isinstance(scan, str) else [str(name) for name in scan]
 
     @property
     def input_tokens(self) -> npt.NDArray[np.int64]:
-        """Token ids of the prompt, special ones included, int64 [position]."""
-        found: npt.NDArray[Any] = self.dataset["input_tokens"].values
-        return found
+        """Token ids of the prompt, including special tokens, int64 [position]."""
+        token_ids: npt.NDArray[Any] = self.dataset["input_tokens"].values
+        return token_ids
 
     @property
     def active_features(self) -> npt.NDArray[np.int64]:
-        """Every active feature [active, 3]: layer, position, index; sorted."""
-        found: npt.NDArray[Any] = self.dataset["active_features"].values
-        return found
+        """(layer, position, index) of every active feature, int64 [active, 3], sorted."""
+        features: npt.NDArray[Any] = self.dataset["active_features"].values
+        return features
 
     @property
     def activation_values(self) -> npt.NDArray[np.float32]:
-        """Activations of the active features [active]."""
-        found: npt.NDArray[Any] = self.dataset["activation_values"].values
-        return found
+        """Activations of the active features, float32 [active]."""
+        values: npt.NDArray[Any] = self.dataset["activation_values"].values
+        return values
 
     @property
     def selected_features(self) -> npt.NDArray[np.int64]:
-        """Which active features are nodes [selected]: indices, ascending."""
-        found: npt.NDArray[Any] = self.dataset["selected_features"].values
-        return found
+        """Indices into `active_features` of those that are nodes, int64 [selected], ascending."""
+        indices: npt.NDArray[Any] = self.dataset["selected_features"].values
+        return indices
 
     @property
     def logit_token_ids(self) -> npt.NDArray[np.int64]:
-        """Token ids of the logit nodes [logit]; from the number of logits on for directions of one's own."""
-        found: npt.NDArray[Any] = self.dataset["logit_token_ids"].values
-        return found
+        """Token ids of the logit nodes, int64 [logit]; custom directions have ids from the vocabulary size
+        on."""
+        token_ids: npt.NDArray[Any] = self.dataset["logit_token_ids"].values
+        return token_ids
 
     @property
     def logit_tokens(self) -> list[str]:
-        """Texts of the logits explained, [logit]."""
+        """Texts of the logit nodes, [logit]."""
         return [str(text) for text in self.dataset["logit_text"].values]
 
     @property
     def logit_probabilities(self) -> npt.NDArray[np.float64]:
-        """Their probabilities, or weights [logit]."""
-        found: npt.NDArray[Any] = self.dataset["logit_probabilities"].values
-        return found
+        """Probabilities of the logit nodes, or weights of custom directions, float64 [logit]."""
+        probabilities: npt.NDArray[Any] = self.dataset["logit_probabilities"].values
+        return probabilities
 
     # -- edges
 
     @property
     def adjacency(self) -> xr.DataArray:
-        """Direct effects [target, source] among all nodes: what a target's pre-activation (or logit, less the
-        mean of all logits) would gain if the source were added once more.
+        """Direct effects [target, source] among all nodes, float32.
 
-        A plain array while it is small, else a lazy one; the dataset's `weights` are the part of it that is
+        The change of a target's pre-activation (or logit, minus the mean logit) if the source were added once
+        more. A numpy array if small, otherwise a lazy dask array. `dataset["weights"]` is the part that is
         not zero by construction.
         """
         import xarray as xr
@@ -263,41 +267,50 @@ class AttributionGraph:
 
     @property
     def influence(self) -> npt.NDArray[np.float64]:
-        """Influence of every node on the logits [node]; logits have none."""
+        """Influence of every node on the logits, float64 [node]; 0 for logits."""
         return self._influence.node
 
     @property
     def replacement_score(self) -> float:
-        """Share of the influence that comes from tokens rather than from errors."""
+        """Influence of tokens relative to that of tokens and errors, 0 to 1."""
         return scores(GraphRows.of(self.dataset), self._influence)["replacement_score"]
 
     @property
     def completeness_score(self) -> float:
-        """Share of what enters nodes, weighted by their influence, that does not come from errors."""
+        """Influence-weighted share of node inputs that do not come from error nodes, 0 to 1."""
         return scores(GraphRows.of(self.dataset), self._influence)["completeness_score"]
 
     def prune(self, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> PrunedGraph:
-        """The part that carries these shares of the influence; see pruning.py. Raises StageError for
-        thresholds outside 0 to 1."""
-        found = kept_part(
+        """The nodes and edges that carry a share of the influence; see pruning.py.
+
+        Arguments:
+            node_threshold: share of the influence that the kept nodes carry, 0 to 1.
+            edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+
+        Raises:
+            StageError: for a threshold outside 0 to 1.
+        """
+        part = kept_part(
             GraphRows.of(self.dataset), node_threshold=node_threshold, edge_threshold=edge_threshold
         )
-        return PrunedGraph(self, found, node_threshold, edge_threshold)
+        return PrunedGraph(self, part, node_threshold, edge_threshold)
 
     # -- files
 
     @classmethod
     def from_pt(cls, path: str | Path) -> AttributionGraph:
-        """A graph that circuit-tracer saved. Raises StageError for a file that is not one."""
+        """Read a graph that circuit-tracer saved. StageError if the file is no such graph."""
         from .files.torch_file import read
 
         return cls(read(Path(path)))
 
     def to_pt(self, path: str | Path, *, scan: str | Sequence[str] | None = None) -> Path:
-        """Save for circuit-tracer, which needs the dense matrix; returns the path.
+        """Save a file for circuit-tracer, with the dense adjacency matrix; returns the path.
 
-        scan: which transcoders these are, without which circuit-tracer makes no viewer's files of it; default
-        `self.scan`.
+        Arguments:
+            path: path of the new file.
+            scan: names of the transcoders, without which circuit-tracer makes no files for its viewer; None
+                for `self.scan`.
         """
         from .files.torch_file import write
 
@@ -305,10 +318,11 @@ class AttributionGraph:
 
 
 class PrunedGraph:
-    """The nodes and edges of a graph that matter, at two thresholds."""
+    """Pruned attribution graph: nodes and edges that carry given shares of influence
+    (`AttributionGraph.prune`)."""
 
     def __init__(
-        self, graph: AttributionGraph, kept: Kept, node_threshold: float, edge_threshold: float
+        self, graph: AttributionGraph, kept: KeptPart, node_threshold: float, edge_threshold: float
     ) -> None:
         self.graph, self.kept = graph, kept
         self.node_threshold, self.edge_threshold = node_threshold, edge_threshold
@@ -319,46 +333,47 @@ class PrunedGraph:
         )
 
     def _repr_html_(self) -> str:
-        """For a notebook: of each kind of node how many are kept, and the edges between them."""
+        """HTML for notebooks: number of kept nodes of each kind, and of kept edges."""
         c, kinds = self.graph.counts, self.nodes["kind"].values.tolist()
-        of_all = {"feature": c.features, "error": c.errors, "token": c.positions, "logit": c.logits}
-        rows = [(name, f"{kinds.count(name):,}", f"{n:,}") for name, n in of_all.items()]
-        told = (
+        totals = {"feature": c.features, "error": c.errors, "token": c.positions, "logit": c.logits}
+        rows = [(name, f"{kinds.count(name):,}", f"{n:,}") for name, n in totals.items()]
+        summary = (
             f"{len(self.kept.weight):,} edges; thresholds {self.node_threshold:g} of nodes, "
             f"{self.edge_threshold:g} of edges"
         )
         body = html.table(["nodes", "kept", "of"], rows, right=[1, 2])
-        return html.shown(f"Pruned attribution graph of {self.graph.prompt!r}", body, told)
+        return html.shown(f"Pruned attribution graph of {self.graph.prompt!r}", body, summary)
 
     @property
     def node_mask(self) -> npt.NDArray[np.bool_]:
-        """Which nodes of the graph are kept, [node]."""
+        """Bool [node] over all nodes of the graph, True for kept ones."""
         return self.kept.nodes
 
     @cached_property
     def edge_mask(self) -> npt.NDArray[np.bool_]:
-        """Kept edges [target, source], dense; `edges` lists them."""
+        """Bool [target, source] over all nodes of the graph, True for kept edges; `edges` lists them."""
         return self.kept.edge_mask()
 
     @property
     def cumulative_scores(self) -> npt.NDArray[np.float64]:
-        """Of every node, the share of influence of those at least as influential [node]."""
+        """Share of the total influence carried by the nodes at least as influential as each, float64
+        [node]."""
         return self.kept.cumulative
 
     @cached_property
     def nodes(self) -> xr.Dataset:
-        """Kept nodes with their labels, influence and cumulative score; `node` is their number in the
-        graph."""
+        """Labels, influence and cumulative score of kept nodes, [node]; the coordinate `node` is their number
+        in the graph."""
         import xarray as xr
 
-        chosen = np.flatnonzero(self.node_mask)
-        found = self.graph.nodes.isel(node=chosen).assign_coords(node=chosen)
-        more = {"influence": self.kept.influence[chosen], "cumulative": self.kept.cumulative[chosen]}
-        return found.merge(xr.Dataset({name: ("node", values) for name, values in more.items()}))
+        numbers = np.flatnonzero(self.node_mask)
+        labels = self.graph.nodes.isel(node=numbers).assign_coords(node=numbers)
+        more = {"influence": self.kept.influence[numbers], "cumulative": self.kept.cumulative[numbers]}
+        return labels.merge(xr.Dataset({name: ("node", values) for name, values in more.items()}))
 
     @cached_property
     def edges(self) -> xr.Dataset:
-        """Kept edges: source, target (numbers of nodes) and weight, row by row."""
+        """Kept edges: source and target (numbers of nodes) and weight, [edge], sorted by target."""
         import xarray as xr
 
         kept = self.kept

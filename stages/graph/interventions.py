@@ -1,22 +1,21 @@
-"""A model run with features set to other values: what an attribution graph says, tried out.
+"""Runs a model with features set to other values, to test the predictions of an attribution graph.
 
     clean = feature_intervention(model, clt, prompt)
     doubled = feature_intervention(model, clt, prompt, [(2, 8, 56, 7.29)], constrained_layers=range(n_layers))
 
 Modes, as in circuit-tracer 0.5.0 (`feature_intervention`):
 
-    constrained to all layers    patterns, norm divisors and what MLPs wrote are those of the clean run:
-    direct
-                                 effects; pre-activations change by the column of the adjacency matrix
-    constrained to some layers   patterns, and what the MLPs of these layers wrote, are frozen; features write
-                                 to these layers only
-    freeze_attention             patterns alone are frozen; set features count from what they are in the
-                                 running pass, so effects go through MLPs and norms
-    nothing frozen               the model as it is
+    constrained to all layers    patterns, norm divisors and MLP outputs are those of the clean run: direct
+                                 effects only; pre-activations change by the column of the adjacency matrix
+    constrained to some layers   patterns, and the MLP outputs of these layers, are frozen; features write to
+                                 these layers only
+    freeze_attention             only patterns are frozen; a feature changes relative to its activation in the
+                                 running pass, so effects pass through MLPs and norms
+    nothing frozen               the unmodified model
 
 Without interventions nothing is frozen. An intervention is (layer, position or slice, feature, new value).
 
-Border: passes of one prompt; what happens within one is feature_taps.py's.
+This module runs the passes; rows/feature_taps.py changes features within a pass.
 """
 
 from __future__ import annotations
@@ -47,31 +46,34 @@ if TYPE_CHECKING:
 
 __all__ = ["FeatureGeneration", "FeatureRun", "feature_intervention", "generate_with_features"]
 
-Given = SetFeature | tuple[int, int | slice, int, float]
+Intervention = SetFeature | tuple[int, int | slice, int, float]
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureRun:
-    """One pass: logits [position, vocab], after any soft cap; activations [layer, position, feature], or
-    None where they were not asked for."""
+    """Result of one pass."""
 
     logits: Tensor
+    """Logits [position, vocab], after any soft cap."""
     activations: Tensor | None
+    """Feature activations [layer, position, feature]; None if not requested."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureGeneration:
-    """A continuation: all token ids, of the prompt and new; logits [new token, vocab] that gave each new one;
-    activations [layer, position, feature] of the positions read, or None."""
+    """A generated continuation."""
 
     token_ids: tuple[int, ...]
+    """Token ids of the prompt and the new tokens."""
     logits: Tensor
+    """Logits [new token, vocab] from which each new token was sampled."""
     activations: Tensor | None
+    """Feature activations [layer, position, feature] of all tokens but the last; None if not requested."""
 
 
 @dataclass(frozen=True)
 class FeatureRunOptions:
-    """How a pass with features set to other values is made, and what it returns."""
+    """Options of passes with features set to other values."""
 
     constrained_layers: Sequence[int] | None = option(
         None, "Layers that are frozen at a clean pass, and that set features write to; default none."
@@ -94,7 +96,7 @@ def feature_intervention(
     model: Model,
     dictionary: Dictionary,
     prompt: Any,
-    interventions: Sequence[Given] = (),
+    interventions: Sequence[Intervention] = (),
     **options: Any,
 ) -> FeatureRun:
     """Run a prompt with features set to other values; see the module's docstring.
@@ -110,24 +112,24 @@ def feature_intervention(
         InterventionError: for positions or layers that do not exist.
         DictionaryError: for features that do not exist.
     """
-    (chosen,) = split_options("feature_intervention", options, FeatureRunOptions)
-    given = FeatureRunOptions(**chosen)
+    (values,) = split_options("feature_intervention", options, FeatureRunOptions)
+    run_options = FeatureRunOptions(**values)
     require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     settings = _checked(interventions, dictionary, len(tokens))
-    frozen = _frozen(model, dictionary, tokens, settings, given)
+    frozen = _frozen(model, dictionary, tokens, settings, run_options)
     taps = FeatureTaps(
         dictionary,
         settings,
         frozen,
-        zero_positions=given.zero_positions,
-        keep=dictionary.layers if given.return_activations else (),
-        before=not given.apply_activation_function,
+        zero_positions=run_options.zero_positions,
+        keep=dictionary.layers if run_options.return_activations else (),
+        before=not run_options.apply_activation_function,
     )
     logits = model.tapped(torch.tensor([tokens], device=model.device), taps, ALL_LOGITS)
-    assert logits is not None  # they are wanted
-    return FeatureRun(logits[0], _stacked(taps) if given.return_activations else None)
+    assert logits is not None  # ALL_LOGITS were requested
+    return FeatureRun(logits[0], _stacked(taps) if run_options.return_activations else None)
 
 
 @takes_options(FeatureRunOptions)
@@ -136,7 +138,7 @@ def generate_with_features(
     model: Model,
     dictionary: Dictionary,
     prompt: Any,
-    interventions: Sequence[Given] = (),
+    interventions: Sequence[Intervention] = (),
     *,
     max_new_tokens: int = 20,
     temperature: float = 0.0,
@@ -146,8 +148,9 @@ def generate_with_features(
 ) -> FeatureGeneration:
     """Continue a prompt with features set to other values.
 
-    What is frozen is frozen while the prompt is read. Interventions whose slice has no end are made at every
-    new token as well, with nothing frozen; the others at the prompt alone, whose keys and values are kept.
+    Values are frozen only in the pass over the prompt. An intervention whose slice has no end also applies to
+    every new token, with nothing frozen; other interventions apply to the prompt only, and reach new tokens
+    through its cached keys and values.
 
     Args:
         model, dictionary, prompt, interventions: as for `feature_intervention`.
@@ -161,8 +164,8 @@ def generate_with_features(
         ConfigError: for rope tables that change with the length.
         InterventionError, DictionaryError: as `feature_intervention`.
     """
-    (chosen,) = split_options("generate_with_features", options, FeatureRunOptions)
-    run_options = FeatureRunOptions(**chosen)
+    (values,) = split_options("generate_with_features", options, FeatureRunOptions)
+    run_options = FeatureRunOptions(**values)
     require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
@@ -174,31 +177,32 @@ def generate_with_features(
         )
     if config.lengths_must_match:
         raise ConfigError(
-            f"{model.name} turns keys by the length of the sequence, so none can be kept from token to "
-            "token; run feature_intervention on each sequence"
+            f"{model.name} rotates keys depending on the length of the sequence, so none can be cached from "
+            "token to token; run feature_intervention on each sequence"
         )
     settings = _checked(interventions, dictionary, len(tokens))
-    going_on = [each for each in settings if each.is_open_ended]
+    open_ended = [setting for setting in settings if setting.is_open_ended]
     frozen = _frozen(model, dictionary, tokens, settings, run_options)
     keep = tuple(dictionary.layers) if run_options.return_activations else ()
-    given: dict[str, Any] = {"keep": keep, "before": not run_options.apply_activation_function}
-    taps = FeatureTaps(dictionary, settings, frozen, zero_positions=run_options.zero_positions, **given)
+    tap_options: dict[str, Any] = {"keep": keep, "before": not run_options.apply_activation_function}
+    taps = FeatureTaps(dictionary, settings, frozen, zero_positions=run_options.zero_positions, **tap_options)
     cache = Cache()
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    found, parts = list(tokens), []
+    token_ids, parts = list(tokens), []
     logits = []
     for _ in range(max_new_tokens):
-        logits.append(model.read_on([found], cache, taps)[0])
+        logits.append(model.read_on([token_ids], cache, taps)[0])
         if run_options.return_activations:
             parts.append(_stacked(taps))
         token = sample_token(logits[-1], temperature=temperature, generator=generator)
-        found.append(token)
+        token_ids.append(token)
         if token in stop:
             break
-        here = [_at_newest(each) for each in going_on if _reaches(each, len(found) - 1)]
-        taps = FeatureTaps(dictionary, here, Frozen(), zero_positions=0, **given)
+        # The next pass has one position, the newest token.
+        newest = [_at_newest(setting) for setting in open_ended if _reaches(setting, len(token_ids) - 1)]
+        taps = FeatureTaps(dictionary, newest, Frozen(), zero_positions=0, **tap_options)
     activations = torch.cat(parts, dim=1) if run_options.return_activations else None
-    return FeatureGeneration(tuple(found), torch.stack(logits), activations)
+    return FeatureGeneration(tuple(token_ids), torch.stack(logits), activations)
 
 
 def _tokens(model: Model, prompt: Any) -> list[int]:
@@ -206,11 +210,11 @@ def _tokens(model: Model, prompt: Any) -> list[int]:
     return tokens
 
 
-def _checked(interventions: Sequence[Given], dictionary: Dictionary, length: int) -> list[SetFeature]:
-    """Interventions as values, each of a feature and at positions there are."""
-    found = []
-    for given in interventions:
-        setting = given if isinstance(given, SetFeature) else SetFeature(*given)
+def _checked(interventions: Sequence[Intervention], dictionary: Dictionary, length: int) -> list[SetFeature]:
+    """Interventions as `SetFeature`, after checking that their features and positions exist."""
+    settings = []
+    for intervention in interventions:
+        setting = intervention if isinstance(intervention, SetFeature) else SetFeature(*intervention)
         dictionary.feature((int(setting.layer), int(setting.feature)))
         position, value = setting.position, float(setting.value)
         if not isinstance(position, slice) and not -length <= position < length:
@@ -223,8 +227,8 @@ def _checked(interventions: Sequence[Given], dictionary: Dictionary, length: int
                 f"expected a finite value for feature {setting.feature} of layer {setting.layer}, found "
                 f"{value}"
             )
-        found.append(SetFeature(int(setting.layer), position, int(setting.feature), value))
-    return found
+        settings.append(SetFeature(int(setting.layer), position, int(setting.feature), value))
+    return settings
 
 
 def _frozen(
@@ -234,32 +238,33 @@ def _frozen(
     settings: Sequence[SetFeature],
     options: FeatureRunOptions,
 ) -> Frozen:
-    """What the mode holds at the values of a clean pass, which is made here if it is needed."""
+    """Values that the mode freezes; runs a clean pass if there are any."""
     layers = range(model.config.num_layers)
-    chosen = frozenset(options.constrained_layers or ())
-    if not chosen <= set(layers):
+    constrained = frozenset(options.constrained_layers or ())
+    if not constrained <= set(layers):
         raise InterventionError(
             f"expected constrained_layers within 0..{len(layers) - 1}, found "
-            f"{sorted(chosen - set(layers))[0]}"
+            f"{sorted(constrained - set(layers))[0]}"
         )
-    if not settings or not (chosen or options.freeze_attention):
+    if not settings or not (constrained or options.freeze_attention):
         return Frozen()
     points = [HookPoint.pattern(layer) for layer in layers]
-    if chosen >= set(layers):
+    if constrained >= set(layers):
         points += [point for point in model.hook_points if point.kind.endswith("_scale")]
-    points += [dictionary.write_hook(layer) for layer in sorted(chosen)]
+    points += [dictionary.write_hook(layer) for layer in sorted(constrained)]
     clean = model.forward([list(tokens)], HookSpec().capture(*points, *dictionary.read_hooks), want=None)
     values = {point: clean[point] for point in points}
-    if not chosen:
+    if not constrained:
         return Frozen(values)
     reads = {layer: clean[dictionary.read_hook(layer)][0] for layer in dictionary.layers}
     activations = {
-        layer: dictionary.layer(layer).encode(reads[layer]) for layer in {each.layer for each in settings}
+        layer: dictionary.layer(layer).encode(reads[layer])
+        for layer in {setting.layer for setting in settings}
     }
-    for found in activations.values():
-        found[: options.zero_positions] = 0
-    skipped = {layer for layer in chosen if dictionary.layer(layer).W_skip is not None}
-    return Frozen(values, activations, {layer: reads[layer] for layer in skipped}, chosen)
+    for of_layer in activations.values():
+        of_layer[: options.zero_positions] = 0
+    skipped = {layer for layer in constrained if dictionary.layer(layer).W_skip is not None}
+    return Frozen(values, activations, {layer: reads[layer] for layer in skipped}, constrained)
 
 
 def _stacked(taps: FeatureTaps) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which tokens the features of a graph raise and lower by what they write themselves.
+"""Direct effects of the features of a graph on logits: the tokens that each raises and lowers most.
 
-Border: features of a graph and a readout; how a decoder is read is in stages/features/effects/words.py. What
-later layers make of a feature is what the graph's edges tell.
+Computed from the decoder vectors alone (stages/features/effects/words.py); effects through later layers are
+edges of the graph.
 
 Axes: selected = features of the graph, as its selected_features; rank, 0 = strongest.
 """
@@ -45,19 +45,36 @@ def logit_effects(
 ) -> xr.Dataset:
     """The tokens whose logits each feature raises and lowers most.
 
-    active_features, selected_features: as a graph has them. readout: as `stages.readout` describes it.
-    Returns raised, lowered int32, raised_by, lowered_by float32 [selected, rank]: strongest first.
-    Raises ShapeError for a readout of another width.
+    Arguments:
+        active_features: (layer, position, index) of each active feature, from a graph.
+        selected_features: indices of the features that are nodes, from a graph.
+        readout: final norm and unembedding of the model, from the stage `readout`.
+        dictionary: the transcoders of the graph.
+        top_k: tokens per feature and direction.
+
+    Returns:
+        raised, lowered (token ids, int32) and raised_by, lowered_by (logits per unit of activation, float32),
+        [selected, rank], strongest first.
+
+    Raises:
+        ShapeError: for a readout of another width.
     """
     import xarray as xr
 
-    chosen = active_features.values[selected_features.values][:, [0, 2]]
-    unique, place = np.unique(chosen, axis=0, return_inverse=True)  # a feature may be active often
-    found, place = direct_effects(dictionary, unique, readout, top_k), place.reshape(-1)
-    return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in found.items()})
+    layer_and_index = active_features.values[selected_features.values][:, [0, 2]]
+    # A feature that is active at several positions is computed once.
+    unique, place = np.unique(layer_and_index, axis=0, return_inverse=True)
+    effects, place = direct_effects(dictionary, unique, readout, top_k), place.reshape(-1)
+    return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in effects.items()})
 
 
 def logit_effects_node(graph: GraphNode, readout: Node, *, top_k: int = 5) -> StageNode:
-    """The logit effects of a graph's features; readout: of the graph's model (`readout_node`)."""
+    """Logit effects of the features of a graph, as a node.
+
+    Arguments:
+        graph: node of the graph.
+        readout: readout of the same model (`readout_node`).
+        top_k: tokens per feature and direction.
+    """
     ports = {name: Port(graph, name) for name in ("active_features", "selected_features")}
     return logit_effects.on(**ports, readout=readout, dictionary=graph.dictionary.as_resource(), top_k=top_k)

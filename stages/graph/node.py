@@ -1,11 +1,12 @@
-"""An attribution graph in a workflow's graph: computed block by block, each block a stored cell.
+"""An attribution graph as a node of a workflow, computed and stored in blocks of rows.
 
-A small graph is computed and stored at once. Of a larger one, blocks of rows are stored as they are computed,
-under keys of their own, and joined on disk when all are there: a killed graph goes on where it was, and the
-matrix never has to fit into memory. The forward pass is run again to go on; it is cheap beside the rows.
+A small graph is computed and stored at once. For a larger one, each block of rows is stored as a cell under
+its
+own key, and the blocks are joined on disk at the end: a killed computation continues where it stopped, and
+the matrix need not fit in memory. To continue, the forward pass runs again; it is cheap compared with the
+rows.
 
-Border: keys, cells and the store; the arithmetic is in attribute.py, the choice of rows in selection.py.
-Planning imports no torch.
+rows/attribute.py computes rows; rows/selection.py chooses them. Planning imports no torch.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ if TYPE_CHECKING:
 __all__ = ["GraphNode"]
 
 MEMORY = 1 << 30
+"""Default bytes for the computation, in addition to the model."""
 CELL_BYTES = 16 << 20
-"""Of rows that are stored as one cell: a fraction of a second's work on a small model, seconds on a large."""
+"""Bytes of rows stored as one cell: work of a fraction of a second on a small model, of seconds on a
+large."""
 SMALLEST = 1 << 20
+"""Fewest bytes that `memory` may be."""
 
 
 class GraphNode(ResultNode):
-    """The attribution graph of one prompt.
-
-    memory: bytes its computation may take beside the model, or "2GiB".
-    """
+    """The attribution graph of one prompt, as a node of a workflow."""
 
     name = "attribution_graph"
     version = 1
@@ -67,8 +68,21 @@ class GraphNode(ResultNode):
         *,
         memory: int | str | None = None,
     ) -> None:
-        """Raises ConfigError for a model whose layers graphs do not follow, DictionaryError for a dictionary
-        that does not fit it, PromptError for a prompt too short to have features, or too long."""
+        """Check model, dictionary and prompt; nothing is loaded.
+
+        Arguments:
+            source: the model.
+            dictionary: transcoders of the model.
+            tokens: token ids of the prompt.
+            options: settings that are part of the key.
+            memory: bytes for the computation in addition to the model, or "2GiB"; None for 1 GiB.
+
+        Raises:
+            ConfigError: for a model whose layers attribution graphs do not support.
+            DictionaryError: for a dictionary that does not fit the model.
+            PromptError: for a prompt that is too short to have features, or too long.
+            PlanError: for too little memory.
+        """
         self.source, self.dictionary, self.options = source, dictionary, options
         self.resource = dictionary.as_resource(str(dictionary.device))
         self.tokens = tuple(tokens)
@@ -99,17 +113,17 @@ class GraphNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The dictionary's files. Those of the model are checked when it is loaded into memory."""
+        """Dictionary files. Model files are checked when the model is loaded."""
         return (self.resource,)
 
     # -- identity
 
     def key(self, store: Store) -> ResultKey:
-        """Model, dictionary, tokens and options."""
+        """Key of the graph: model, dictionary, tokens and options."""
         return self._key(self.name, {})
 
     def cell_key(self, first: int, count: int) -> ResultKey:
-        """Of `count` rows, in the order in which they are computed, from `first` on."""
+        """Key of the rows [first, first + count) in the order in which rows are computed."""
         return self._key(f"{self.name}/cell", {"first": first, "count": count})
 
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
@@ -121,15 +135,18 @@ class GraphNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run."""
+        """Whether the graph is stored; if not, why."""
         check_pinned(self)
         key = self.key(store)
         self.source.expect(served=store.lookup(key) is not None)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """Memory as given; how many rows there are is known when features have been computed. Seconds in
-        proportion to the tokens of the newest graph of this model and dictionary."""
+        """Peak memory and expected seconds, scaled by tokens from the newest graph of this model and
+        dictionary.
+
+        The number of rows is not known before features are computed.
+        """
         if status_of(self, store).is_cached:
             return Estimate()
         work = (
@@ -138,12 +155,12 @@ class GraphNode(ResultNode):
         return Estimate(peak_bytes=self.memory, seconds=self._seconds(store), work=work)
 
     def _seconds(self, store: Store) -> float | None:
-        own = self.key(store).request()["inputs"]
+        inputs = self.key(store).request()["inputs"]
 
-        def fits(note: Mapping[str, Any]) -> bool:
-            return bool(note.get("request", {}).get("inputs") == own)
+        def has_same_inputs(note: Mapping[str, Any]) -> bool:
+            return bool(note.get("request", {}).get("inputs") == inputs)
 
-        last = last_timed(self.name, store, fits)
+        last = last_timed(self.name, store, has_same_inputs)
         if last is None:
             return None
         share = len(self.tokens) / len(last["request"]["params"]["tokens"])
@@ -152,11 +169,11 @@ class GraphNode(ResultNode):
     # -- running
 
     def require_workers(self, context: Context) -> None:
-        """PlanError for a model that other processes cannot load."""
+        """Raise PlanError for a model that other processes cannot load."""
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute the rows that are not stored, then the whole."""
+        """Compute the rows that are not stored, then publish the graph."""
         with measured() as took:
             prepared = self.prepared()
             rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
@@ -171,35 +188,38 @@ class GraphNode(ResultNode):
             self.publish(store, self.key(store), cells.joined(), note)
 
     def prepared(self) -> PreparedGraph:
-        """The nodes of the graph, and what computes rows, in memory."""
+        """Run the forward pass, and prepare nodes and maps in memory to compute rows."""
         from .prepare import prepare
 
         dictionary = self.resource.opened
         return prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
 
     def put_rows(self, store: Store, prepared: PreparedGraph, rows: Rows) -> None:
-        """Compute and publish a cell."""
+        """Compute the rows of a cell, and publish them."""
         import xarray as xr
 
         with measured() as took:
             items = rows.items
-            found = xr.Dataset(
+            dataset = xr.Dataset(
                 {"weights": (("target", "source"), prepared.rows(items)), "item": ("target", items)}
             )
             note = {"model": self.source.name, **took()}
-        self.publish(store, rows.key, found, note)
+        self.publish(store, rows.key, dataset, note)
 
 
 @dataclass(frozen=True)
 class Rows(Cell):
-    """A cell: which rows it is of."""
+    """A cell of rows."""
 
     items: Ints
+    """Item of each row: index of an active feature, or the number of these plus the index of a logit."""
 
 
 class _Cells:
-    """Rows as they are computed: in memory while all of them fit into one cell, else stored cell by cell,
-    here or on workers."""
+    """Computes the cells of a graph, here or on workers.
+
+    Rows stay in memory if all of them fit in one cell; otherwise each cell is stored.
+    """
 
     def __init__(
         self, node: GraphNode, store: Store, prepared: PreparedGraph, rows: int, context: Context
@@ -210,63 +230,65 @@ class _Cells:
         self._is_stored = rows > self._size
         self._first = 0
         self.blocks: list[tuple[Ints, Any]] = []
-        """(item of each row, weights [row, source]) of all rows so far."""
+        """(item of each row, weights [row, source]) of each cell so far."""
 
     def compute(self, items: Ints, advance: Any) -> None:
-        """Rows of these items, as cells."""
+        """Compute the rows of items, cell by cell. advance: called with the number of rows of each cell."""
         parts = [items[start : start + self._size] for start in range(0, len(items), self._size)]
         if not self._is_stored:
-            for some in parts:
-                self.blocks.append((some, self.prepared.rows(some)))
-                advance(len(some))
+            for part in parts:
+                self.blocks.append((part, self.prepared.rows(part)))
+                advance(len(part))
             return
-        cells = [self._cell(some) for some in parts]
+        cells = [self._cell(part) for part in parts]
         if self.context.has_workers:
-            self._compute_elsewhere(cells)
+            self._compute_on_workers(cells)
         for cell in cells:
             if self.store.lookup(cell.key) is None:
                 self.node.put_rows(self.store, self.prepared, cell)
             self.blocks.append((cell.items, self.store.open_result(cell.key)["weights"]))
             advance(len(cell.items))
 
-    def _compute_elsewhere(self, cells: Sequence[Rows]) -> None:
-        """Missing cells on workers; one alone is computed here sooner than a worker is ready."""
+    def _compute_on_workers(self, cells: Sequence[Rows]) -> None:
+        """Compute missing cells on workers, unless there is only one, which takes less time than starting
+        one."""
         missing = [cell for cell in cells if self.store.lookup(cell.key) is None]
         if len(missing) > 1:
             needs = self.node.source.needs
             self.context.map(compute_rows, self.node, self.store, missing, needs=needs)
 
     def _cell(self, items: Ints) -> Rows:
-        """The next rows as a cell."""
+        """The cell of the next rows."""
         labels = {"first": self._first, "count": len(items)}
         self._first += len(items)
         return Rows(labels, self.node.cell_key(**labels), items)
 
     def joined(self) -> xr.Dataset:
-        """The graph: features in order, then logits; columns of features that have no row are left out."""
+        """The graph: rows are features in order, then logits; features without a row have no column."""
         import dask.array as da
 
         items = np.concatenate([items for items, _ in self.blocks])
         if self._is_stored:
             whole: Any = da.concatenate([block.chunk().data for _, block in self.blocks])
         else:
-            found = [block for _, block in self.blocks]
-            whole = found[0] if len(found) == 1 else np.concatenate(found)
+            weights = [block for _, block in self.blocks]
+            whole = weights[0] if len(weights) == 1 else np.concatenate(weights)
         return self.prepared.dataset(items, whole)
 
 
 _prepared: list[tuple[str, PreparedGraph]] = []
-"""Of the graph whose rows this worker computed last, under its key: its forward pass is run once."""
+"""At most one (key digest, prepared graph): the last graph of this worker, whose forward pass runs once."""
 _PREPARING = threading.Lock()
 
 
 def compute_rows(node: GraphNode, store: Store, rows: Rows) -> None:
-    """Compute and publish a cell of rows; a task of its own on a worker elsewhere."""
+    """Compute and publish a cell of rows; a task for a worker."""
     with _PREPARING:
         key = node.key(store).digest
-        # A dictionary whose files moved was opened anew: what an older one read may be of other files.
+        # A dictionary is opened again if its files changed; then features read from the old files are
+        # invalid.
         if not (_prepared and _prepared[0][0] == key and _prepared[0][1].dictionary is node.resource.opened):
             _prepared.clear()
             _prepared.append((key, node.prepared()))
         prepared = _prepared[0][1]
-        node.put_rows(store, prepared, rows)  # one block at a time: each uses all threads it may
+        node.put_rows(store, prepared, rows)  # inside the lock: each block uses all threads of the worker

@@ -1,7 +1,4 @@
-"""Options of an attribution graph, as callers give them and as its key holds them.
-
-Border: plain values, made by users and workflows.
-"""
+"""Options of attribution graphs: `AttributionOptions` of callers, and `GraphOptions`, part of graph keys."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ __all__ = ["AttributionOptions", "GraphOptions"]
 
 @dataclass(frozen=True)
 class AttributionOptions:
-    """What a caller may choose of an attribution graph."""
+    """Options of `attribution_graph`."""
 
     targets: Any = option(
         None,
@@ -48,19 +45,19 @@ class AttributionOptions:
 
 @dataclass(frozen=True, eq=False)
 class GraphOptions:
-    """What decides a graph, besides model, dictionary and prompt.
-
-    zero_positions: so many first positions have no features and no errors. arithmetic: dtype of the linear
-    maps.
-    """
+    """Settings that determine a graph, besides model, dictionary and prompt; all are part of its key."""
 
     targets: TargetChoice
+    """Logits to explain."""
     selection: RowSelection
+    """Features that get incoming edges."""
     zero_positions: int = 1
+    """Number of first positions without features and errors."""
     arithmetic: str = "float32"
+    """Dtype of the linear maps, "float32" or "float64"."""
 
     def params(self) -> dict[str, Any]:
-        """Plain values for a key."""
+        """JSON values for the key."""
         return {
             "targets": self.targets.canonical(),
             "selection": self.selection.canonical(),

@@ -1,11 +1,11 @@
-"""The part of a graph that matters: nodes and edges that carry a given share of the influence on the logits.
+"""Prunes a graph to the nodes and edges that carry a given share of the influence on the logits.
 
-Border: a graph's dataset in, masks and edges out; numpy only. As circuit-tracer's `prune_graph`: the nodes
-that together have `node_threshold` of the influence, all tokens and logits; of the edges among them those
-that have `edge_threshold` of the edges' scores, M[t, s] (I + w)[t] with M and I of the matrix so cut; then,
-until nothing changes, features and errors without outgoing edges and features without incoming ones go.
+As circuit-tracer's `prune_graph`, in three steps. First keep the most influential nodes that together have
+`node_threshold` of the influence, and all tokens and logits. Of the edges among them keep those that together
+have `edge_threshold` of the edge scores, M[t, s] (I + w)[t], with M and I of the graph of kept nodes. Then,
+until nothing changes, remove features and errors without outgoing edges, and features without incoming ones.
 
-Kept edges are listed, not masked: what is in memory is a block of rows and the edges that are kept.
+Kept edges are lists, not masks: only a block of rows and the kept edges are in memory. Numpy only.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from .rows.influence import GraphRows, influence, scores
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Kept", "cumulative_scores", "kept_part", "pruned_graph"]
+__all__ = ["KeptPart", "cumulative_scores", "kept_part", "pruned_graph"]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is kept of a graph.
-
-    nodes: bool [node]. target, source: node indices of the kept edges, [edge], row by row; weight: of each,
-    as in the graph. influence, cumulative: [node], of the whole graph.
-    """
+class KeptPart:
+    """Nodes and edges that pruning keeps of a graph."""
 
     nodes: npt.NDArray[np.bool_]
+    """Bool [node], True for kept nodes."""
     target: Ints
+    """Target node of each kept edge, int [edge], sorted."""
     source: Ints
+    """Source node of each kept edge, int [edge]."""
     weight: npt.NDArray[np.float32]
+    """Weight of each kept edge in the whole graph, [edge]."""
     influence: Floats
+    """Influence of each node in the whole graph, [node]."""
     cumulative: Floats
+    """`cumulative_scores` of the whole graph, [node]."""
 
     @classmethod
-    def of(cls, pruned: xr.Dataset) -> Kept:
-        """From what the stage `pruned_graph` gave."""
+    def of(cls, pruned: xr.Dataset) -> KeptPart:
+        """From the dataset of the stage `pruned_graph`."""
         return cls(
             nodes=pruned["kept"].values,
             target=pruned["edge_target"].values,
@@ -57,61 +59,63 @@ class Kept:
         )
 
     def edge_mask(self) -> npt.NDArray[np.bool_]:
-        """The kept edges as a matrix, bool [node, node]: row = target."""
+        """Bool [target, source] over all nodes, True for kept edges."""
         mask = np.zeros((len(self.nodes), len(self.nodes)), bool)
         mask[self.target, self.source] = True
         return mask
 
 
-def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> Kept:
-    """Prune; see the module's docstring. Raises StageError for thresholds outside 0 to 1."""
+def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> KeptPart:
+    """Prune a graph as the docstring of this module describes. StageError for thresholds outside 0 to 1."""
     for name, share in (("node_threshold", node_threshold), ("edge_threshold", edge_threshold)):
         if not 0 <= share <= 1:
             raise StageError(f"expected {name} from 0 to 1, found {share!r}")
     count = rows.counts
-    found = influence(rows)
-    nodes = found.node >= sorted_threshold(found.node, node_threshold)
+    whole = influence(rows)
+    nodes = whole.node >= sorted_threshold(whole.node, node_threshold)
     nodes[count.token_nodes.start :] = True
-    cut = replace(rows, kept=nodes)
-    within = influence(cut)
-    onward = within.with_logits(rows.logit_weights)[count.target_nodes] / np.maximum(within.row_sum, 1e-10)
+    kept_rows = replace(rows, kept=nodes)
+    part = influence(kept_rows)
+    # (I + w)[t] per unit of the row sum that normalises M; 1e-10 as in circuit-tracer.
+    target_scores = part.with_logits(rows.logit_weights)[count.target_nodes] / np.maximum(part.row_sum, 1e-10)
 
     def edge_scores() -> Iterator[tuple[slice, Floats]]:
-        for here, block in cut.blocks(slice(0, count.targets)):
-            yield here, block * onward[here, None]
+        for block_rows, block in kept_rows.blocks(slice(0, count.targets)):
+            yield block_rows, block * target_scores[block_rows, None]
 
     least = share_threshold(lambda: (block for _, block in edge_scores()), edge_threshold)
-    target, source, weight = _listed(rows, edge_scores(), least)
+    target, source, weight = _edges_above(rows, edge_scores(), least)
     nodes, edges = _connected(nodes, target, source, count.features, count.features + count.errors)
-    return Kept(
+    return KeptPart(
         nodes=nodes,
         target=target[edges],
         source=source[edges],
         weight=weight[edges],
-        influence=found.node,
-        cumulative=cumulative_scores(found.node),
+        influence=whole.node,
+        cumulative=cumulative_scores(whole.node),
     )
 
 
 def cumulative_scores(influence: Floats) -> Floats:
-    """Share of the influence of all nodes that are at least as influential: small means important; [node]."""
+    """Share of the influence carried by the nodes at least as influential as each, [node]; small:
+    important."""
     order = np.argsort(-influence, kind="stable")
-    found = np.empty(len(influence))
+    shares = np.empty(len(influence))
     total = influence.sum()
-    found[order] = np.cumsum(influence[order]) / (total if total else 1.0)
-    return found
+    shares[order] = np.cumsum(influence[order]) / (total if total else 1.0)
+    return shares
 
 
-def _listed(
+def _edges_above(
     rows: GraphRows, blocks: Iterator[tuple[slice, Floats]], least: float
 ) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
-    """Target, source and weight of the edges with a score of at least `least`."""
+    """(target, source, weight), each [edge], of the edges with a score of at least `least`."""
     nodes = rows.counts.target_nodes
     parts: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
-    for here, block in blocks:
+    for block_rows, block in blocks:
         target, source = np.nonzero(block >= least)
-        weights = np.asarray(rows.weights[here].values, np.float32)[target, source]
-        parts.append((nodes[here][target], source, weights))
+        weights = np.asarray(rows.weights[block_rows].values, np.float32)[target, source]
+        parts.append((nodes[block_rows][target], source, weights))
     target, source, weight = (np.concatenate([part[i] for part in parts]) for i in range(3))
     return target, source, weight
 
@@ -119,9 +123,13 @@ def _listed(
 def _connected(
     nodes: npt.NDArray[np.bool_], target: Ints, source: Ints, features: int, inner: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Nodes and edges left when what leads nowhere, and features nothing leads to, are gone.
+    """Remove unconnected nodes and their edges until nothing changes; returns masks of both.
 
-    features: that many first nodes need edges in and out; inner: that many need edges out.
+    Arguments:
+        nodes: bool [node], nodes kept so far.
+        target, source: nodes of each edge, [edge].
+        features: number of first nodes that need incoming and outgoing edges.
+        inner: number of first nodes (features and errors) that need outgoing edges.
     """
     nodes, edges = nodes.copy(), np.ones(len(target), bool)
     while True:
@@ -150,23 +158,29 @@ def _connected(
 def pruned_graph(
     graph: xr.Dataset, *, node_threshold: float = 0.8, edge_threshold: float = 0.98
 ) -> xr.Dataset:
-    """The part of an attribution graph that carries these shares of the influence, and the graph's scores.
+    """Prune an attribution graph, and compute its scores.
 
-    kept: bool [node]. edge_*: kept edges, from node edge_source to node edge_target, with the weight they
-    have in the graph. cumulative: of nodes at least as influential, the share of all influence.
+    Arguments:
+        graph: dataset of the graph.
+        node_threshold: share of the influence that the kept nodes carry, 0 to 1.
+        edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+
+    Returns:
+        `kept`, bool [node]; `edge_source`, `edge_target`, `edge_weight` of the kept edges; `influence` and
+        `cumulative` (`cumulative_scores`) of all nodes; `replacement_score` and `completeness_score`.
     """
     import xarray as xr
 
     rows = GraphRows.of(graph)
-    found = kept_part(rows, node_threshold=node_threshold, edge_threshold=edge_threshold)
+    part = kept_part(rows, node_threshold=node_threshold, edge_threshold=edge_threshold)
     return xr.Dataset(
         {
-            "kept": ("node", found.nodes),
-            "influence": ("node", found.influence),
-            "cumulative": ("node", found.cumulative),
-            "edge_target": ("edge", found.target),
-            "edge_source": ("edge", found.source),
-            "edge_weight": ("edge", found.weight),
+            "kept": ("node", part.nodes),
+            "influence": ("node", part.influence),
+            "cumulative": ("node", part.cumulative),
+            "edge_target": ("edge", part.target),
+            "edge_source": ("edge", part.source),
+            "edge_weight": ("edge", part.weight),
             **{name: ((), value) for name, value in scores(rows, influence(rows)).items()},
         }
     )

@@ -1,11 +1,9 @@
-"""Which score keeps a given share of all of it, without sorting all scores.
+"""The threshold above which scores sum to a given share of the total, without sorting all scores.
 
-Border: non-negative numbers in blocks that can be read several times; knows no graphs.
-
-Idea: radix selection. The bits of a non-negative float64, read as an integer, have the order of the numbers,
-so counts and sums by the first 16 bits find the bin in which the cumulative sum passes the share; the next
-pass looks at the next 16 bits within that bin, and a bin small enough is sorted. At most four passes over the
-blocks, and a few MB, however many scores there are.
+Radix selection: the bits of non-negative float64 numbers, read as integers, sort like the numbers. So sums by
+the first 16 bits find the bin in which the cumulative sum reaches the share; the next pass splits that bin by
+the next 16 bits, and a bin that is small enough is sorted. This takes at most four passes over the blocks,
+and a few MB of memory for any number of scores.
 """
 
 from __future__ import annotations
@@ -21,26 +19,32 @@ __all__ = ["share_threshold", "sorted_threshold"]
 
 BITS, BINS = 16, 1 << 16
 SORTED = 1 << 20
-"""Scores that are sorted at once."""
+"""Most scores of a bin that is sorted."""
 
 
 def sorted_threshold(scores: Floats, share: float) -> float:
-    """The score down to which the largest scores sum to `share` of all; inf where all are zero."""
+    """As `share_threshold`, for scores in memory."""
     return share_threshold(lambda: [scores], share)
 
 
 def share_threshold(blocks: Callable[[], Iterable[Floats]], share: float) -> float:
-    """The score at which the cumulative sum of the scores, in descending order, first reaches `share` (0 to
-    1) of the total: keeping what is >= keeps that share.
+    """The score at which the cumulative sum of the scores in descending order first reaches a share of the
+    total.
 
-    blocks: gives the same non-negative scores, of any shape, each time it is called. inf where all are zero.
-    Never 0: a share of 1 keeps every positive score and no other.
+    Arguments:
+        blocks: returns the same non-negative scores, in blocks of any shape, at each call.
+        share: share of the total, 0 to 1.
+
+    Returns:
+        Threshold: scores >= it sum to at least the share. inf if all scores are zero. Never 0: a share of 1
+            keeps
+        the positive scores and no others.
     """
-    above, prefix, wanted = 0.0, 0, 0.0
+    above, prefix, target = 0.0, 0, 0.0
     for level in range(4):
         shift = 64 - BITS * (level + 1)
         sums, counts = np.zeros(BINS), np.zeros(BINS, np.int64)
-        for bits, values in _chosen(blocks(), prefix, shift + BITS):
+        for bits, values in _with_prefix(blocks(), prefix, shift + BITS):
             digit = (bits >> np.uint64(shift)) & np.uint64(BINS - 1)
             sums += np.bincount(digit.astype(np.int64), weights=values, minlength=BINS)
             counts += np.bincount(digit.astype(np.int64), minlength=BINS)
@@ -48,21 +52,21 @@ def share_threshold(blocks: Callable[[], Iterable[Floats]], share: float) -> flo
             total = float(sums.sum())
             if total == 0:
                 return float("inf")
-            wanted = share * total
-        bin_ = _crossing(above, sums, counts, wanted)
+            target = share * total
+        bin_ = _crossing(above, sums, counts, target)
         above += float(sums[bin_ + 1 :].sum())
         prefix = (prefix << BITS) | bin_
         if shift == 0:
-            return float(np.uint64(prefix).view(np.float64))  # all of them are this number
+            return float(np.uint64(prefix).view(np.float64))  # all 64 bits are fixed: one number is left
         if counts[bin_] <= SORTED:
             break
-    found = [values for _, values in _chosen(blocks(), prefix, shift)]
-    ranked = np.sort(np.concatenate(found))[::-1]
-    place = int(np.searchsorted(above + np.cumsum(ranked), wanted))
+    in_bin = [values for _, values in _with_prefix(blocks(), prefix, shift)]
+    ranked = np.sort(np.concatenate(in_bin))[::-1]
+    place = int(np.searchsorted(above + np.cumsum(ranked), target))
     return float(ranked[min(place, len(ranked) - 1)])
 
 
-def _chosen(
+def _with_prefix(
     blocks: Iterable[Floats], prefix: int, shift: int
 ) -> Iterable[tuple[npt.NDArray[np.uint64], Floats]]:
     """Bits and values of the positive scores whose bits above `shift` are `prefix`."""
@@ -71,14 +75,16 @@ def _chosen(
         values = values[values > 0]
         bits = values.view(np.uint64)
         if shift < 64:
-            kept = (bits >> np.uint64(shift)) == np.uint64(prefix)
-            bits, values = bits[kept], values[kept]
+            matches = (bits >> np.uint64(shift)) == np.uint64(prefix)
+            bits, values = bits[matches], values[matches]
         yield bits, values
 
 
-def _crossing(above: float, sums: Floats, counts: npt.NDArray[np.int64], wanted: float) -> int:
-    """The bin in which the sum from the top reaches `wanted`; the lowest one that holds anything if rounding
-    keeps it from getting there."""
-    held = np.flatnonzero(counts)[::-1]
-    reached = above + np.cumsum(sums[held])
-    return int(held[min(int(np.searchsorted(reached, wanted)), len(held) - 1)])
+def _crossing(above: float, sums: Floats, counts: npt.NDArray[np.int64], target: float) -> int:
+    """The bin in which the cumulative sum from the top bin down, starting at `above`, reaches `target`.
+
+    The lowest bin that is not empty if rounding keeps the sum below the target.
+    """
+    non_empty = np.flatnonzero(counts)[::-1]
+    reached = above + np.cumsum(sums[non_empty])
+    return int(non_empty[min(int(np.searchsorted(reached, target)), len(non_empty) - 1)])

@@ -49,7 +49,7 @@ def _runs(model: str, *, is_known: bool) -> list[tuple[str, ...]]:
                 store = open_store(shared if is_known else alone)
                 ids = rng.integers(300, size=(prompts, length)).tolist()
                 node = CaptureNode(model, prompts=ids, hooks="blocks.*.hook_resid_post")
-                sources._kept.clear()  # the model is read anew, as in a process of its own
+                sources._cache.clear()  # the model is read anew, as in a process of its own
                 expected = plan(node, store).seconds
                 begun = time.perf_counter()
                 run(node, store, quiet=True)

@@ -198,7 +198,7 @@ def test_cells_of_a_prompt_are_one_task_unless_workers_would_wait(folder):
     node = patched(folder)
     cells = list(node.cells())
     for width in (1, 2, 3, 7, 100):
-        shares = node._shared(cells, width)
+        shares = node._worker_groups(cells, width)
         assert [cell for share in shares for cell in share] == cells
         assert len(shares) <= width
         assert max(map(len, shares)) == -(-len(cells) // min(width, len(cells)))

@@ -26,7 +26,7 @@ from ...pipeline import Port
 from ...stages.features.labels import labels_of
 from ...stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ...stages.graph.logit_effects import logit_effects_node
-from ...stages.graph.pruning import Kept, pruned_graph
+from ...stages.graph.pruning import KeptPart, pruned_graph
 from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...stages.logits.readout import readout_node
@@ -167,7 +167,7 @@ class AttributionGraphs(Workflow):
     @cached_property
     def pruned(self) -> PrunedGraph:
         """The graph pruned by the two thresholds."""
-        chosen, kept = self.settings, Kept.of(self.result("pruned").load())
+        chosen, kept = self.settings, KeptPart.of(self.result("pruned").load())
         return PrunedGraph(self.graph, kept, chosen.node_threshold, chosen.edge_threshold)
 
     @cached_property

@@ -1,10 +1,8 @@
-"""How large batches are, and how much smaller they become where a pass does not fit in memory.
+"""Batch size of a harvest, lowered when a forward pass runs out of memory.
 
-What runs out of memory is run again in batches of half the size, down to single prompts, and so is all that
-follows: a harvest of hours is not lost to its longest prompts. What was done is told, once, and noted beside
-what it made, as batches decide last bits where DESIGN.md says so ("What last bits depend on").
-
-Border: a number and an exception; knows no model.
+A batch that runs out of memory runs again in halves, down to single prompts, and later batches keep the lower
+size: a harvest of hours is not lost to its longest prompts. The user is told once, and the size is noted in
+the provenance, because batches can change last bits (DESIGN.md, "What last bits depend on").
 """
 
 from __future__ import annotations
@@ -21,47 +19,54 @@ _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class BatchSize:
-    """Computed positions a batch may have. say: told, once, that it became less."""
+    """The most positions (prompts times padded length) that a batch may compute."""
 
     def __init__(self, tokens: int, say: Callable[[str], None] = lambda text: None) -> None:
+        """Start with a batch size.
+
+        Arguments:
+            tokens: most positions of a batch.
+            say: called once, with a message for the user, when the size is lowered.
+        """
         self.tokens = tokens
         self.is_lowered = False
         self._say = say
 
     def allows(self, batch: PieceBatch) -> bool:
-        """Whether it is tried: a single prompt always is."""
+        """Whether a batch is small enough to run; a single prompt always is."""
         return len(batch.pieces) == 1 or len(batch.pieces) * batch.length <= self.tokens
 
     def lower(self, failed: PieceBatch) -> None:
-        """Half of what just did not fit; PlanError for a single prompt."""
-        held = len(failed.pieces) * failed.length
+        """Lower the size to half of a batch that ran out of memory. PlanError for a single prompt."""
+        failed_tokens = len(failed.pieces) * failed.length
         if len(failed.pieces) == 1:
             raise PlanError(
                 f"expected memory for a pass over one prompt of {failed.length} tokens, found too little; "
                 "cut prompts into shorter contexts, capture fewer points, or use a device with more memory"
             )
-        self.tokens = max(min(self.tokens, held) // 2, 1)
+        self.tokens = max(min(self.tokens, failed_tokens) // 2, 1)
         if not self.is_lowered:
             self._say(
-                f"out of memory at {held} tokens a batch: {self.tokens} from here on; --batch-tokens says it "
-                "from the start"
+                f"out of memory at {failed_tokens} tokens a batch: {self.tokens} from here on; set "
+                "--batch-tokens to start with fewer"
             )
         self.is_lowered = True
 
     def note(self) -> dict[str, Any]:
-        """For provenance: nothing where everything fitted."""
+        """Entry for the provenance; empty if the size was never lowered."""
         return {"batch_tokens_lowered_to": self.tokens} if self.is_lowered else {}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a pass failed for want of memory, here or on a device."""
+    """Whether an error means that memory ran out, on the CPU or on a GPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    # The CPU allocator of torch raises a plain RuntimeError.
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATION)
 
 
 def fits(work: Callable[[], None]) -> bool:
-    """Do some work; False where memory ran out. What it held, here and on a device, is let go of before this
+    """Call `work`; returns False if it ran out of memory. Memory that it held is freed before this
     returns."""
     try:
         work()

@@ -1,17 +1,17 @@
-"""Which prompts share a forward pass: decided from the corpus alone, never from timing.
+"""Assigns prompts to batches, from their lengths alone and never from timing.
 
-Prompts are sorted by length and padded on the right to the longest of their batch; in a causal model what
-stands to the right changes nothing to the left, and padded places are dropped before anything is stored.
-Where that does not hold (rotations that depend on the length of the sequence, interventions counted from the
-end of a prompt) only prompts of one length share a batch.
+Prompts are sorted by length and padded on the right to the longest of their batch. In a causal model padding
+changes no earlier position, and padded positions are dropped before anything is stored. Where this does not
+hold (RoPE that depends on the sequence length, interventions at positions counted from the end) only prompts
+of one length share a batch.
 
-What a pass gives of a prompt must not depend on its company, to the last bit (DESIGN.md, "What last bits
-depend on"). Two rules see to that. Products ask one library for powers of two and another for all else
-(networks/kernels/products.py): so prompts whose length is a power of two run whole, with others of that
-length, a power of two of them; and others are never computed at such a length. And products of few rows have
-kernels of their own: so a batch of few is computed several times over.
+The activations of a prompt must not depend, to the last bit, on the other prompts of its batch (DESIGN.md,
+"What last bits depend on"). Two rules ensure this:
 
-Knows lengths; knows no tokens, models or arrays.
+- Matrix products call one library for powers of two and another for all other sizes
+  (networks/kernels/products.py). So prompts whose length is a power of two run whole, in batches of that
+  length whose number of prompts is a power of two; other prompts are never padded to such a length.
+- Products of few rows use other kernels. So a batch with few positions is repeated until it has enough.
 """
 
 from __future__ import annotations
@@ -27,62 +27,75 @@ import numpy.typing as npt
 BUFFERS = 2
 """Segment buffers: one being filled, one being written."""
 MAX_WASTE = 0.125
-"""Padded places may be at most this share of a batch: an eighth of the work lost at worst, for batches that
-stay full."""
+"""Largest share of padding in a batch: at worst an eighth of the work is lost, in exchange for full
+batches."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a prompt that lies in a segment.
-
-    Positions [start, stop) of the prompt go to tokens [at, at + stop - start) of the segment; `run`
-    positions have to be computed.
-    """
+    """The part of a prompt that lies in a segment: positions [start, stop)."""
 
     prompt: int
+    """Number of the prompt in the run."""
     start: int
+    """First position of the prompt that lies in the segment."""
     stop: int
+    """Position after the last one that lies in the segment."""
     at: int
+    """Token of the segment that holds position `start`."""
     run: int
+    """Number of positions to compute, from position 0."""
 
 
 @dataclass(frozen=True)
 class PieceBatch:
-    """Pieces that run together, each padded on the right to `length` positions; `copies` times."""
+    """Pieces that run in one forward pass."""
 
     pieces: tuple[Piece, ...]
+    """The pieces, one per row."""
     length: int
+    """Positions of each row, padding on the right included."""
     copies: int = 1
+    """How often all rows are repeated, so that the pass has enough positions."""
 
 
 def pieces_of(
     segment: range, row_start: npt.NDArray[Any], row_size: npt.NDArray[Any], *, whole: bool
 ) -> list[Piece]:
-    """The prompts a token range touches, cut to it; a prompt that straddles its edge is run here and kept
-    in part.
+    """Cut the prompts that overlap a segment to it. A prompt that crosses its start runs from position 0.
 
-    whole: run every prompt to its end, because later positions do change earlier ones here, or their number
-    does.
+    Arguments:
+        segment: token range of the run.
+        row_start: first token of each prompt, int [prompt].
+        row_size: length of each prompt, int [prompt].
+        whole: whether to run every prompt to its end, because later positions, or their number, change
+            earlier ones.
     """
-    first = int(np.searchsorted(row_start, segment.start, side="right")) - 1
-    last = int(np.searchsorted(row_start, segment.stop, side="left"))
-    found = []
-    for prompt in range(max(first, 0), last):
+    first_prompt = int(np.searchsorted(row_start, segment.start, side="right")) - 1
+    end_prompt = int(np.searchsorted(row_start, segment.stop, side="left"))
+    pieces = []
+    for prompt in range(max(first_prompt, 0), end_prompt):
         begin, size = int(row_start[prompt]), int(row_size[prompt])
         start, stop = max(segment.start - begin, 0), min(segment.stop - begin, size)
         if start < stop:
             run = size if whole or _is_power(size) else stop
             while run < size and _is_power(run):
                 run += 1
-            found.append(Piece(prompt, start, stop, begin + start - segment.start, run))
-    return found
+            pieces.append(Piece(prompt, start, stop, begin + start - segment.start, run))
+    return pieces
 
 
 def plan_batches(
     pieces: Sequence[Piece], *, batch_tokens: int, one_length: bool, fewest: int = 1
 ) -> list[PieceBatch]:
-    """Batches of at most `batch_tokens` computed positions; a longer prompt runs alone. fewest: positions of
-    a pass, for which a batch of fewer is copied."""
+    """Group pieces into batches.
+
+    Arguments:
+        pieces: the pieces of one segment.
+        batch_tokens: most positions of a batch, padding included; a longer prompt runs alone.
+        one_length: whether all pieces of a batch must have the same length.
+        fewest: fewest positions of a pass; a smaller batch is repeated.
+    """
     groups: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda piece: (piece.run, piece.prompt)):
         if not groups or not _fits(groups[-1], piece, batch_tokens, one_length):
@@ -93,19 +106,20 @@ def plan_batches(
 
 
 def halves(batch: PieceBatch, *, fewest: int) -> list[PieceBatch]:
-    """The same pieces, of the same length, in two batches; of what is a power of two, by powers of two."""
+    """Split a batch in two of the same padded length; a power-of-two batch splits into powers of two."""
     middle = len(batch.pieces) // 2
     parts = batch.pieces[:middle], batch.pieces[middle:]
     return [PieceBatch(part, batch.length, _copies(part, batch.length, fewest)) for part in parts]
 
 
 def _copies(pieces: Sequence[Piece], length: int, fewest: int) -> int:
-    """How often a batch is computed that it has `fewest` positions."""
+    """Number of repetitions with which a batch reaches `fewest` positions."""
     return max(1, math.ceil(fewest / (len(pieces) * length)))
 
 
 def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:
-    """A group as it is, or, of a length that is a power of two, by powers of two, the largest first."""
+    """The group; if its length is a power of two, split into parts of power-of-two size, the largest
+    first."""
     while _is_power(group[0].run) and not _is_power(len(group)):
         count = 1 << (len(group).bit_length() - 1)
         yield group[:count]
@@ -114,15 +128,15 @@ def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _is_power(count: int) -> bool:
-    """Whether it is a power of two."""
+    """Whether a count is a power of two."""
     return count.bit_count() == 1
 
 
 def _fits(waiting: Sequence[Piece], piece: Piece, batch_tokens: int, one_length: bool) -> bool:
-    """Whether the next longer piece may join; pieces come sorted, so it sets the length of the batch."""
-    apart = one_length or _is_power(piece.run) or _is_power(waiting[0].run)
-    if apart and piece.run != waiting[0].run:
+    """Whether a piece may join a batch. Pieces come sorted by length, so it sets the padded length."""
+    needs_equal_length = one_length or _is_power(piece.run) or _is_power(waiting[0].run)
+    if needs_equal_length and piece.run != waiting[0].run:
         return False
     computed = piece.run * (len(waiting) + 1)
-    kept = sum(held.run for held in waiting) + piece.run
-    return computed <= batch_tokens and computed - kept <= MAX_WASTE * computed
+    without_padding = sum(member.run for member in waiting) + piece.run
+    return computed <= batch_tokens and computed - without_padding <= MAX_WASTE * computed

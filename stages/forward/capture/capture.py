@@ -1,8 +1,8 @@
-"""Capture: prompts through a model, activations into a store, once.
+"""Capture: run prompts through a model once, and store the activations.
 
-`capture` is the function users call; `CaptureNode` the same thing as the source of a workflow's graph. Both
-are planned without torch: which run it is, what of it is stored, what the rest will cost. A model is loaded
-only when something is missing. Asking for more layers or hook points of a stored run computes just those.
+`capture` is the function users call; `CaptureNode` does the same as the source node of a workflow. Both plan
+without torch: the key of the run, which captures are stored, and the cost of the missing ones. The model is
+loaded only if something is missing. Adding layers or hook points to a stored run computes only those.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from ..runs.duration import PassWork, expected_duration
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
-from .found import Found
 from .options import CaptureOptions
-from .order import Beside, goes_by_layers, load_for, order_of
+from .order import WorkingMemory, goes_by_layers, load_for, resolve_order
 from .sizes import ITEMSIZE, VOCABULARY_BYTES, Sizes, array_spec
+from .stored_run import StoredRun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from ..models.model import Model
 
 WORTH_A_LOOK = 1 << 16
-"""Tokens of a new run from which it is asked whether another one begins with the same prompts."""
+"""Fewest tokens of a new run for which the store is searched for a run that starts with the same prompts."""
 
 
 @takes_options(ModelRef, CaptureOptions, RunOptions)
@@ -81,22 +81,22 @@ def capture(
     store: Store,
     **options: Any,
 ) -> xr.Dataset:
-    """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
+    """Store activations of prompts at hook points, and open them as a labelled, lazy Dataset.
 
-    What is stored already is not computed again; a killed capture continues where it stopped.
+    Stored activations are not computed again; a killed capture continues where it stopped.
 
     Args:
-        model: a loaded model, or the name of one, which is loaded only if something is missing. A cluster
-            and workers load it by its name.
+        model: a loaded model, or its name. A model given by name is loaded only if something is missing;
+            workers and clusters always load it by name.
         prompts: texts, token ids, PackedTokens, or a Corpus, whose labels become coordinates.
         hooks: hook points or globs, or a HookSpec.
         store: see `mizarr.open_store`.
         options: see below.
 
     Raises:
-        PromptError, HookPointNotFound, ConfigError, PlanError: for a request that makes no sense, before
-            anything is computed.
-        StoreFull: when the disk is full; what was committed stays.
+        PromptError, HookPointNotFound, ConfigError, PlanError: for an invalid request, before anything is
+            computed.
+        StoreFull: when the disk is full; committed segments stay.
     """
     from ....pipeline import run
 
@@ -145,16 +145,16 @@ class CaptureNode(Ports):
         self.spec = self._bind(hooks)
         self._require_logits()
         self._require_dictionaries()
-        self.order = order_of(self.options.order, self.source.config, self.spec, self.source.name)
+        self.order = resolve_order(self.options.order, self.source.config, self.spec, self.source.name)
         self._over: dict[str, int] = {}
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
-        for kept in self.spec.keeps:
-            selection, reduction = kept.keep.selection, kept.keep.reduction
+        for kept_capture in self.spec.keeps:
+            selection, reduction = kept_capture.keep.selection, kept_capture.keep.reduction
             if selection is not None:
                 selection.check(self.tokens)
             if reduction is not None and reduction.is_of_run:
-                every = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
-                self._over[kept.variable] = int(every)
+                n_tokens = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
+                self._over[kept_capture.variable] = int(n_tokens)
         with_scales(self.specs)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
@@ -164,11 +164,12 @@ class CaptureNode(Ports):
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
 
     def require_other_names(self, labels: Iterable[Any]) -> None:
-        """Raise PromptError for labels of prompts that are named as what is captured, or an axis of it."""
-        own = {name for spec in self.specs for name in (spec.variable, *spec.dims)}
-        if taken := sorted(own.intersection(map(str, labels))):
+        """Raise PromptError for a label of prompts that has the name of a captured variable or of its
+        axis."""
+        reserved = {name for spec in self.specs for name in (spec.variable, *spec.dims)}
+        if conflicts := sorted(reserved.intersection(map(str, labels))):
             raise PromptError(
-                f"expected labels by names of their own, found {taken[0]!r}, which is captured; rename it"
+                f"expected labels named unlike captures and their axes, found {conflicts[0]!r}; rename it"
             )
 
     def take_texts(self, store: Store, corpus: Corpus, about: xr.Dataset) -> None:
@@ -181,12 +182,14 @@ class CaptureNode(Ports):
             self.tokens = corpus.with_texts(self.tokens, about, self.source.tokenizer)
 
     def note_asked(self, store: Store) -> None:
-        """Note beside the stored run that it was captured for its own sake, so that `mizarr ls` lists it."""
+        """Note with the stored run that a user captured it directly, so that `mizarr ls` lists it."""
         note_capture(store, self._stored(store).entry.path)
 
     def keep_labels(self, store: Store, about: xr.Dataset) -> None:
-        """Keep labels of prompts, coordinates [prompt_id], with the stored run, which opens with them; warn
-        where they are too large. They decide no key."""
+        """Store labels of prompts, coordinates [prompt_id], with the run; they are no part of its key.
+
+        Warns (UserWarning) if they are too large, and then stores none.
+        """
         entry = self._stored(store).entry
         columns = {str(name): column.values for name, column in about.coords.items()}
         if not put_prompt_labels(store.files, entry.path, columns):
@@ -198,18 +201,21 @@ class CaptureNode(Ports):
             )
 
     def _require_logits(self) -> None:
-        """Raise ConfigError for logits of what computes its own, and for more of them than there are."""
-        config, of_logits = self.source.config, self._of_logits
-        if of_logits and not config.is_differentiable:
+        """Raise ConfigError for reductions of logits that the model cannot compute.
+
+        These are all reductions of logits on the transformers bridge, and a top-k larger than the vocabulary.
+        """
+        config, reductions = self.source.config, self._logit_reductions
+        if reductions and not config.is_differentiable:
             raise ConfigError(
                 f"expected a model whose LM head is computed here to keep reductions of logits, found "
                 f"{self.source.name}, which transformers computes; choose a model of a supported family"
             )
-        for each in of_logits:
-            if each.ranks > config.vocab_size:
+        for reduction in reductions:
+            if reduction.ranks > config.vocab_size:
                 raise ConfigError(
                     f"expected at most the {config.vocab_size} logits of {self.source.name}, found "
-                    f"{each.request!r}; ask for fewer"
+                    f"{reduction.request!r}; ask for fewer"
                 )
 
     def _require_dictionaries(self) -> None:
@@ -221,7 +227,7 @@ class CaptureNode(Ports):
 
     @cached_property
     def run_key(self) -> RunKey:
-        """Which run this is: model, tokens, interventions; of gradients, what they are of."""
+        """Key of the run: model, tokens and interventions; for gradients also the objective."""
         prompts = self.tokens.digest
         return RunKey(self.source.identity.digest, prompts, self.spec.digest_over(prompts))
 
@@ -249,40 +255,48 @@ class CaptureNode(Ports):
         return [kept.keep.reduction for kept in self.spec.keeps if kept.keep.reduction is not None]
 
     @property
-    def _of_logits(self) -> list[Reduction]:
-        """What is kept of the logits."""
+    def _logit_reductions(self) -> list[Reduction]:
+        """Reductions of the logits, such as top-k."""
         return [reduction for reduction in self._reductions if reduction.is_of_logits]
 
     @property
     def _encoders(self) -> list[Encoder]:
-        """Dictionaries whose features are counted, each once."""
-        found = {each.identity: each.encoder for each in self._reductions if each.encoder is not None}
-        return list(found.values())
+        """Dictionaries whose features are counted, without duplicates."""
+        encoders = {
+            reduction.identity: reduction.encoder
+            for reduction in self._reductions
+            if reduction.encoder is not None
+        }
+        return list(encoders.values())
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The dictionaries whose features are counted; the model is looked at when it is loaded."""
+        """The dictionaries whose features are counted. The files of the model are checked when it is
+        loaded."""
         return [encoder.resource for encoder in self._encoders]
 
     # -- planning ------------------------------------------------------------------------------------------
 
     def status(self, store: Store) -> Status:
-        """Cached when every capture is published; else what is missing. Raises SourceChanged when the model
-        is no longer the one this node was made for."""
-        cells, found = len(self.cells), self._find(store)
-        missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
+        """Cached if every capture is published; otherwise names the missing ones.
+
+        Raises:
+            SourceChanged: if the files of the model or a dictionary have changed since this node was created.
+        """
+        cells, stored = len(self.cells), self._find(store)
+        missing = [cell for cell in self.cells if stored is None or not stored.is_published(cell)]
         self.source.expect(served=not missing)
         check_pinned(self)
-        if found is None:
+        if stored is None:
             return Status(False, "this run is not stored yet", cells)
         reason = f"{_name_cells(missing)} missing" if missing else ""
         return Status(not missing, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Bytes that missing captures will take on disk, and in buffers while they are computed; seconds."""
-        found = self._find(store)
-        missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
-        segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
+        """Cost of the missing captures: bytes on disk, peak bytes of buffers, expected seconds."""
+        stored = self._find(store)
+        missing = [cell for cell in self.cells if stored is None or not stored.is_published(cell)]
+        segment = stored.entry.segment_tokens if stored is not None else self._segment_tokens()
         sizes, tokens = self._sizes, self.tokens.n_tokens
         written = sizes.written(missing, tokens, math.ceil(tokens / segment))
         peak = BUFFERS * sizes.buffer(missing, min(segment, tokens))
@@ -290,37 +304,46 @@ class CaptureNode(Ports):
         return replace(expected, bytes_written=written, peak_bytes=peak)
 
     def expected_seconds(self, store: Store, times: float = 1.0) -> float | None:
-        """Seconds that these captures would take of `times` as many prompts of the kind, if none were stored.
+        """Expected seconds of these captures if none were stored; None if unknown.
 
-        As long as the newest run of this model with such captures took, or as counted; None where neither is
-        known.
+        Taken from the newest timed run of this model with such captures, or else from an operation count.
+
+        Arguments:
+            store: searched for timed runs.
+            times: factor on the number of prompts.
         """
         return self._duration(store, self.cells, times).seconds
 
     def _duration(self, store: Store, missing: Sequence[VariableLayer], times: float) -> Estimate:
-        own = json.loads(json.dumps(self.source.identity.request()))
+        # As a provenance note read back from JSON has it: tuples are lists there.
+        identity = json.loads(json.dumps(self.source.identity.request()))
 
-        def fits(note: Mapping[str, Any]) -> bool:
-            return bool(note.get("identity") == own and note.get("tokens"))
+        def is_same_model(note: Mapping[str, Any]) -> bool:
+            return bool(note.get("identity") == identity and note.get("tokens"))
 
         tokens, layers = self.tokens.n_tokens * times, self.source.config.num_layers
         deepest = max(layers if layer is None else layer + 1 for _, layer in missing)
         with_logits = any(variable == LOGITS for variable, _ in missing)
         written = self._sizes.stored(missing) * tokens
         work = PassWork(tokens * min(deepest, layers), tokens if with_logits else 0, written)
-        last = last_timed(self.cells[0][0], store, fits)
-        return expected_duration(self.source, work, last, tokens / last["tokens"] if last else 1.0)
+        timed = last_timed(self.cells[0][0], store, is_same_model)
+        return expected_duration(self.source, work, timed, tokens / timed["tokens"] if timed else 1.0)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Captured layers of the first variable that has them; (start, stop) of each segment."""
+        """Labels of the cells along an axis.
+
+        Returns:
+            For "layer" the captured layers of the first variable that has layers; for "segment" the (start,
+            stop) token range of each segment, empty if the run is not stored.
+        """
         if axis == "layer":
             return next(iter(self._layers.values()), [])
-        found = self._find(store)
-        return [] if found is None else found.segments
+        stored = self._find(store)
+        return [] if stored is None else stored.segments
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """Stored activations of one variable (or all), of one layer, of one segment."""
-        found = self._stored(store)
+        """Stored activations, restricted to a variable (None: all) and to the selected layer and segment."""
+        stored = self._stored(store)
         layer = selection.get("layer")
         cells = [cell for cell in self.cells if variable in (None, cell[0]) and layer in (None, cell[1])]
         if not cells:
@@ -328,54 +351,56 @@ class CaptureNode(Ports):
             hint = f"; nearest is {near!r}" if near else ""
             raise StageError(f"{self.name} does not capture {variable!r} at layer {layer}{hint}")
         segment = selection.get("segment")
-        contents = found.contents(cells, segment)
+        contents = stored.contents(cells, segment)
 
         def load() -> xr.Dataset:
-            return found.open(cells, segment)
+            return stored.open(cells, segment)
 
-        rows = found.n_tokens if segment is None else segment[1] - segment[0]
-        content = digest("activations", self.run_key.prompt, found.rows, segment, contents)
-        parents = [found.content(cell) for cell in cells]
+        rows = stored.n_tokens if segment is None else segment[1] - segment[0]
+        content = digest("activations", self.run_key.prompt, stored.rows, segment, contents)
+        parents = [stored.content(cell) for cell in cells]
         return Part(content, load, self._sizes.row_bytes(cells) * rows, parents)
 
     # -- running -------------------------------------------------------------------------------------------
 
     def require_workers(self, context: Context) -> None:
-        """PlanError for one layer after another, and for a model that other processes cannot load."""
+        """Raise PlanError if workers cannot compute this: order "layer", or a model they cannot load."""
         if self.order == "layer":
-            others = "a cluster" if context.cluster is not None else f"{context.workers} workers"
+            processes = "a cluster" if context.cluster is not None else f"{context.workers} workers"
             raise PlanError(
-                f'expected one process for order="layer", which reads each weight once, found {others}; '
+                f'expected one process for order="layer", which reads each weight once, found {processes}; '
                 "leave out one of them"
             )
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and store what is missing, here or on the workers of a cluster."""
-        if (found := self._find(store)) is not None and found.views:
-            self._without(found.views).run(store, context)
+        """Compute and store the missing captures, in this process or on workers."""
+        if (stored := self._find(store)) is not None and stored.views:
+            self._without(stored.views).run(store, context)
             return
-        # Making an entry waits for the disk many times: a new one is computed for meanwhile.
-        with measured() as took, ThreadPoolExecutor(1) as aside:
+        # Creating an entry waits for the disk many times: computing starts meanwhile, with the planned entry.
+        with measured() as took, ThreadPoolExecutor(1) as background:
             model: Model | None = None
             if not context.has_workers and self.status(store).cells_cached < len(self.cells):
-                model = self._load(context)  # one that cannot be loaded must leave the store untouched
-            begun = self._begun(store)
-            if begun is None:
+                model = self._load(context)  # before the store is touched, as loading may fail
+            beginning = self._find_beginning(store)
+            if beginning is None:
                 self._expect_room(store)
-            made = aside.submit(self._made, store, begun)
-            may_begin = not context.has_workers and begun is None and not goes_by_layers(self.order, model)
-            planned = self._planned(store) if may_begin else None
+            created = background.submit(self._create_entry, store, beginning)
+            may_start_early = (
+                not context.has_workers and beginning is None and not goes_by_layers(self.order, model)
+            )
+            planned = self._planned_entry(store) if may_start_early else None
             total = 0
             if planned is not None:
-                held = model or self._load(context)
-                with suppress(_Outrun):
+                loaded = model or self._load(context)
+                with suppress(_OtherSegments):
                     total = self._harvest(
-                        held, planned, context, lambda: _expect_same(made.result(), planned)
+                        loaded, planned, context, lambda: _expect_same_segments(created.result(), planned)
                     )
-            entry = made.result()
-            if begun is not None:
-                entry.take_over(begun, self.cells)
+            entry = created.result()
+            if beginning is not None:
+                entry.take_over(beginning, self.cells)
                 self._expect_room(store)
             missing = entry.missing(self.cells)
             if context.has_workers:
@@ -389,38 +414,46 @@ class CaptureNode(Ports):
                 total += self._harvest(model, entry, context)
             order = {"order": "layer" if goes_by_layers(self.order, model) else "batch"}
             note = {**self.provenance(), **order, **self._lowered, "tokens": total, **took()}
-            noted = aside.submit(put_provenance, store.files, entry.path, note)
+            provenance = background.submit(put_provenance, store.files, entry.path, note)
             entry.publish(self.cells)
-            noted.result()
+            provenance.result()
 
     def _load(self, context: Context) -> Model:
         limit = as_bytes(self.options.memory_limit)
-        return load_for(self.source, self.order, limit, self._beside(), context.progress.say)
+        return load_for(self.source, self.order, limit, self._working_memory(), context.progress.say)
 
-    def _beside(self) -> Beside:
+    def _working_memory(self) -> WorkingMemory:
         itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
-        of_place = self.source.config.bytes_per_token(itemsize) + VOCABULARY_BYTES * bool(self._of_logits)
-        of_pass = of_place * max(self.options.batch_tokens, longest)
+        token_bytes = self.source.config.bytes_per_token(itemsize)
+        token_bytes += VOCABULARY_BYTES * bool(self._logit_reductions)
+        batch = token_bytes * max(self.options.batch_tokens, longest)
         length = min(self._segment_tokens(), self.tokens.n_tokens)
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
             by_layer.setdefault(cell[1], []).append(cell)
         sizes = self._sizes
-        of_layer = max(sizes.buffer(cells, length) for cells in by_layer.values())
-        return Beside(of_pass, BUFFERS * sizes.buffer(self.cells, length), BUFFERS * of_layer)
+        largest_layer = max(sizes.buffer(cells, length) for cells in by_layer.values())
+        return WorkingMemory(batch, BUFFERS * sizes.buffer(self.cells, length), BUFFERS * largest_layer)
 
     def _without(self, views: Mapping[str, View]) -> CaptureNode:
-        """The same without what can be seen in stored arrays already."""
-        spec = self.spec.only(kept for kept in self.spec.kept if kept.variable not in views)
-        rest = CaptureNode.__new__(CaptureNode)
-        kept = {name: value for name, value in vars(self).items() if name not in ("cells", "specs")}
-        vars(rest).update(kept, spec=spec)
-        return rest
+        """A copy without the variables that can be read through views of stored arrays."""
+        spec = self.spec.only(
+            kept_capture for kept_capture in self.spec.kept if kept_capture.variable not in views
+        )
+        node = CaptureNode.__new__(CaptureNode)
+        # The cached properties `cells` and `specs` depend on the spec.
+        fields = {name: value for name, value in vars(self).items() if name not in ("cells", "specs")}
+        vars(node).update(fields, spec=spec)
+        return node
 
     def _harvest(
-        self, model: Model, entry: LabelledEntry, context: Context, stands: Callable[[], Any] = lambda: None
+        self,
+        model: Model,
+        entry: LabelledEntry,
+        context: Context,
+        await_entry: Callable[[], Any] = lambda: None,
     ) -> int:
-        """Compute and commit what is missing, in this process; returns the tokens computed."""
+        """Compute and commit the missing captures in this process; returns the tokens computed."""
         from .backoff import BatchSize
         from .harvest import harvest
         from .layer_major import harvest_by_layers
@@ -432,37 +465,49 @@ class CaptureNode(Ports):
             if goes_by_layers(self.order, model):
                 return harvest_by_layers(model, entry, self.spec, batch=batch, advance=task.advance)
             model.require_all_weights('a capture with order="batch"')
-            return harvest(model, entry, self.spec, batch=batch, advance=task.advance, stands=stands)
+            return harvest(
+                model, entry, self.spec, batch=batch, advance=task.advance, await_entry=await_entry
+            )
         finally:
             self._lowered |= batch.note()
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored activations, labelled and lazy; EntryNotFound while something is missing."""
+        """The stored activations, labelled and lazy. EntryNotFound if the run is not stored."""
         return self._stored(store).open(self.cells)
 
     def records(self, store: Store) -> tuple[LabelledEntry, list[tuple[VariableLayer, Record]]]:
-        """The run that holds the captures, and what is published of each: its own record, or that of the
-        array it is seen in; EntryNotFound while something is missing."""
-        found = self._stored(store)
-        told = [(cell, found.record(cell)) for cell in self.cells]
-        return found.entry, [(cell, record) for cell, record in told if record is not None]
+        """Published records of the captures.
+
+        Returns:
+            The stored run, and ((variable, layer), record) of each published capture. For a capture that is
+            read through a view, the record is that of the stored array behind it.
+
+        Raises:
+            EntryNotFound: if the run is not stored.
+        """
+        stored = self._stored(store)
+        records = [(cell, stored.record(cell)) for cell in self.cells]
+        return stored.entry, [(cell, record) for cell, record in records if record is not None]
 
     def provenance(self) -> dict[str, Any]:
-        """What a person will want to know, and no key holds."""
+        """Provenance record: model, hooks, dictionaries and batch size; excluded from keys."""
         objective, prompts = self.spec.objective, self.run_key.prompt
         return {
             **self.source.provenance(),
             "hooks": self.spec.canonical(),
             **({} if objective is None else {"gradient_of": objective.canonical(prompts)}),
-            **({"dictionaries": [each.name for each in encoders]} if (encoders := self._encoders) else {}),
+            **(
+                {"dictionaries": [encoder.name for encoder in encoders]}
+                if (encoders := self._encoders)
+                else {}
+            ),
             "batch_tokens": self.options.batch_tokens,
         }
 
     # -- helpers -------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # Sent to a worker a node is names and digests: whoever needs ids or weights there reads them from
-        # disk.
+        # Workers get names and digests only; they read token ids and weights from disk.
         return {**vars(self), "tokens": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
@@ -478,53 +523,57 @@ class CaptureNode(Ports):
             for capture in spec.captures:
                 if not capture.is_gradient:
                     raise StageError(
-                        f"expected gradients alone, which are a run of their own, found {capture.name!r} "
-                        f"beside {spec.gradients[0].name!r}; capture activations by a HookSpec of their own"
+                        f"expected only gradients, which are a separate run, found {capture.name!r} "
+                        f"beside {spec.gradients[0].name!r}; capture activations with a separate HookSpec"
                     )
         return spec
 
     @cached_property
     def _layers(self) -> dict[str, list[int]]:
         """Captured layers of each variable that has a layer axis."""
-        found = layers_by_variable(self.spec.kept)
+        by_variable = layers_by_variable(self.spec.kept)
         return {
-            name: sorted(n for n in held if n is not None) for name, held in found.items() if None not in held
+            name: sorted(layer for layer in layers if layer is not None)
+            for name, layers in by_variable.items()
+            if None not in layers
         }
 
     @remembered
-    def _find(self, store: Store) -> Found | None:
-        """This run in the store, or a larger one that holds all these prompts; None when neither is there."""
+    def _find(self, store: Store) -> StoredRun | None:
+        """This run in the store, or a larger run that contains all its prompts; None if neither is stored."""
         entry = self._entry(store)
-        found = None if entry is None else Found(entry, views=self._views(entry))
-        if found is not None and all(map(found.is_published, self.cells)):
-            return found
+        stored = None if entry is None else StoredRun(entry, views=self._views(entry))
+        if stored is not None and all(map(stored.is_published, self.cells)):
+            return stored
         if self.tokens is not None and self._has_one_token_axis:
             larger = store.find_prompts(self.run_key, self.tokens, self.dtype, self.cells)
             if larger is not None:
-                return Found(*larger)
-        return found
+                return StoredRun(*larger)
+        return stored
 
     @property
     def _has_one_token_axis(self) -> bool:
-        """Whether prompts can be picked from a larger run by one choice of tokens; what is kept of a run as a
-        whole is of that one."""
+        """Whether the prompts could be read from a larger run, by selecting tokens along one axis.
+
+        Not for run reductions: those of a larger run cover its other prompts, too.
+        """
         axes = {spec.packed for spec in self.specs}
         return "segment" not in axes and len(axes - {"pair", "square", "prompt_id"}) < 2
 
     def _views(self, entry: LabelledEntry) -> dict[str, View]:
-        """The variables of a selection that are not stored, and of which the run has all tokens."""
+        """Variable -> view, for token selections that are not stored but whose run has all tokens stored."""
         views: dict[str, View] = {}
-        for name in dict.fromkeys(kept.variable for kept in self.spec.keeps):
-            kept = [each for each in self.spec.keeps if each.variable == name]
-            if all(entry.record(*each.cell) for each in kept):
+        for name in dict.fromkeys(kept_capture.variable for kept_capture in self.spec.keeps):
+            of_variable = [kept_capture for kept_capture in self.spec.keeps if kept_capture.variable == name]
+            if all(entry.record(*kept_capture.cell) for kept_capture in of_variable):
                 continue
-            selection, reduction = kept[0].keep.selection, kept[0].keep.reduction
+            selection, reduction = of_variable[0].keep.selection, of_variable[0].keep.reduction
             if (
                 reduction is None
                 and selection is not None
-                and all(entry.record(*each.capture.cell) for each in kept)
+                and all(entry.record(*kept_capture.capture.cell) for kept_capture in of_variable)
             ):
-                views[name] = kept[0].capture.variable, selection
+                views[name] = of_variable[0].capture.variable, selection
         return views
 
     def _entry(self, store: Store) -> LabelledEntry | None:
@@ -533,21 +582,22 @@ class CaptureNode(Ports):
         except EntryNotFound:
             return None
 
-    def _stored(self, store: Store) -> Found:
-        found = self._find(store)
-        if found is None:
+    def _stored(self, store: Store) -> StoredRun:
+        stored = self._find(store)
+        if stored is None:
             raise EntryNotFound(f"these activations are not stored in {store.address}; run the capture first")
-        return found
+        return stored
 
-    def _begun(self, store: Store) -> LabelledEntry | None:
-        """A run that holds the beginning of this one, as a corpus that has grown since has; looked for where
-        that is worth a look at every run."""
+    def _find_beginning(self, store: Store) -> LabelledEntry | None:
+        """A stored run of the first prompts of this new run, e.g. of a corpus that has grown since; or
+        None."""
+        # The search reads every run of the store: for a small run computing again is cheaper.
         if self.tokens.n_tokens < WORTH_A_LOOK or self._entry(store) is not None:
             return None
         return store.find_start(self.run_key, self.tokens, self.dtype)
 
     def _expect_room(self, store: Store) -> None:
-        """Raise StoreFull where the disk has less room than what is missing will take."""
+        """Raise StoreFull if the disk has too few free bytes for the missing captures."""
         entry, sizes, tokens = self._entry(store), self._sizes, self.tokens.n_tokens
         if entry is None:
             needed = sizes.written(self.cells, tokens, math.ceil(tokens / self._segment_tokens()))
@@ -561,7 +611,9 @@ class CaptureNode(Ports):
                 "capture fewer hook points or prompts, or free some space (mizarr gc)"
             )
 
-    def _made(self, store: Store, begun: LabelledEntry | None = None) -> LabelledEntry:
+    def _create_entry(self, store: Store, beginning: LabelledEntry | None = None) -> LabelledEntry:
+        """Create the entry of this run, cut and compressed like a stored run of its beginning, if there is
+        one."""
         tokenizer = self.source.tokenizer
         about = {
             "model": self.source.name,
@@ -573,20 +625,21 @@ class CaptureNode(Ports):
             self.run_key,
             self.tokens,
             self.specs,
-            segment_tokens=self._segment_tokens() if begun is None else begun.segment_tokens,
+            segment_tokens=self._segment_tokens() if beginning is None else beginning.segment_tokens,
             attrs=about,
-            codec=self._codec(begun),
+            codec=self._codec(beginning),
         )
 
-    def _codec(self, begun: LabelledEntry | None) -> str:
-        """Of arrays that are new: as was asked, or as the run has them that this one goes on from."""
-        if self.options.codec is not None or begun is None:
+    def _codec(self, beginning: LabelledEntry | None) -> str:
+        """Compression codec of new arrays: the option, else the extended run's codec; empty for
+        uncompressed."""
+        if self.options.codec is not None or beginning is None:
             return "" if self.options.codec in (None, PLAINLY) else str(self.options.codec)
-        names = begun.specs.keys() & {spec.variable for spec in self.specs}
-        return next((found for name in sorted(names) if (found := begun.layout(name).codec)), "")
+        names = beginning.specs.keys() & {spec.variable for spec in self.specs}
+        return next((codec for name in sorted(names) if (codec := beginning.layout(name).codec)), "")
 
-    def _planned(self, store: Store) -> LabelledEntry | None:
-        """The entry as it will be, where there is none yet."""
+    def _planned_entry(self, store: Store) -> LabelledEntry | None:
+        """The entry as `_create_entry` will create it, not yet on disk; None if the run is already stored."""
         if self._entry(store) is not None:
             return None
         return store.planned_entry(self.run_key, self.tokens, self.specs, self._segment_tokens())
@@ -613,32 +666,39 @@ class CaptureNode(Ports):
         return WorkerJob(*job, max(1, torch.get_num_threads() // shared))
 
 
-class _Outrun(Exception):
-    """Somebody else has just made the entry, with segments of another length."""
+class _OtherSegments(Exception):
+    """Another process has just created the entry, with another segment length."""
 
 
-def _expect_same(made: LabelledEntry, planned: LabelledEntry) -> None:
-    if made.segment_tokens != planned.segment_tokens:
-        raise _Outrun
+def _expect_same_segments(created: LabelledEntry, planned: LabelledEntry) -> None:
+    if created.segment_tokens != planned.segment_tokens:
+        raise _OtherSegments
 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What a worker needs to know to compute a segment: names and digests, no arrays."""
+    """Names and digests with which a worker computes a segment; no arrays."""
 
     name: str
+    """Name of the node."""
     source: ModelSource
+    """The model, to be loaded by name."""
     run: RunKey
+    """Key of the run."""
     dtype: str
+    """Storage dtype of the run."""
     spec: BoundSpec
+    """Captures and interventions."""
     batch_tokens: int
+    """Most positions per batch."""
     threads: int
-    """Of torch, as in the process that asks, as some sums are split over threads, and another number gives
-    other last bits; workers of one machine share them."""
+    """Torch threads per worker. Sums that torch splits over threads depend on it in the last bits, so a
+    cluster
+    uses the number of the process that asks; workers of one machine share its threads."""
 
 
 def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> None:
-    """Compute and commit one segment; a Dask task."""
+    """Compute and commit segment `cell["segment"]`; a Dask task."""
     import torch
 
     from .backoff import BatchSize
@@ -646,13 +706,13 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
 
     torch.set_num_threads(job.threads)
     entry, model = store.entry(job.run, job.dtype), job.source.load()
-    model.require_all_weights("segments by themselves, on a cluster")
+    model.require_all_weights("single segments, on a cluster")
     batch = BatchSize(job.batch_tokens)
     harvest(model, entry, job.spec, batch=batch, segments=[cell["segment"]])
 
 
 def _name_cells(cells: Sequence[VariableLayer]) -> str:
-    """Cells for people: "layers 6-11 of resid_post"."""
+    """Cells in words: "layers 6-11 of resid_post"."""
     by_variable: dict[str, list[int | None]] = {}
     for variable, layer in cells:
         by_variable.setdefault(variable, []).append(layer)

@@ -1,10 +1,10 @@
-"""The harvest: segments of a corpus through a model and into the store.
+"""The harvest: runs segments of a corpus through a model and commits captured activations to the store.
 
-The forward pass fills a segment's buffers hook by hook; a writer thread digests and commits them while the
-next segment is computed. Where the pass needs every core of the processor it waits until all that is left of
-the writing is waiting for the disk: a core that is shared holds up all the others. Memory is a few buffers
-whatever the size of the corpus. Any number of harvests may work on one run: claims keep them apart, and if
-they do meet, they write the same bits.
+The forward pass fills the buffers of a segment hook by hook; a writer thread digests and commits them while
+the next segment is computed. If the pass uses every CPU core, it first waits until the writer only waits for
+the disk, because one core that is shared delays all others. Memory is a few segment buffers, whatever the
+size of the corpus. Several harvests may work on one run: claims give each its segments, and two harvests that
+compute the same segment write the same bits.
 """
 
 from __future__ import annotations
@@ -40,30 +40,35 @@ from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, fits
 from .batches import BUFFERS, Piece, PieceBatch, pieces_of, plan_batches
-from .of_run import of_run
 from .overlap import OverlappedWriter, SegmentBuffer, send
-from .reduced import keep_means, norms
+from .reduced import norms, write_prompt_means
+from .run_reductions import open_run_reductions
 from .selected import SelectedRows
-from .vocabulary import of_logits
+from .vocabulary import reduce_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
-Keeper = Callable[[PieceBatch], AbstractContextManager[Sink]]
-"""Takes what a batch shows while it is entered; what a batch gives of a run counts when it is left, and not
-where an error leaves it."""
+BatchSink = Callable[[PieceBatch], AbstractContextManager[Sink]]
+"""Opens the sink of one batch as a context manager.
+
+Reductions over the whole run are added when the block ends, and discarded if it ends with an error.
+"""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A filled buffer on its way to disk."""
+class WriteJob:
+    """A filled segment buffer that waits for the writer thread."""
 
     segment: int
+    """Number of the segment."""
     cells: tuple[VariableLayer, ...]
+    """(variable, layer) of each array to write."""
     claim: SegmentClaim
+    """Claim on the segment; released when the job ends."""
     handed_over: threading.Event = field(default_factory=threading.Event)
-    """Set when nothing but the disk is waited for."""
+    """Set when the writer has finished computing and only waits for the disk."""
 
     def end(self) -> None:
-        """Written, or never to be."""
+        """Release the claim, whether the segment was written or the job was dropped."""
         self.claim.release()
         self.handed_over.set()
 
@@ -76,22 +81,40 @@ def harvest(
     batch: BatchSize,
     segments: Iterable[int] | None = None,
     advance: Callable[[int, int], None] = lambda tokens, written: None,
-    stands: Callable[[], Any] = lambda: None,
+    await_entry: Callable[[], Any] = lambda: None,
 ) -> int:
-    """Compute and commit what the entry is missing of a spec's captures; returns the tokens computed.
+    """Compute and commit the captures of a spec that an entry is missing.
 
-    batch: lowered where memory runs out. segments: only these; None waits for those others have claimed,
-    until nothing is missing. advance: told tokens and bytes committed. stands: called before anything is
-    committed; returns when the entry is made, and raises if it is not.
+    Arguments:
+        model: computes the activations.
+        entry: the stored run that is completed.
+        spec: captures to store, and the interventions of the run.
+        batch: positions per batch; lowered if memory runs out.
+        segments: numbers of the segments to compute. None computes all missing segments, and waits for those
+            that other processes have claimed.
+        advance: called after each commit with the tokens and bytes committed.
+        await_entry: called before each commit; returns once the entry exists on disk, and raises if it could
+            not be created.
+
+    Returns:
+        Number of tokens computed by this call.
+
+    Raises:
+        NotFinite: if an activation is NaN or infinite.
+        PlanError: if one prompt does not fit in memory.
     """
-    cells = [kept.cell for kept in spec.kept]
-    only = None if segments is None else set(segments)
+    cells = [kept_capture.cell for kept_capture in spec.kept]
+    selected = None if segments is None else set(segments)
     total = 0
-    while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
-        with explained(model, entry, spec):
-            done = _round(model, entry, spec, missing, batch, advance, stands)
-        total += done
-        if not done:
+    while missing := {
+        n: segment_cells
+        for n, segment_cells in entry.missing(cells).items()
+        if selected is None or n in selected
+    }:
+        with explain_non_finite(model, entry, spec):
+            n_tokens = _round(model, entry, spec, missing, batch, advance, await_entry)
+        total += n_tokens
+        if not n_tokens:
             time.sleep(_WAIT)
     return total
 
@@ -103,67 +126,71 @@ def _round(
     missing: dict[int, list[VariableLayer]],
     batch: BatchSize,
     advance: Callable[[int, int], None],
-    stands: Callable[[], Any],
+    await_entry: Callable[[], Any],
 ) -> int:
-    """One pass over the segments that are missing and not somebody else's; returns the tokens computed."""
-    cells = list(dict.fromkeys(cell for todo in missing.values() for cell in todo))
+    """One pass over the missing segments that no other process has claimed; returns the tokens computed.
+
+    missing: segment number -> (variable, layer) of each array that the segment lacks.
+    """
+    cells = list(dict.fromkeys(cell for segment_cells in missing.values() for cell in segment_cells))
     rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
     shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = {cell: held_as(entry, cell[0]) for cell in cells}
+    dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
 
-    def write(buffer: SegmentBuffer, job: Job) -> None:
+    def write(buffer: SegmentBuffer, job: WriteJob) -> None:
         try:
-            stands()
+            await_entry()
             buffer.wait()
-            refuse_unfit(buffer, only(spec, job.cells), entry, job.segment)
+            require_finite_rows(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
             arrays = {
                 cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
             }
-            threads = 1 if shares_cores and job.segment != last else writers
+            # One core for writing beside a running pass; nothing is computed beside the last segment.
+            threads = 1 if shares_cores and job.segment != last_segment else writers
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
             advance(len(entry.segments[job.segment]), stored_bytes(entry, arrays))
         finally:
             job.end()
 
-    done, last, in_turn = 0, max(missing), needs_every_core(model)
+    n_tokens, last_segment, in_turn = 0, max(missing), needs_every_core(model)
     shares_cores = model.device.type == "cpu" and not in_turn
     writers = min(THREADS, torch.get_num_threads())
     make = partial(SegmentBuffer, shapes, dtypes, model.device)
-    with OverlappedWriter(make, write, Job.end, buffers=BUFFERS) as writer:
-        for n, todo in missing.items():
+    with OverlappedWriter(make, write, WriteJob.end, buffers=BUFFERS) as writer:
+        for n, segment_cells in missing.items():
             claim = entry.claim(n)
             if not claim.acquire():
                 continue
             try:
-                if entry.is_recorded(n, todo):  # by somebody else, since this pass began
+                if entry.is_recorded(n, segment_cells):  # committed by another process since this pass began
                     claim.release()
                     continue
                 buffer = writer.buffer()
-                fill(model, entry, n, only(spec, todo), buffer, batch)
+                fill(model, entry, n, spec_for_cells(spec, segment_cells), buffer, batch)
             except BaseException:
                 claim.release()
                 raise
-            job = Job(n, tuple(todo), claim)
+            job = WriteJob(n, tuple(segment_cells), claim)
             writer.submit(buffer, job)
             if in_turn:
                 job.handed_over.wait()
-            done += len(entry.segments[n])
-    return done
+            n_tokens += len(entry.segments[n])
+    return n_tokens
 
 
-def held_as(entry: Entry, variable: str) -> torch.dtype:
-    """What buffers of a variable hold: what is stored, or what int8 is made of when it is written."""
+def buffer_dtype(entry: Entry, variable: str) -> torch.dtype:
+    """Dtype of a variable in segment buffers: the stored dtype; float32 for int8, quantised when written."""
     dtype = entry.spec(variable).dtype
     return torch.float32 if dtype == QUANTISED else getattr(torch, dtype)
 
 
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
-    """Of these rows of each cell on disk."""
+    """Bytes on disk of the rows (values) of each cell (keys)."""
     return sum(len(rows) * entry.spec(cell[0]).row_bytes for cell, rows in arrays.items())
 
 
 def needs_every_core(model: Model) -> bool:
-    """Whether a pass computes on all cores this process may use, so that a writer beside it gets in its way.
+    """Whether a pass computes on all CPU cores of this process, so that a concurrent writer slows it down.
 
     Measured on two cores, 8 segments of 33 MB: taking turns is 2 to 3 % faster.
     """
@@ -172,148 +199,166 @@ def needs_every_core(model: Model) -> bool:
 
 
 def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer, size: BatchSize) -> None:
-    """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
-    kept as they are where a pass gives a segment whole."""
-    with keeping(model, entry, n, spec, buffer) as keep:
-        _pass_by(model, entry, n, spec, size, keep)
-    buffer.filled()
+    """Run forward passes over the prompts of segment `n`, and fill a buffer with the captured activations.
+
+    A tensor that is the whole segment in stored order is used as the buffer, without a copy.
+    """
+    with segment_sink(model, entry, n, spec, buffer) as batch_sink:
+        _run_batches(model, entry, n, spec, size, batch_sink)
+    buffer.mark_copies_queued()
 
 
-def _pass_by(model: Model, entry: Entry, n: int, spec: BoundSpec, size: BatchSize, keep: Keeper) -> None:
-    """All batches of a segment, smaller ones where memory runs out."""
+def _run_batches(
+    model: Model, entry: Entry, n: int, spec: BoundSpec, size: BatchSize, batch_sink: BatchSink
+) -> None:
+    """Run all batches of segment `n`; a batch that runs out of memory is run again as smaller batches."""
 
-    def run(batch: PieceBatch) -> None:
+    def run_batch(batch: PieceBatch) -> None:
         rows = ids_of(entry, batch)
-        with keep(batch) as sink:
+        with batch_sink(batch) as sink:
             if not spec.gradients:
                 model.stream_batch(rows, spec, None, sink)
                 return
-            _, found = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
-            for capture, value in found.items():
+            _, gradients = model.differentiate(rows, spec, [piece.prompt for piece in batch.pieces])
+            for capture, value in gradients.items():
                 sink(capture, value)
 
     pieces = pieces_in(model, entry, n, spec)
     while pieces:
         batches = batches_of(model, entry, pieces, spec, size.tokens)
-        ran = sum(1 for _ in itertools.takewhile(lambda batch: fits(partial(run, batch)), batches))
-        pieces = [piece for batch in batches[ran:] for piece in batch.pieces]
+        n_fitted = sum(1 for _ in itertools.takewhile(lambda batch: fits(partial(run_batch, batch)), batches))
+        pieces = [piece for batch in batches[n_fitted:] for piece in batch.pieces]
         if pieces:
-            size.lower(batches[ran])
+            size.lower(batches[n_fitted])
 
 
 def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece]:
-    """What is to be computed of one segment's prompts."""
+    """The parts of prompts that lie in segment `n`, each with the number of positions to compute."""
     tokens = entry.tokens
-    whole = _goes_whole(model, entry, spec)
+    whole = _needs_whole_prompts(model, entry, spec)
     return pieces_of(entry.segments[n], tokens.row_start, tokens.row_size, whole=whole)
 
 
 def batches_of(
     model: Model, entry: Entry, pieces: Sequence[Piece], spec: BoundSpec, batch_tokens: int
 ) -> list[PieceBatch]:
-    """The forward passes that these take."""
-    # What is left behind a prompt is left behind its padding.
-    leaves = any(kept.keep.reduction is None and _axis(entry, kept) == "prompt_id" for kept in spec.kept)
-    one_length = _goes_whole(model, entry, spec) or leaves
+    """Group pieces into batches of at most `batch_tokens` computed positions."""
+    # A final state (one row per prompt) is read after the last position, so no padding may follow it.
+    has_final_states = any(
+        kept_capture.keep.reduction is None and _packed_axis(entry, kept_capture) == "prompt_id"
+        for kept_capture in spec.kept
+    )
+    one_length = _needs_whole_prompts(model, entry, spec) or has_final_states
     fewest = 1 if spec.gradients else FEW_ROWS
     return plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length, fewest=fewest)
 
 
-def _goes_whole(model: Model, entry: Entry, spec: BoundSpec) -> bool:
-    """Whether prompts must be run to their ends, with others of their length."""
-    # A row of a pattern is a sum over as many keys as there are.
-    sees_length = bool(spec.interventions or spec.gradients) or any(
-        _axis(entry, kept) in MATRICES for kept in spec.kept
+def _needs_whole_prompts(model: Model, entry: Entry, spec: BoundSpec) -> bool:
+    """Whether each prompt must be run to its end, in batches of prompts of one length."""
+    # The last bits of an attention pattern depend on the number of keys: each row is a sum over all of them.
+    depends_on_length = bool(spec.interventions or spec.gradients) or any(
+        _packed_axis(entry, kept_capture) in MATRICES for kept_capture in spec.kept
     )
-    return model.config.lengths_must_match or sees_length
+    return model.config.lengths_must_match or depends_on_length
 
 
-def _axis(entry: Entry, kept: KeptCapture) -> str:
-    return entry.spec(kept.variable).packed
+def _packed_axis(entry: Entry, kept_capture: KeptCapture) -> str:
+    return entry.spec(kept_capture.variable).packed
 
 
 def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
-    """Token ids of a batch, padded to its length, as often as it is to be computed."""
+    """Token ids [row][position] of a batch, padded with 0 to its length, and repeated `batch.copies`
+    times."""
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
 @contextmanager
-def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Iterator[Keeper]:
-    """What takes the activations of each batch to their places in a segment's buffer; of a batch that does
-    not come to its end nothing stays there that the next would not write over."""
+def segment_sink(
+    model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer
+) -> Iterator[BatchSink]:
+    """Open a sink that writes captured activations of batches into the buffer of segment `n`.
+
+    A batch that fails may be run again: its rows are overwritten, and its share of run reductions is dropped.
+    """
     tokens, segment = entry.tokens, entry.segments[n]
-    wanted: dict[Capture, list[KeptCapture]] = defaultdict(list)
-    for kept in spec.kept:
-        wanted[kept.capture].append(kept)
-    axes = {kept.variable: entry.spec(kept.variable).packed for kept in spec.kept}
-    selected = {
-        axes[kept.variable]: SelectedRows(entry, n, kept.keep.selection)
-        for kept in {kept.variable: kept for kept in spec.kept}.values()
-        if kept.keep.selection is not None and axes[kept.variable] != "segment"
+    by_capture: dict[Capture, list[KeptCapture]] = defaultdict(list)
+    for kept_capture in spec.kept:
+        by_capture[kept_capture.capture].append(kept_capture)
+    axes = {kept_capture.variable: _packed_axis(entry, kept_capture) for kept_capture in spec.kept}
+    # One for each axis: the captures of all layers select the same rows.
+    selections = {
+        axes[kept_capture.variable]: SelectedRows(entry, n, kept_capture.keep.selection)
+        for kept_capture in {item.variable: item for item in spec.kept}.values()
+        if kept_capture.keep.selection is not None and axes[kept_capture.variable] != "segment"
     }
 
-    def keep(batch: PieceBatch, kept: KeptCapture, value: Tensor) -> None:
-        cell, axis = kept.cell, axes[kept.variable]
+    def write_capture(batch: PieceBatch, kept_capture: KeptCapture, value: Tensor) -> None:
+        cell, axis = kept_capture.cell, axes[kept_capture.variable]
         rows = entry.rows(cell[0], n)
-        if kept.keep.reduction == MEAN:
-            first = int(entry.bounds("prompt_id")[n])
-            major = _token_major(value, kept.capture)
-            keep_means(major, batch, buffer.view(cell, rows), tokens, first)
+        if kept_capture.keep.reduction == MEAN:
+            first_prompt = int(entry.bounds("prompt_id")[n])
+            major = _token_major(value, kept_capture.capture)
+            write_prompt_means(major, batch, buffer.view(cell, rows), tokens, first_prompt)
             return
         if axis == "segment":
-            together.meet(kept, _token_major(value, kept.capture), batch)
+            run_reductions.add(kept_capture, _token_major(value, kept_capture.capture), batch)
             return
         if axis == "prompt_id":
-            first = int(entry.bounds("prompt_id")[n])
-            _keep_prompts(value, batch, buffer.view(cell, rows), tokens, first)
+            first_prompt = int(entry.bounds("prompt_id")[n])
+            _write_final_states(value, batch, buffer.view(cell, rows), tokens, first_prompt)
             return
         if axis in MATRICES:
-            _keep_pairs(value, batch, buffer.view(cell, rows), tokens, segment, axis)
+            _write_pairs(value, batch, buffer.view(cell, rows), tokens, segment, axis)
             return
-        value = _token_major(value, kept.capture)
-        put(batch, kept, norms(value) if kept.keep.reduction == NORM else value)
+        value = _token_major(value, kept_capture.capture)
+        write_tokens(batch, kept_capture, norms(value) if kept_capture.keep.reduction == NORM else value)
 
-    def put(batch: PieceBatch, kept: KeptCapture, value: Tensor) -> None:
-        cell, axis = kept.cell, axes[kept.variable]
+    def write_tokens(batch: PieceBatch, kept_capture: KeptCapture, value: Tensor) -> None:
+        cell, axis = kept_capture.cell, axes[kept_capture.variable]
         rows = entry.rows(cell[0], n)
-        if axis in selected:
-            selected[axis].put(value, batch, buffer.view(cell, rows))
-        elif _is_segment(value, batch, segment, held_as(entry, cell[0])):
-            buffer.take(cell, value.flatten(0, 1))
+        if axis in selections:
+            selections[axis].put(value, batch, buffer.view(cell, rows))
+        elif _is_segment(value, batch, segment, buffer_dtype(entry, cell[0])):
+            buffer.adopt(cell, value.flatten(0, 1))
         else:
-            _keep_rows(value, batch, buffer.view(cell, rows))
+            _write_rows(value, batch, buffer.view(cell, rows))
 
     @contextmanager
-    def of_batch(batch: PieceBatch) -> Iterator[Sink]:
+    def batch_sink(batch: PieceBatch) -> Iterator[Sink]:
         def sink(capture: Capture, value: Tensor) -> None:
-            # What is reduced may hide it: a NaN is no largest number, and no active feature.
-            reduced = next((kept for kept in wanted[capture] if kept.keep.reduction is not None), None)
-            if reduced is not None and not _are_tokens_fit(capture, value, batch):
-                raise UnfitRows(reduced, n)
+            # Checked before reducing, which can hide a NaN: it is no maximum, and no active feature.
+            reduced = next((item for item in by_capture[capture] if item.keep.reduction is not None), None)
+            if reduced is not None and not _are_tokens_finite(capture, value, batch):
+                raise NonFiniteRows(reduced, n)
             if capture.point.kind != LOGITS:
-                for kept in wanted[capture]:
-                    keep(batch, kept, value)
+                for kept_capture in by_capture[capture]:
+                    write_capture(batch, kept_capture, value)
                 return
-            asked = {kept: how for kept in wanted[capture] if (how := kept.keep.reduction) is not None}
-            made = of_logits(model.network, value, asked.values())
-            for kept, reduction in asked.items():
-                put(batch, kept, made[reduction])
+            # `value` is the input of the LM head: logits [batch, position, vocab] are never held whole.
+            reductions = {
+                kept_capture: reduction
+                for kept_capture in by_capture[capture]
+                if (reduction := kept_capture.keep.reduction) is not None
+            }
+            values = reduce_logits(model.network, value, reductions.values())
+            for kept_capture, reduction in reductions.items():
+                write_tokens(batch, kept_capture, values[reduction])
 
         try:
-            with together.of_batch():
+            with run_reductions.batch():
                 yield sink
         except BaseException:
             buffer.clear()
             raise
 
-    with of_run(entry, n, spec, buffer) as together:
-        yield of_batch
+    with open_run_reductions(entry, n, spec, buffer) as run_reductions:
+        yield batch_sink
 
 
-def only(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
-    """The spec with what makes these cells alone."""
-    wanted = set(cells)
-    return spec.only(kept for kept in spec.kept if kept.cell in wanted)
+def spec_for_cells(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
+    """The spec, restricted to the captures that are stored in these (variable, layer) cells."""
+    cells = set(cells)
+    return spec.only(kept_capture for kept_capture in spec.kept if kept_capture.cell in cells)
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
@@ -322,35 +367,39 @@ def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
 
 
 def _token_major(value: Tensor, capture: Capture) -> Tensor:
-    """[batch, position, …] with heads behind positions, as stored; an axis of one is dropped."""
+    """The value with axes in stored order, [batch, position, head, …]; a last axis of length one is
+    dropped."""
     dims = capture.point.dims
     if dims[-1] == "one":
         value = value.squeeze(-1)
     return value.transpose(1, 2) if dims[2:3] == ("position",) else value
 
 
-def _keep_rows(value: Tensor, batch: PieceBatch, place: Tensor) -> None:
-    """Kept positions of [batch, position, …] to their tokens; neighbours in both go in one copy."""
+def _write_rows(value: Tensor, batch: PieceBatch, buffer: Tensor) -> None:
+    """Copy positions of [batch, position, …] that lie in the segment to their rows of buffer [token, …].
+
+    Prompts that are adjacent in the batch and in the segment are copied together.
+    """
     pieces = batch.pieces
-    first = 0
-    while first < len(pieces):
-        last = first
-        while last + 1 < len(pieces) and _adjoin(pieces[last], pieces[last + 1], batch.length):
-            last += 1
-        head = pieces[first]
-        if last > first:
-            block = value[first : last + 1]
-            send(block, place[head.at : head.at + block.shape[0] * batch.length].view(block.shape))
+    start = 0
+    while start < len(pieces):
+        end = start
+        while end + 1 < len(pieces) and _are_adjacent(pieces[end], pieces[end + 1], batch.length):
+            end += 1
+        head = pieces[start]
+        if end > start:
+            block = value[start : end + 1]
+            send(block, buffer[head.at : head.at + block.shape[0] * batch.length].view(block.shape))
         else:
-            send(value[first, head.start : head.stop], place[head.at : head.at + head.stop - head.start])
-        first = last + 1
+            send(value[start, head.start : head.stop], buffer[head.at : head.at + head.stop - head.start])
+        start = end + 1
 
 
 def _is_segment(value: Tensor, batch: PieceBatch, segment: range, dtype: torch.dtype) -> bool:
-    """Whether [batch, position, …] is the whole segment as it is stored: its tokens, in order, in memory."""
+    """Whether [batch, position, …] is the whole segment as it is stored: all tokens, in order, on the CPU."""
     pieces = batch.pieces
     in_order = pieces[0].at == pieces[0].start == 0 and all(
-        _adjoin(one, other, batch.length) for one, other in itertools.pairwise(pieces)
+        _are_adjacent(piece, successor, batch.length) for piece, successor in itertools.pairwise(pieces)
     )
     whole = in_order and pieces[-1].stop == batch.length and len(pieces) * batch.length == len(segment)
     return (
@@ -362,25 +411,32 @@ def _is_segment(value: Tensor, batch: PieceBatch, segment: range, dtype: torch.d
     )
 
 
-def _adjoin(piece: Piece, other: Piece, length: int) -> bool:
-    """Whether two whole prompts of a batch lie next to each other in the segment."""
-    whole = piece.start == other.start == 0 and piece.stop == other.stop == length
-    return whole and other.at == piece.at + length
+def _are_adjacent(piece: Piece, successor: Piece, length: int) -> bool:
+    """Whether two pieces are whole prompts of this length, and the second follows the first in the
+    segment."""
+    whole = piece.start == successor.start == 0 and piece.stop == successor.stop == length
+    return whole and successor.at == piece.at + length
 
 
-def _keep_prompts(value: Tensor, batch: PieceBatch, place: Tensor, tokens: PackedTokens, first: int) -> None:
-    """[batch, …] behind the last token of each prompt to the prompts that end in a segment, `first` being the
-    first of them."""
+def _write_final_states(
+    value: Tensor, batch: PieceBatch, buffer: Tensor, tokens: PackedTokens, first_prompt: int
+) -> None:
+    """Copy the state [batch, …] after the last token of each prompt to buffer [prompt, …].
+
+    The rows of the buffer are the prompts that end in the segment, from number `first_prompt` on.
+    """
     for row, piece in enumerate(batch.pieces):
         if piece.stop == int(tokens.row_size[piece.prompt]):
-            send(value[row], place[piece.prompt - first])
+            send(value[row], buffer[piece.prompt - first_prompt])
 
 
-def _keep_pairs(
-    value: Tensor, batch: PieceBatch, place: Tensor, tokens: PackedTokens, segment: range, axis: str
+def _write_pairs(
+    value: Tensor, batch: PieceBatch, buffer: Tensor, tokens: PackedTokens, segment: range, axis: str
 ) -> None:
-    """Attention matrices [batch, head, query, key] to [pair, head], row by row: on the axis "pair" lower
-    triangles, where query q of a prompt owns q + 1 pairs; on "square" all of them."""
+    """Copy attention matrices [batch, head, query, key] to buffer [pair, head], query by query.
+
+    axis: "pair" stores lower triangles, where query q has q + 1 keys; "square" stores every key.
+    """
     for row, piece in enumerate(batch.pieces):
         if axis == "square":
             pairs = value[row, :, piece.start : piece.stop].flatten(1, 2).transpose(0, 1)
@@ -389,22 +445,22 @@ def _keep_pairs(
             queries, keys = torch.from_numpy(places[:, places[0] >= piece.start])
             pairs = value[row][:, queries, keys].transpose(0, 1)
         start = _pairs_before(tokens, segment.start, piece, axis)
-        send(pairs, place[start : start + len(pairs)])
+        send(pairs, buffer[start : start + len(pairs)])
 
 
 def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: str) -> int:
-    """Pairs of the segment that come before a piece."""
+    """Number of (query, key) pairs of the segment that come before those of a piece."""
     sizes = tokens.row_size.astype(np.int64)
-    first = int(tokens.prompt_of(np.array([segment_start]))[0])
-    skipped = segment_start - int(tokens.row_start[first])
-    between = sizes[first : piece.prompt]
-    own = np.array([piece.start, skipped])
-    before, left_out = map(int, rows_before(axis, own, sizes[[piece.prompt, first]]))
-    return int(rows_before(axis, between, between).sum()) + before - left_out
+    first_prompt = int(tokens.prompt_of(np.array([segment_start]))[0])
+    skipped = segment_start - int(tokens.row_start[first_prompt])
+    prompts_between = sizes[first_prompt : piece.prompt]
+    starts = np.array([piece.start, skipped])
+    before_piece, before_segment = map(int, rows_before(axis, starts, sizes[[piece.prompt, first_prompt]]))
+    return int(rows_before(axis, prompts_between, prompts_between).sum()) + before_piece - before_segment
 
 
-def _are_tokens_fit(capture: Capture, value: Tensor, batch: PieceBatch) -> bool:
-    """As `is_fit`, whatever stands at the padding of [batch, …]."""
+def _are_tokens_finite(capture: Capture, value: Tensor, batch: PieceBatch) -> bool:
+    """Whether `is_fit` holds for the tokens of [batch, …]; values at padding do not matter."""
     if is_fit(capture, value):
         return True
     dims = capture.point.dims
@@ -413,47 +469,49 @@ def _are_tokens_fit(capture: Capture, value: Tensor, batch: PieceBatch) -> bool:
     return all(is_fit(capture, value[row].narrow(axis - 1, 0, piece.stop)) for row, piece in rows)
 
 
-class UnfitRows(Exception):
-    """Rows of a segment that hold NaN or infinity; `explained` makes an error for people of it.
+class NonFiniteRows(Exception):
+    """Rows of a segment hold NaN or infinity. `explain_non_finite` turns it into an error for users.
 
-    Raised where segments are written, beside passes that go on, in which no pass can be made to look.
+    Raised on the writer thread while the forward loop goes on: the forward pass that locates the first
+    non-finite value must run later, on the main thread.
     """
 
-    def __init__(self, kept: KeptCapture, segment: int) -> None:
-        super().__init__(f"{kept.variable} of segment {segment} is not finite")
-        self.kept, self.segment = kept, segment
+    def __init__(self, kept_capture: KeptCapture, segment: int) -> None:
+        super().__init__(f"{kept_capture.variable} of segment {segment} is not finite")
+        self.kept_capture, self.segment = kept_capture, segment
 
 
-def refuse_unfit(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
-    """Raise UnfitRows for NaN and infinity in what a segment's buffers hold; masked scores are -inf."""
-    for kept in spec.kept:
-        rows, reduction = buffer.view(kept.cell, entry.rows(kept.variable, n)), kept.keep.reduction
+def require_finite_rows(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
+    """Raise NonFiniteRows for NaN or infinity in the buffers of segment `n`; masked scores may be -inf."""
+    for kept_capture in spec.kept:
+        rows = buffer.view(kept_capture.cell, entry.rows(kept_capture.variable, n))
+        reduction = kept_capture.keep.reduction
         if reduction is not None and reduction.combine == "max":  # -inf where a feature is never active
             rows = rows.masked_fill(rows == -torch.inf, 0.0)
-        if not is_fit(kept.capture, rows):
-            raise UnfitRows(kept, n)
+        if not is_fit(kept_capture.capture, rows):
+            raise NonFiniteRows(kept_capture, n)
 
 
 @contextmanager
-def explained(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[None]:
-    """Within: NotFinite in place of UnfitRows, naming where numbers began to be too large, and what helps."""
+def explain_non_finite(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[None]:
+    """In this block, NonFiniteRows becomes NotFinite, which names the first non-finite hook point."""
     try:
         yield
-    except UnfitRows as unfit:
-        kept, n = unfit.kept, unfit.segment
+    except NonFiniteRows as error:
+        kept_capture, n = error.kept_capture, error.segment
         prompts = dict.fromkeys(piece.prompt for piece in pieces_in(model, entry, n, spec))
         batches = ([entry.tokens.prompt(prompt).tolist()] for prompt in prompts)
         raise not_finite(
             model,
             batches,
             spec,
-            f"'{kept.capture.name}' ({kept.variable}) in segment {n}",
-            stored=entry.spec(kept.variable).dtype,
+            f"'{kept_capture.capture.name}' ({kept_capture.variable}) in segment {n}",
+            stored=entry.spec(kept_capture.variable).dtype,
         ) from None
 
 
 def as_numpy(rows: Tensor) -> Any:
-    """A CPU tensor as a numpy array without a copy; bfloat16 as ml_dtypes' own."""
-    if rows.dtype == torch.bfloat16:
+    """A CPU tensor as a numpy array without a copy; bfloat16 has the dtype `ml_dtypes.bfloat16`."""
+    if rows.dtype == torch.bfloat16:  # numpy has no bfloat16 and torch converts to none: reinterpret the bits
         return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return rows.numpy()

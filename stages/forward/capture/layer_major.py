@@ -1,17 +1,18 @@
-"""The harvest of a model larger than memory: a corpus through layer l before layer l + 1 is read.
+"""The harvest of a model larger than memory: the whole corpus runs through layer l before layer l + 1 is
+read.
 
-As many neighbouring layers as there is room for are read; every segment goes through them, batch by batch;
-what they capture is committed, and what comes out of the last of them is spooled (spool.py) for the layers
-that are read next. So every weight is read once for a corpus of any size, and memory is that of some layers,
-a batch and a few buffers. Batches are those of harvest.py, taps and layers as well: the numbers are the same,
-bit by bit on one machine. Where memory runs out a batch goes through in parts, and is spooled as one. Logits
-are made in a step of their own, behind all layers, where the LM head comes and goes as they do: so it is read
-once, too, and takes no layer's place.
+As many consecutive layers as fit in memory are loaded, and every segment runs through them batch by batch.
+Their captures are committed; the output of the last of them is spooled to disk (spool.py) as the input of the
+next group of layers. So every weight is read once for a corpus of any size, and memory holds one group of
+layers, one batch and a few buffers. Batches, taps and layers are those of harvest.py, so the numbers are
+bit-identical on one machine. A batch that does not fit in memory runs in parts and is spooled as one. Logits
+are computed in a separate step after all layers, in which only the LM head is in memory: so it, too, is read
+once, and takes the place of no layer.
 
-A harvest that was killed goes on, segment by segment, from the last layer whose spool stands and from which
-all can be had that is missing; what a segment still needs of layers before is computed from its tokens.
+A killed harvest resumes each segment at its last complete spool, provided that all missing captures lie
+behind it; otherwise the segment is computed from its tokens again.
 
-One process goes through a run at a time: a second waits, and computes what is left.
+One process at a time works on a run. A second one waits, and then computes what is still missing.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from ..networks.transfer import to_device
 from .backoff import BatchSize, fits
 from .batches import BUFFERS, PieceBatch, halves
 from .harvest import (
-    Keeper,
+    BatchSink,
     as_numpy,
     batches_of,
-    explained,
-    held_as,
+    buffer_dtype,
+    explain_non_finite,
     ids_of,
-    keeping,
     needs_every_core,
-    only,
     pieces_in,
-    refuse_unfit,
+    require_finite_rows,
+    segment_sink,
+    spec_for_cells,
     stored_bytes,
 )
 from .overlap import OverlappedWriter, SegmentBuffer
@@ -66,44 +67,52 @@ _CLAIM = "layers"
 
 
 @dataclass
-class Course:
-    """One segment on its way through the layers.
-
-    spec: of what it is to give. of: digest of all that its spool depends on. places: positions computed. at:
-    the layer it enters next; None where its tokens are to be embedded. last: how many layers it goes through,
-    the LM head counted as one where it comes and goes.
-    """
+class SegmentPass:
+    """The pass of one segment through the layers, group by group."""
 
     n: int
+    """Number of the segment."""
     spec: BoundSpec
-    of: str
+    """Interventions, and the captures that the segment still lacks."""
+    spool_digest: str
+    """Digest of everything that the spooled activations depend on."""
     tokens: int
-    places: int
-    at: int | None
-    last: int
+    """Tokens of the segment."""
+    positions: int
+    """Positions computed, padding and copies included."""
+    next_layer: int | None
+    """Layer that runs next; None before the tokens are embedded."""
+    end_layer: int
+    """Number of layers that run; the LM head counts as one if weights are streamed."""
 
     def __post_init__(self) -> None:
-        self._begun = self.at or 0
+        self._start_layer = self.next_layer or 0
 
     def enter(self, layer: int) -> int:
-        """Go on there; returns the tokens that the way amounts to."""
-        way = self.last - self._begun
-        before, after = ((at - self._begun) * self.tokens // way for at in (self.at or 0, layer))
-        self.at = layer
+        """Move on to a layer; returns the share of the segment's tokens that the passed layers count for."""
+        n_layers = self.end_layer - self._start_layer
+        before, after = (
+            (at - self._start_layer) * self.tokens // n_layers for at in (self.next_layer or 0, layer)
+        )
+        self.next_layer = layer
         return after - before
 
-    def within(self, group: Sequence[int]) -> Sequence[int]:
-        """Which of these layers it has still to go through."""
-        return range(max(self.at or 0, group[0]), min(self.last, group[-1] + 1))
+    def remaining(self, group: Sequence[int]) -> Sequence[int]:
+        """The layers of a group that the segment has not run through."""
+        return range(max(self.next_layer or 0, group[0]), min(self.end_layer, group[-1] + 1))
 
-    def met(self, layers: Sequence[int]) -> list[VariableLayer]:
-        """What it is to give that a pass through these layers shows."""
-        shown = range(layers[0], layers[-1] + (2 if self.ends_with(layers) else 1))
-        return [kept.cell for kept in self.spec.kept if _entered(kept.capture, self.last) in shown]
+    def captured_in(self, layers: Sequence[int]) -> list[VariableLayer]:
+        """(variable, layer) of the captures that these layers compute."""
+        points = range(layers[0], layers[-1] + (2 if self.ends_with(layers) else 1))
+        return [
+            kept_capture.cell
+            for kept_capture in self.spec.kept
+            if _first_layer(kept_capture.capture, self.end_layer) in points
+        ]
 
     def ends_with(self, layers: Sequence[int]) -> bool:
-        """Whether nothing is missing behind these."""
-        return layers[-1] + 1 == self.last
+        """Whether the last of these layers is the last that the segment needs."""
+        return layers[-1] + 1 == self.end_layer
 
 
 def harvest_by_layers(
@@ -114,14 +123,25 @@ def harvest_by_layers(
     batch: BatchSize,
     advance: Callable[[int, int], None] = lambda tokens, written: None,
 ) -> int:
-    """Compute and commit what the entry is missing of a spec's captures, layer by layer; returns the tokens
-    computed.
+    """Compute and commit the captures of a spec that an entry is missing, layer by layer.
 
-    spec: without gradients. batch: lowered where memory runs out. advance: told tokens, each counted by the
-    share of its layers that it has gone through, and bytes committed. Raises StoreFull where the disk has no
-    room for the spool, PlanError where memory has none for a single prompt.
+    Arguments:
+        model: computes the activations.
+        entry: the stored run that is completed.
+        spec: captures to store, without gradients, and the interventions of the run.
+        batch: positions per batch; lowered if memory runs out.
+        advance: called after each commit with tokens and bytes committed. A token counts by the share of its
+            layers that have run.
+
+    Returns:
+        Number of tokens computed by this call.
+
+    Raises:
+        NotFinite: if an activation is NaN or infinite.
+        StoreFull: if the disk has no room for the spool.
+        PlanError: if one prompt does not fit in memory.
     """
-    cells = [kept.cell for kept in spec.kept]
+    cells = [kept_capture.cell for kept_capture in spec.kept]
     claim = SegmentClaim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
     total, batch_tokens = 0, batch.tokens
     while entry.missing(cells):
@@ -130,162 +150,194 @@ def harvest_by_layers(
             continue
         try:
             spool = Spool(entry.folder, f"{entry.path}/seg")
-            way = _Way(model, entry, spec, batch_tokens, batch, spool, advance)
-            with explained(model, entry, spec):
-                total += _through(way, entry.missing(cells))
+            sweep = _LayerSweep(model, entry, spec, batch_tokens, batch, spool, advance)
+            with explain_non_finite(model, entry, spec):
+                total += _run_segments(sweep, entry.missing(cells))
         finally:
             claim.release()
     return total
 
 
-def _through(way: _Way, missing: dict[int, list[VariableLayer]]) -> int:
-    """All segments with something missing through the layers; returns their tokens."""
-    model = way.model
-    courses = [way.course(n, only(way.spec, todo)) for n, todo in missing.items()]
-    final, last = model.config.num_layers, max(course.last for course in courses)
-    layers = range(min(course.at or 0 for course in courses), min(last, final))
+def _run_segments(sweep: _LayerSweep, missing: dict[int, list[VariableLayer]]) -> int:
+    """Run every segment with missing captures through the layers; returns the tokens of these segments."""
+    model = sweep.model
+    passes = [sweep.start(n, spec_for_cells(sweep.spec, cells)) for n, cells in missing.items()]
+    num_layers, end_layer = model.config.num_layers, max(segment_pass.end_layer for segment_pass in passes)
+    layers = range(min(segment_pass.next_layer or 0 for segment_pass in passes), min(end_layer, num_layers))
     weights = model.streamed
-    groups = [layers] if weights is None else list(weights.window.groups(layers, way.buffers(courses)))
-    if weights is not None and last > final:
+    groups = [layers] if weights is None else list(weights.window.groups(layers, sweep.buffers(passes)))
+    if weights is not None and end_layer > num_layers:
         weights.window.expect_room(weights.head)
-        groups.append(range(final, last))
+        groups.append(range(num_layers, end_layer))
     if len(groups) > 1:
-        way.expect_room(courses)
+        sweep.expect_room(passes)
     if weights is not None and weights.embeds_whole:
         weights.window.keep_only([EMBEDDING])
-        for course in courses:
-            if course.at is None:
-                way.embed(course)
+        for segment_pass in passes:
+            if segment_pass.next_layer is None:
+                sweep.embed(segment_pass)
     for group in groups:
         if weights is not None:
-            weights.window.keep_only(group if group[0] < final else [weights.head])
-        way.through(courses, group)
-    for course in courses:
-        way.spool.clear(course.n)
-    return sum(course.tokens for course in courses)
+            weights.window.keep_only(group if group[0] < num_layers else [weights.head])
+        sweep.run_layers(passes, group)
+    for segment_pass in passes:
+        sweep.spool.clear(segment_pass.n)
+    return sum(segment_pass.tokens for segment_pass in passes)
 
 
-def _entered(capture: Capture, final: int) -> int:
-    """The layer on whose way in, or in which, a capture is met; `final` for what lies behind all of them."""
+def _first_layer(capture: Capture, end_layer: int) -> int:
+    """The first layer whose input suffices to compute a capture; `end_layer` for points after all layers."""
     point = capture.point
     if point.layer is None:
-        return 0 if point.kind == "embed" else final
+        return 0 if point.kind == "embed" else end_layer
     return point.layer + (point.kind == "resid_post")
 
 
-def _behind(capture: Capture, final: int, *, apart: bool) -> int:
-    """How many layers a pass goes through to meet a capture, the LM head counted as one where it is
-    `apart`."""
+def _n_layers_needed(capture: Capture, num_layers: int, *, head_counts: bool) -> int:
+    """Number of layers that run before a capture is complete.
+
+    head_counts: whether the LM head counts as one more layer, for captures of logits.
+    """
     point = capture.point
     if point.layer is None:
-        return 0 if point.kind == "embed" else final + (apart and point.kind == LOGITS)
+        return 0 if point.kind == "embed" else num_layers + (head_counts and point.kind == LOGITS)
     return point.layer + 1
 
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A filled buffer on its way to disk, and what was spooled before these layers, needed no more once it is
-    there."""
+    """A filled buffer of one segment and one group of layers that waits for the writer thread."""
 
-    course: Course
+    segment_pass: SegmentPass
+    """The segment."""
     cells: tuple[VariableLayer, ...]
-    entered: SpoolFile | None
+    """(variable, layer) of each array to write."""
+    input_spool: SpoolFile | None
+    """Spool that the layers read, removed once the segment is written; None for layers that read tokens."""
     tokens: int
+    """Tokens to report as progress."""
     handed_over: threading.Event = field(default_factory=threading.Event)
-    """Set when nothing but the disk is waited for."""
+    """Set when the writer has finished computing and only waits for the disk."""
 
 
 @dataclass(frozen=True)
-class _Layers:
-    """What batches go through at once, and what takes what is seen there; `ends`: nothing comes out."""
+class _LayerGroup:
+    """Consecutive layers that a batch runs through at once."""
 
     layers: Sequence[int]
+    """Numbers of the layers; empty for the embedding, or the LM head."""
     spec: BoundSpec
-    keep: Keeper
-    ends: bool
+    """Captures of these layers, and all interventions."""
+    batch_sink: BatchSink
+    """Receives their captures."""
+    is_last: bool
+    """Whether no later layer runs, so that their output is not needed."""
 
 
 @dataclass(frozen=True)
-class _Way:
-    """What every step of a harvest reads.
-
-    batch_tokens: of batches as they are planned and spooled. size: of what goes through at once.
-    """
+class _LayerSweep:
+    """One harvest in layer order."""
 
     model: Model
+    """Computes the activations."""
     entry: Entry
+    """The stored run."""
     spec: BoundSpec
+    """All captures and interventions of the run."""
     batch_tokens: int
+    """Most positions per batch as planned and spooled; constant, so that a resumed harvest plans alike."""
     size: BatchSize
+    """Most positions computed at once; lowered if memory runs out."""
     spool: Spool
+    """Activations between groups of layers, on disk."""
     advance: Callable[[int, int], None]
+    """Called with tokens and bytes committed."""
 
-    def course(self, n: int, spec: BoundSpec) -> Course:
-        """Where a segment begins: at the last spooled layer before which nothing is missing."""
-        batches, final = self._batches(n, spec), self.model.config.num_layers
+    def start(self, n: int, spec: BoundSpec) -> SegmentPass:
+        """Start segment `n` at its last complete spool that no missing capture precedes, or at its tokens."""
+        batches, num_layers = self._batches(n, spec), self.model.config.num_layers
         pieces = [[[piece.prompt, piece.run] for piece in batch.pieces] for batch in batches]
-        of = digest("spool", VERSION, self.entry.run.digest, self.entry.segment_tokens, pieces)
-        apart = self.model.streamed is not None
-        last = max(1, *(_behind(capture, final, apart=apart) for capture in spec.captures))
-        first = min(_entered(capture, final) for capture in spec.captures)
-        spooled = [layer for layer in self.spool.layers(n, of) if layer <= first and layer < last]
-        places = sum(len(batch.pieces) * batch.length * batch.copies for batch in batches)
-        at = max(spooled, default=None)
-        return Course(n, spec, of, len(self.entry.segments[n]), places, at, last)
+        spool_digest = digest("spool", VERSION, self.entry.run.digest, self.entry.segment_tokens, pieces)
+        head_counts = self.model.streamed is not None
+        end_layer = max(
+            1,
+            *(_n_layers_needed(capture, num_layers, head_counts=head_counts) for capture in spec.captures),
+        )
+        first_layer = min(_first_layer(capture, num_layers) for capture in spec.captures)
+        spooled_layers = [
+            layer
+            for layer in self.spool.layers(n, spool_digest)
+            if layer <= first_layer and layer < end_layer
+        ]
+        positions = sum(len(batch.pieces) * batch.length * batch.copies for batch in batches)
+        next_layer = max(spooled_layers, default=None)
+        n_tokens = len(self.entry.segments[n])
+        return SegmentPass(n, spec, spool_digest, n_tokens, positions, next_layer, end_layer)
 
-    def expect_room(self, courses: Sequence[Course]) -> None:
-        """Raise StoreFull where the disk has no room for what is carried: of all segments, of one twice."""
-        of_place = self.model.config.hidden_size * max(4, self.model.dtype.itemsize)
-        places = [course.places for course in courses]
-        needed, folder = of_place * (sum(places) + max(places)), self.entry.folder
+    def expect_room(self, passes: Sequence[SegmentPass]) -> None:
+        """Raise StoreFull if the disk lacks room for the spools of all segments, and of the largest twice."""
+        position_bytes = self.model.config.hidden_size * max(4, self.model.dtype.itemsize)
+        positions = [segment_pass.positions for segment_pass in passes]
+        # Twice: the input spool of a segment is removed only after its output spool is complete.
+        needed, folder = position_bytes * (sum(positions) + max(positions)), self.entry.folder
         place = folder.scratch(self.entry.path)
         if needed > (free := free_bytes_at(place)):
             raise StoreFull(
-                f"expected {needed} bytes of room in {place} for what is carried from layer to layer, "
+                f"expected {needed} bytes of room in {place} for activations between layers, "
                 f"found {free}; capture fewer prompts at once, or free some space (mizarr gc)"
             )
 
-    def buffers(self, courses: Sequence[Course]) -> dict[int, int]:
-        """Bytes that what is given by each layer takes in buffers."""
-        found: dict[int, int] = {}
+    def buffers(self, passes: Sequence[SegmentPass]) -> dict[int, int]:
+        """Layer -> bytes of the segment buffers for its captures."""
+        bytes_by_layer: dict[int, int] = {}
         entry = self.entry
-        for cell in {kept.cell for course in courses for kept in course.spec.kept}:
-            rows = max(entry.rows(cell[0], course.n) for course in courses)
-            itemsize = held_as(entry, cell[0]).itemsize
+        for cell in {kept_capture.cell for segment_pass in passes for kept_capture in segment_pass.spec.kept}:
+            rows = max(entry.rows(cell[0], segment_pass.n) for segment_pass in passes)
+            itemsize = buffer_dtype(entry, cell[0]).itemsize
             size = BUFFERS * itemsize * rows * math.prod(entry.spec(cell[0]).tail)
             layer = cell[1] or 0
-            found[layer] = found.get(layer, 0) + size
-        return found
+            bytes_by_layer[layer] = bytes_by_layer.get(layer, 0) + size
+        return bytes_by_layer
 
-    def embed(self, course: Course) -> None:
-        """What enters the first layer, spooled."""
-        with self._spooled(course, 0).written() as spooled:
-            for batch, entering in self._entering(course):
-                through = _Layers((), BoundSpec(), lambda part: contextlib.nullcontext(_nothing), ends=False)
-                spooled.put(self._carried(batch, entering, through))
-        course.enter(0)
+    def embed(self, segment_pass: SegmentPass) -> None:
+        """Embed the tokens of a segment, and spool the input of the first layer."""
+        with self._spool_file(segment_pass, 0).written() as writer:
+            for batch, inputs in self._inputs(segment_pass):
+                group = _LayerGroup(
+                    (), BoundSpec(), lambda part: contextlib.nullcontext(_ignore), is_last=False
+                )
+                writer.put(self._run_batch(batch, inputs, group))
+        segment_pass.enter(0)
 
-    def through(self, courses: Sequence[Course], group: Sequence[int]) -> None:
-        """Every segment through some layers: what they give committed, what comes out of them spooled."""
+    def run_layers(self, passes: Sequence[SegmentPass], group: Sequence[int]) -> None:
+        """Run every segment through a group of layers; commit their captures and spool their output."""
         entry = self.entry
-        ways = [(course, layers) for course in courses if (layers := course.within(group))]
-        cells = list(dict.fromkeys(cell for course, layers in ways for cell in course.met(layers)))
-        rows = {name: max(entry.rows(name, course.n) for course, _ in ways) for name, _ in cells}
+        remaining = [
+            (segment_pass, layers) for segment_pass in passes if (layers := segment_pass.remaining(group))
+        ]
+        cells = list(
+            dict.fromkeys(
+                cell for segment_pass, layers in remaining for cell in segment_pass.captured_in(layers)
+            )
+        )
+        rows = {
+            name: max(entry.rows(name, segment_pass.n) for segment_pass, _ in remaining) for name, _ in cells
+        }
         shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-        dtypes = {cell: held_as(entry, cell[0]) for cell in cells}
+        dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
         in_turn, device = needs_every_core(self.model), self.model.device
         threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
 
         def write(buffer: SegmentBuffer, job: LayerJob) -> None:
-            n = job.course.n
+            n = job.segment_pass.n
             try:
                 buffer.wait()
-                refuse_unfit(buffer, only(self.spec, job.cells), entry, n)
+                require_finite_rows(buffer, spec_for_cells(self.spec, job.cells), entry, n)
                 arrays = {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], n))) for cell in job.cells}
                 if arrays:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
-                if job.entered is not None:
-                    job.entered.remove()
+                if job.input_spool is not None:
+                    job.input_spool.remove()
                 self.advance(job.tokens, stored_bytes(entry, arrays))
             finally:
                 job.handed_over.set()
@@ -295,87 +347,97 @@ class _Way:
 
         make = partial(SegmentBuffer, shapes, dtypes, device)
         with OverlappedWriter(make, write, drop, buffers=BUFFERS) as writer:
-            for course, layers in ways:
+            for segment_pass, layers in remaining:
                 buffer = writer.buffer()
-                entered = None if course.at is None else self._spooled(course, course.at)
-                wanted = only(self.spec, course.met(layers))
-                self._fill(course, layers, wanted, buffer)
-                buffer.filled()
-                given = tuple(kept.cell for kept in wanted.kept)
-                job = LayerJob(course, given, entered, course.enter(layers[-1] + 1))
+                input_spool = None
+                if segment_pass.next_layer is not None:
+                    input_spool = self._spool_file(segment_pass, segment_pass.next_layer)
+                group_spec = spec_for_cells(self.spec, segment_pass.captured_in(layers))
+                self._fill(segment_pass, layers, group_spec, buffer)
+                buffer.mark_copies_queued()
+                written = tuple(kept_capture.cell for kept_capture in group_spec.kept)
+                job = LayerJob(segment_pass, written, input_spool, segment_pass.enter(layers[-1] + 1))
                 writer.submit(buffer, job)
                 if in_turn:
                     job.handed_over.wait()
 
-    def _fill(self, course: Course, layers: Sequence[int], spec: BoundSpec, buffer: SegmentBuffer) -> None:
-        """All batches of a segment through some layers."""
-        ends = course.ends_with(layers)
-        held = [layer for layer in layers if layer < self.model.config.num_layers]
+    def _fill(
+        self, segment_pass: SegmentPass, layers: Sequence[int], spec: BoundSpec, buffer: SegmentBuffer
+    ) -> None:
+        """Run all batches of a segment through some layers; fill the buffer and write the output spool."""
+        is_last = segment_pass.ends_with(layers)
+        # A number past the last layer stands for the LM head, which is no layer of the network.
+        network_layers = [layer for layer in layers if layer < self.model.config.num_layers]
         with contextlib.ExitStack() as stack:
-            spooled = None
-            if not ends:
-                spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
-            keep = stack.enter_context(keeping(self.model, self.entry, course.n, spec, buffer))
-            through = _Layers(held, spec, keep, ends)
-            for batch, entering in self._entering(course):
-                carried = self._carried(batch, entering, through)
-                if spooled is not None:
-                    spooled.put(carried)
+            writer = None
+            if not is_last:
+                writer = stack.enter_context(self._spool_file(segment_pass, layers[-1] + 1).written())
+            batch_sink = stack.enter_context(
+                segment_sink(self.model, self.entry, segment_pass.n, spec, buffer)
+            )
+            group = _LayerGroup(network_layers, spec, batch_sink, is_last)
+            for batch, inputs in self._inputs(segment_pass):
+                carried = self._run_batch(batch, inputs, group)
+                if writer is not None:
+                    writer.put(carried)
 
-    def _carried(self, batch: PieceBatch, entering: list[list[int]] | Carried, through: _Layers) -> Carried:
-        """A batch through some layers, in halves of halves where memory runs out: what comes out, as if of
-        one pass."""
-        given: list[Carried] = []
+    def _run_batch(self, batch: PieceBatch, inputs: list[list[int]] | Carried, group: _LayerGroup) -> Carried:
+        """Run a batch through a group of layers; returns their output.
 
-        def run(part: PieceBatch, rows: slice) -> None:
-            taken: list[list[int]] | Carried
-            if isinstance(entering, dict):
-                # A copy, always: a pass may write over what it is given, and memory run out behind that.
-                own = {name: tensor[rows].repeat(part.copies, 1, 1) for name, tensor in entering.items()}
-                taken = {name: to_device(tensor, self.model.device) for name, tensor in own.items()}
+        A batch that does not fit in memory is halved, repeatedly; the outputs of its parts are joined.
+        """
+        outputs: list[Carried] = []
+
+        def run_part(part: PieceBatch, rows: slice) -> None:
+            part_inputs: list[list[int]] | Carried
+            if isinstance(inputs, dict):
+                # Always a copy: a pass may overwrite its inputs and then run out of memory.
+                copied = {name: tensor[rows].repeat(part.copies, 1, 1) for name, tensor in inputs.items()}
+                part_inputs = {name: to_device(tensor, self.model.device) for name, tensor in copied.items()}
             else:
-                taken = entering[rows] * part.copies
-            with through.keep(part) as sink:
+                part_inputs = inputs[rows] * part.copies
+            with group.batch_sink(part) as sink:
                 carried = self.model.stream_layers(
-                    taken, through.layers, through.spec, sink, ends=through.ends
+                    part_inputs, group.layers, group.spec, sink, ends=group.is_last
                 )
-            given.append(carried if part is batch else _once(carried, len(part.pieces)))
+            outputs.append(carried if part is batch else _without_copies(carried, len(part.pieces)))
 
-        waiting, first = [batch], 0
+        waiting, start = [batch], 0
         while waiting:
             part = waiting.pop(0)
-            rows = slice(first, first + len(part.pieces))
+            rows = slice(start, start + len(part.pieces))
             if self.size.allows(part):
-                if fits(partial(run, part, rows)):
-                    first = rows.stop
+                if fits(partial(run_part, part, rows)):
+                    start = rows.stop
                     continue
                 self.size.lower(part)
             waiting[:0] = halves(part, fewest=FEW_ROWS)
-        if len(given) == 1:
-            return given[0]
-        whole = {name: torch.cat([part[name] for part in given]) for name in given[0]}
+        if len(outputs) == 1:
+            return outputs[0]
+        whole = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return {name: tensor.repeat(batch.copies, 1, 1) for name, tensor in whole.items()}
 
-    def _entering(self, course: Course) -> Iterator[tuple[PieceBatch, list[list[int]] | Carried]]:
-        """Each batch with what enters the layers that come next: its ids, or what was spooled."""
-        batches = self._batches(course.n, course.spec)
-        if course.at is None:
+    def _inputs(self, segment_pass: SegmentPass) -> Iterator[tuple[PieceBatch, list[list[int]] | Carried]]:
+        """Each batch of a segment with the inputs of the next layer: token ids, or spooled activations."""
+        batches = self._batches(segment_pass.n, segment_pass.spec)
+        if segment_pass.next_layer is None:
             yield from ((batch, ids_of(self.entry, batch)) for batch in batches)
         else:
-            yield from zip(batches, self._spooled(course, course.at).batches(), strict=True)
+            spool_file = self._spool_file(segment_pass, segment_pass.next_layer)
+            yield from zip(batches, spool_file.batches(), strict=True)
 
     def _batches(self, n: int, spec: BoundSpec) -> list[PieceBatch]:
         pieces = pieces_in(self.model, self.entry, n, spec)
         return batches_of(self.model, self.entry, pieces, spec, self.batch_tokens)
 
-    def _spooled(self, course: Course, layer: int) -> SpoolFile:
-        return self.spool.file(course.n, layer, course.of)
+    def _spool_file(self, segment_pass: SegmentPass, layer: int) -> SpoolFile:
+        return self.spool.file(segment_pass.n, layer, segment_pass.spool_digest)
 
 
-def _once(carried: Carried, count: int) -> Carried:
-    """Of rows computed several times over the first, in memory."""
+def _without_copies(carried: Carried, count: int) -> Carried:
+    """The first `count` rows of each tensor, on the CPU; further rows are copies of them."""
     return {name: tensor[:count].cpu() for name, tensor in carried.items()}
 
 
-def _nothing(capture: Capture, value: Tensor) -> None:
-    """Takes what no pass shows."""
+def _ignore(capture: Capture, value: Tensor) -> None:
+    """Sink of a pass without captures."""

@@ -1,7 +1,6 @@
 """Options of a capture: how activations are computed and stored.
 
-Border: plain values. Heavy imports wait until values are checked, as the help of commands is made from these
-fields.
+Heavy imports wait until values are checked, because the help of commands is generated from these fields.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY", "STORED_IN", "CaptureOptions"]
 
 MEMORY = 1 << 30
-"""Bytes for segment buffers unless told otherwise."""
+"""Default bytes for segment buffers."""
 
 STORED_IN = (*COMPUTED_IN, "int8")
 """Names of the dtypes that activations may be stored in."""
@@ -27,10 +26,10 @@ STORED_IN = (*COMPUTED_IN, "int8")
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """How activations are computed and stored. Only `storage_dtype` decides what a later capture finds.
+    """How activations are computed and stored. Only `storage_dtype` is part of the key of the stored run.
 
     Raises:
-        ConfigError, PlanError: for an option that has no such value.
+        ConfigError, PlanError: for an invalid value.
     """
 
     storage_dtype: str | None = option(

@@ -1,7 +1,6 @@
-"""The order of a harvest: each batch through all layers, or all batches through some layers after others; and
-how much of a model is in memory for it.
+"""Order of a harvest (batch by batch, or layer by layer), and how much of the model it holds in memory.
 
-Border: bytes and settings; torch is imported where a model is loaded.
+Torch is imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -18,27 +17,39 @@ from ..models.source import ModelSource
 if TYPE_CHECKING:
     from ..models.model import Model
 
-__all__ = ["ORDERS", "Beside", "Order", "goes_by_layers", "load_for", "order_of"]
+__all__ = ["ORDERS", "Order", "WorkingMemory", "goes_by_layers", "load_for", "resolve_order"]
 
 Order = Literal["auto", "batch", "layer"]
-"""Batches outside and layers inside ("batch"), the other way round ("layer"), or the latter where weights do
-not fit ("auto")."""
+"""Order of the two loops of a harvest: each batch through all layers ("batch"), all batches through one group
+of layers after another ("layer"), or "layer" only if the weights do not fit in memory ("auto")."""
 ORDERS = get_args(Order)
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Bytes a harvest takes beside weights. of_pass: of one batch in a layer. buffers: of segments, with all
-    that is captured; of_layer: with what one layer gives, at most."""
+class WorkingMemory:
+    """Bytes that a harvest needs in addition to the weights."""
 
-    of_pass: int
+    batch: int
+    """Activations of one batch in one layer."""
     buffers: int
-    of_layer: int
+    """Segment buffers for all captures."""
+    layer_buffers: int
+    """Segment buffers for the captures of one layer, the largest."""
 
 
-def order_of(order: Order, config: Architecture, spec: BoundSpec, name: str) -> Order:
-    """The order asked for, "batch" where nothing else can be. Raises PlanError for one there is not,
-    ConfigError for one that this model or spec cannot take."""
+def resolve_order(order: Order, config: Architecture, spec: BoundSpec, name: str) -> Order:
+    """Check an order, and replace "auto" by "batch" if only that is possible.
+
+    Arguments:
+        order: the requested order.
+        config: architecture of the model.
+        spec: captures and interventions of the run.
+        name: name of the model, for errors.
+
+    Raises:
+        PlanError: for an unknown order.
+        ConfigError: for "layer", if the model or the spec does not allow it.
+    """
     if order not in ORDERS:
         raise PlanError(f"expected an order of {', '.join(ORDERS)}, found {order!r}")
     if order != "layer":
@@ -50,49 +61,69 @@ def order_of(order: Order, config: Architecture, spec: BoundSpec, name: str) -> 
         )
     if spec.gradients:
         raise ConfigError(
-            'expected one way through the layers for order="layer", found gradients, which go back through '
-            'all of them; capture with order="batch"'
+            'expected a forward pass only for order="layer", found gradients, which run backward through '
+            'all layers; capture with order="batch"'
         )
     return order
 
 
 def goes_by_layers(order: Order, model: Model | None) -> bool:
-    """Whether layers are outside and batches inside."""
+    """Whether a harvest runs layer by layer: by request, or because weights are streamed from disk."""
     return order == "layer" or (order == "auto" and model is not None and model.streamed is not None)
 
 
 def load_for(
-    source: ModelSource, order: Order, limit: int | None, beside: Beside, say: Callable[[str], None]
+    source: ModelSource,
+    order: Order,
+    limit: int | None,
+    working: WorkingMemory,
+    say: Callable[[str], None],
 ) -> Model:
-    """The model, with as much of its weights in memory as there is room for.
+    """Load a model with as many of its weights in memory as fit.
 
-    limit: bytes that weights and what is beside them may take; None for what the machine has left. say: told,
-    in one line, where weights come and go unasked. Raises PlanError for a limit that leaves no room for
-    weights, ConfigError for one that leaves too little.
+    Arguments:
+        source: the model.
+        order: resolved order of the harvest; "batch" loads all weights.
+        limit: most bytes for weights and working memory; None for the memory that the machine has free.
+        working: bytes needed in addition to weights.
+        say: called with a message for the user if "auto" chooses to stream weights.
+
+    Raises:
+        PlanError: if the limit leaves no memory for weights.
+        ConfigError: if it leaves too little.
     """
-    from ..models.residency import EVERYTHING, told
+    from ..models.residency import EVERYTHING, describe_shortage
 
     if order == "batch":
         return source.load(max_memory=EVERYTHING)
     if limit is None:
-        model = source.load(beside=beside.of_pass + beside.buffers)
+        model = source.load(beside=working.batch + working.buffers)
     else:
-        model = source.load(max_memory=_within(source, limit, beside))
+        model = source.load(max_memory=_weights_limit(source, limit, working))
     if model.streamed is not None and order == "auto":
-        say(f"{source.name}: {told(model.weight_bytes, model.streamed.room)}, the corpus goes layer by layer")
+        shortage = describe_shortage(model.weight_bytes, model.streamed.room)
+        say(f"{source.name}: {shortage}, the corpus goes layer by layer")
     return model
 
 
-def _within(source: ModelSource, limit: int, beside: Beside) -> int:
-    """What weights may take under a limit: beside all buffers, or at least beside those of one layer."""
+def _weights_limit(source: ModelSource, limit: int, working: WorkingMemory) -> int:
+    """Most bytes of weights under a memory limit for everything.
+
+    Buffers of all captures are set aside if the smallest unit of weights still fits; else those of one layer,
+    and the weights are streamed.
+    """
     from ..models.model import as_dtype
     from ..models.residency import bytes_of
 
     sizes = bytes_of(source.config, as_dtype(source.dtype).itemsize)
-    ample, least = limit - beside.of_pass - beside.buffers, limit - beside.of_pass - beside.of_layer
-    if least <= 0:
+    beside_all_buffers = limit - working.batch - working.buffers
+    beside_layer_buffers = limit - working.batch - working.layer_buffers
+    if beside_layer_buffers <= 0:
         raise PlanError(
-            f"expected a memory limit above {beside.of_pass + beside.of_layer:,} bytes, which a batch and "
-            f"buffers take without any weights, found {limit:,}; raise it, or lower batch_tokens or memory="
+            f"expected a memory limit above {working.batch + working.layer_buffers:,} bytes, which a batch "
+            f"and buffers take without any weights, found {limit:,}; raise it, or lower batch_tokens or "
+            "memory="
         )
-    return ample if ample >= sizes.least else min(least, sizes.total - 1)
+    if beside_all_buffers >= sizes.least:
+        return beside_all_buffers
+    return min(beside_layer_buffers, sizes.total - 1)

@@ -1,9 +1,9 @@
-"""Segment buffers handed from the forward pass to writer threads, with back-pressure.
+"""Segment buffers, handed from the forward pass to writer threads with back-pressure.
 
 A fixed pool of buffers bounds the memory of a harvest of any size: `OverlappedWriter.buffer` waits until
-one is free. A writer's error surfaces in the forward loop at its next call, so that a full disk stops the
-run at a segment boundary. Knows buffers and a function that writes one; knows no models, and of the store
-only that function.
+one is free. An error of a writer is raised in the forward loop at its next call, so that a full disk stops
+the run at a segment boundary. This module knows neither models nor the store; it is passed a function that
+writes a buffer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from ....store.runs.committed import VariableLayer
 class SegmentBuffer:
     """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the copy.
 
-    An array that one pass gives whole is kept as it is, and nothing is copied. What a GPU computes comes by
-    copies that nobody waits for while it goes on with the pass: `filled`, when the last one is begun, and
-    `wait`, before anything is read.
+    A tensor that one pass computes for the whole segment is adopted without a copy. Copies from a GPU are
+    asynchronous: call `mark_copies_queued` after the last one is queued, and `wait` before reading.
     """
 
     def __init__(
@@ -35,60 +34,65 @@ class SegmentBuffer:
         dtypes: Mapping[VariableLayer, torch.dtype],
         device: torch.device,
     ) -> None:
-        """device: where what comes here is computed."""
+        """Prepare a buffer; memory is allocated on first use.
+
+        Arguments:
+            shapes: (variable, layer) -> shape of its array, for the longest segment.
+            dtypes: (variable, layer) -> dtype of its array.
+            device: device that computes the activations.
+        """
         self._shapes, self._dtypes, self._device = shapes, dtypes, device
-        self._whole: dict[VariableLayer, Tensor] = {}
-        self._taken: dict[VariableLayer, Tensor] = {}
-        self._arrived: torch.cuda.Event | None = None
+        self._allocated: dict[VariableLayer, Tensor] = {}
+        self._adopted: dict[VariableLayer, Tensor] = {}
+        self._copies_queued: torch.cuda.Event | None = None
 
     def view(self, cell: VariableLayer, rows: int) -> Tensor:
-        """The first `rows` rows of a cell's array."""
-        if cell in self._taken:
-            return self._taken[cell]
-        if cell not in self._whole:
-            self._whole[cell] = _memory(self._shapes[cell], self._dtypes[cell], self._device)
-        return self._whole[cell][:rows]
+        """The first `rows` rows of the array of a (variable, layer)."""
+        if cell in self._adopted:
+            return self._adopted[cell]
+        if cell not in self._allocated:
+            self._allocated[cell] = _memory(self._shapes[cell], self._dtypes[cell], self._device)
+        return self._allocated[cell][:rows]
 
-    def take(self, cell: VariableLayer, rows: Tensor) -> None:
-        """Use these rows, which nobody will change, as the cell's array until the segment is written."""
-        self._taken[cell] = rows
+    def adopt(self, cell: VariableLayer, rows: Tensor) -> None:
+        """Use a tensor, which must not change, as the array of a cell until the segment is written."""
+        self._adopted[cell] = rows
 
     def clear(self) -> None:
-        """Let go of arrays that were taken."""
-        self._taken.clear()
+        """Release adopted tensors."""
+        self._adopted.clear()
 
-    def filled(self) -> None:
-        """All that comes here is on its way."""
+    def mark_copies_queued(self) -> None:
+        """Record a CUDA event after the last queued copy, for `wait` to synchronise on."""
         if self._device.type == "cuda":
-            self._arrived = torch.cuda.Event(blocking=True)
-            self._arrived.record(torch.cuda.current_stream(self._device))
+            self._copies_queued = torch.cuda.Event(blocking=True)
+            self._copies_queued.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until it is here; on any thread."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Wait, on any thread, until all queued copies have arrived."""
+        if self._copies_queued is not None:
+            self._copies_queued.synchronize()
 
 
-def send(value: Tensor, place: Tensor) -> None:
-    """Copy to a part of a buffer; what comes from a GPU is there when `SegmentBuffer.wait` returns."""
-    place.copy_(value, non_blocking=place.is_pinned())
+def send(value: Tensor, target: Tensor) -> None:
+    """Copy a tensor into part of a buffer. A copy from a GPU is complete once `SegmentBuffer.wait`
+    returns."""
+    target.copy_(value, non_blocking=target.is_pinned())
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An array for what a device computes: pinned for a GPU, which copies to no other memory by itself."""
+    """An uninitialised CPU array; pinned for a GPU, which copies asynchronously only to pinned memory."""
     if device.type == "cuda":
-        # As much as the system lets be pinned. Copies to the rest are waited for, each.
+        # The system may refuse to pin more memory. Copies to unpinned memory are synchronous.
         with suppress(RuntimeError):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
     return torch.empty(shape, dtype=dtype)
 
 
 class OverlappedWriter:
-    """Writes filled buffers on threads of its own while the next segment is computed.
+    """Writes filled buffers on background threads while the next segment is computed.
 
-    make: creates one buffer; write: stores the segment a job names; drop: told of jobs that an earlier
-    error leaves unwritten. Use as a context manager: leaving it waits for what is under way, and raises the
-    first error of a writer.
+    Use as a context manager: its end waits for submitted jobs, and raises the first error of a writer.
     """
 
     def __init__(
@@ -100,8 +104,17 @@ class OverlappedWriter:
         buffers: int = 2,
         threads: int = 1,
     ) -> None:
+        """Prepare a writer; threads start with the context manager.
+
+        Arguments:
+            make: creates one buffer.
+            write: writes a filled buffer; its second argument is the job that was submitted with it.
+            drop: called with each job that is not written because of an earlier error.
+            buffers: number of buffers.
+            threads: number of writer threads.
+        """
         self._make, self._write, self._drop = make, write, drop
-        self._unmade = buffers
+        self._n_unmade = buffers
         self._free: queue.Queue[SegmentBuffer] = queue.Queue()
         self._jobs: queue.Queue[tuple[SegmentBuffer, Any] | None] = queue.Queue()
         self._error: BaseException | None = None
@@ -121,16 +134,16 @@ class OverlappedWriter:
 
     def buffer(self) -> SegmentBuffer:
         """A free buffer; waits for a writer when all are in use."""
-        self._raise()
-        if self._free.empty() and self._unmade:
-            self._unmade -= 1
+        self._raise_error()
+        if self._free.empty() and self._n_unmade:
+            self._n_unmade -= 1
             return self._make()
         buffer = self._free.get()
-        self._raise()
+        self._raise_error()
         return buffer
 
     def submit(self, buffer: SegmentBuffer, job: Any) -> None:
-        """Hand over a filled buffer; it comes back to `buffer` when written."""
+        """Queue a filled buffer for writing; `buffer` returns it again once it is written."""
         self._jobs.put((buffer, job))
 
     def __exit__(
@@ -141,10 +154,10 @@ class OverlappedWriter:
             for thread in self._threads:
                 thread.join()
         except BaseException:
-            self._jobs.put(None)  # whoever interrupts twice does not wait, and the threads end by themselves
+            self._jobs.put(None)  # a second Ctrl-C does not wait: the threads end without being joined
             raise
         if error is None:
-            self._raise()
+            self._raise_error()
 
     def _work(self) -> None:
         while (task := self._jobs.get()) is not None:
@@ -154,13 +167,13 @@ class OverlappedWriter:
                     self._write(buffer, job)
                 else:
                     self._drop(job)
-            except BaseException as error:  # noqa: BLE001  # carried to the forward loop, which raises it
+            except BaseException as error:  # noqa: BLE001  # the forward loop raises it
                 self._error = error
             finally:
                 buffer.clear()
                 self._free.put(buffer)
         self._jobs.put(None)  # for the next thread
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error

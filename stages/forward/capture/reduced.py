@@ -1,9 +1,7 @@
-"""Reductions of activations while a pass goes by, so that the whole is never stored.
+"""Norms and prompt means of activations, computed during the pass so that the activations are never stored.
 
-Border: tensors of one batch in, rows out; where they go is told by the harvest.
-
-Sums are float64, in an order that follows from how many numbers are added and from nothing else: so what is
-stored does not depend on batches, segments, threads or where a row lies in memory, as torch's own sums may.
+Sums are float64, in an order that depends only on the number of summands. So stored values do not depend on
+batches, segments, threads or memory alignment, as the sums of torch may.
 """
 
 from __future__ import annotations
@@ -17,24 +15,34 @@ from .overlap import send
 
 
 def norms(value: Tensor) -> Tensor:
-    """L2 norms of the last axis: [..., number] -> float64 [...]."""
+    """L2 norms over the last axis: [..., hidden] -> float64 [...]."""
     return folded(value.double().square()).sqrt()
 
 
-def keep_means(value: Tensor, batch: PieceBatch, place: Tensor, tokens: PackedTokens, first: int) -> None:
-    """Means over all positions of [batch, position, …] to the prompts that end in a segment, `first` being
-    the first of them."""
+def write_prompt_means(
+    value: Tensor, batch: PieceBatch, buffer: Tensor, tokens: PackedTokens, first_prompt: int
+) -> None:
+    """Write means over the positions of each prompt into a segment buffer.
+
+    Arguments:
+        value: activations [batch, position, …].
+        batch: the prompts of `value`.
+        buffer: [prompt, …], rows of the prompts that end in the segment.
+        tokens: prompts of the run.
+        first_prompt: number of the prompt in row 0 of the buffer.
+    """
     for row, piece in enumerate(batch.pieces):
         size = int(tokens.row_size[piece.prompt])
-        if piece.stop == size:  # a prompt that ends here is computed here from its beginning
+        if piece.stop == size:  # a batch always starts at position 0, so all positions are in `value`
             total = folded(value[row, :size].double().movedim(0, -1))
-            send(total / size, place[piece.prompt - first])
+            send(total / size, buffer[piece.prompt - first_prompt])
 
 
 def folded(value: Tensor) -> Tensor:
-    """Sums over the last axis, the second half added to the first until one number is left."""
+    """Sum over the last axis by halving: the second half is added to the first until one number is left."""
     while (width := value.shape[-1]) > 1:
         half = (width + 1) // 2
         added = value[..., : width - half] + value[..., half:]
+        # With an odd width the middle number has no partner.
         value = torch.cat([added, value[..., width - half : half]], dim=-1)
     return value[..., 0]

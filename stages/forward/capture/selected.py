@@ -1,8 +1,4 @@
-"""Rows of the tokens that a selection keeps, from batches of whole prompts to their place in a segment.
-
-Border: which tokens are meant is told by the selection, how prompts are cut by the batch; what is kept of
-them is not asked.
-"""
+"""Copies the tokens of a selection from batches of prompts to their rows of a segment buffer."""
 
 from __future__ import annotations
 
@@ -21,49 +17,51 @@ from .overlap import send
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is kept of one batch. prompt, position: of each row, int [row]. places: rows that adjoin here and
-    in the segment, (first here, first there, how many)."""
+    """The selected tokens of one batch."""
 
     batch: PieceBatch
+    """The batch."""
     prompt: Tensor
+    """Row of the batch for each selected token, int [row]."""
     position: Tensor
-    places: list[tuple[int, int, int]]
+    """Position in the prompt for each selected token, int [row]."""
+    runs: list[tuple[int, int, int]]
+    """(first selected token, first row of the segment buffer, count) of each contiguous copy."""
 
 
 class SelectedRows:
-    """Where the kept tokens of one segment go: rows of the segment, in order of their tokens."""
+    """Copies selected tokens into the buffer of one segment, whose rows are in token order."""
 
     def __init__(self, entry: Entry, n: int, selection: Selection) -> None:
         self._tokens, self._segment, self._selection = entry.tokens, entry.segments[n], selection
-        self._first = int(entry.bounds(selection.axis)[n])
+        self._first_row = int(entry.bounds(selection.axis)[n])
         self._latest: _Rows | None = None
 
-    def put(self, value: Tensor, batch: PieceBatch, place: Tensor) -> None:
-        """Kept positions of [batch, position, …] to their rows [row, …] of the segment."""
+    def put(self, value: Tensor, batch: PieceBatch, buffer: Tensor) -> None:
+        """Copy the selected positions of [batch, position, …] to their rows of buffer [row, …]."""
         if self._latest is None or self._latest.batch is not batch:
-            self._latest = self._of(batch, value.device)  # once for all layers: a GPU is waited for
+            # Once per batch, not per layer: copying indices to a GPU synchronises it.
+            self._latest = self._rows_of(batch, value.device)
         rows = value[self._latest.prompt, self._latest.position]
-        for here, there, count in self._latest.places:
-            send(rows[here : here + count], place[there : there + count])
+        for start, row, count in self._latest.runs:
+            send(rows[start : start + count], buffer[row : row + count])
 
-    def _of(self, batch: PieceBatch, device: torch.device) -> _Rows:
+    def _rows_of(self, batch: PieceBatch, device: torch.device) -> _Rows:
         starts = np.array([piece.at for piece in batch.pieces], np.int64) + self._segment.start
-        firsts = self._selection.starts_on(self._tokens, starts) - self._first
-        kept: list[npt.NDArray[np.int64]] = []
-        places: list[tuple[int, int, int]] = []
-        here = 0
-        for piece, there in zip(batch.pieces, firsts.tolist(), strict=True):
-            held = self._selection.places(self._tokens, piece.prompt)
-            kept.append(held[(held >= piece.start) & (held < piece.stop)])
-            count = len(kept[-1])
-            if places and places[-1][1] + places[-1][2] == there:
-                begun, at, before = places.pop()
-                places.append((begun, at, before + count))
+        first_rows = self._selection.starts_on(self._tokens, starts) - self._first_row
+        positions: list[npt.NDArray[np.int64]] = []
+        runs: list[tuple[int, int, int]] = []
+        start = 0
+        for piece, row in zip(batch.pieces, first_rows.tolist(), strict=True):
+            selected = self._selection.places(self._tokens, piece.prompt)
+            positions.append(selected[(selected >= piece.start) & (selected < piece.stop)])
+            count = len(positions[-1])
+            if runs and runs[-1][1] + runs[-1][2] == row:
+                run_start, run_row, run_count = runs.pop()
+                runs.append((run_start, run_row, run_count + count))
             else:
-                places.append((here, there, count))
-            here += count
-        prompt = np.repeat(np.arange(len(kept)), [len(each) for each in kept])
-        position = np.concatenate(kept)
-        return _Rows(
-            batch, torch.from_numpy(prompt).to(device), torch.from_numpy(position).to(device), places
-        )
+                runs.append((start, row, count))
+            start += count
+        prompt = np.repeat(np.arange(len(positions)), [len(of_piece) for of_piece in positions])
+        position = np.concatenate(positions)
+        return _Rows(batch, torch.from_numpy(prompt).to(device), torch.from_numpy(position).to(device), runs)

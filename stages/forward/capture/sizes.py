@@ -1,6 +1,6 @@
-"""How what is captured is stored, and what that takes: bytes of a token on disk and in buffers, and segments.
+"""How captures are stored (dims, dtype), their bytes on disk and in buffers, and the length of segments.
 
-Border: hook points and tokens in, numbers out; nothing is read or written.
+Nothing is read or written here.
 """
 
 from __future__ import annotations
@@ -22,115 +22,130 @@ from .batches import BUFFERS
 __all__ = ["ITEMSIZE", "Sizes", "array_spec"]
 
 OVERLAP = 8
-"""Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
+"""Fewest segments of a corpus, so that writing one segment overlaps with computing the next."""
 LONGEST = 1 << 20
-"""Tokens of a segment at most where nothing is kept of each: no more than that is ever computed again."""
+"""Most tokens of a segment if only run reductions are stored; a killed capture recomputes at most one."""
 SMALLEST_SHARD = 4 << 20
-"""Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
+"""Bytes below which shards are not made smaller to gain overlap, because each shard costs a sync."""
 _WIDE = 8
-"""A capture this many times as wide as the residual stream says by itself how a run is cut."""
+"""A capture more than this many times as wide as the residual stream determines the segment length."""
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-"""Bytes of a number of what is computed."""
+"""Bytes per number of each dtype that models compute in."""
 VOCABULARY = 1 << 11
-"""Columns of the vocabulary of which logits are made at a time, for a store that keeps reductions of them."""
+"""Tokens of the vocabulary whose logits are computed at a time for reductions of logits."""
 VOCABULARY_BYTES = 24 * VOCABULARY
-"""Bytes a token takes meanwhile: logits, their order, and exp in float64."""
+"""Bytes per token of such a block: logits, sort keys, and exp in float64."""
 _REDUCED = {QUANTISED: "float32"}
-"""In what reductions are kept where the run is stored otherwise."""
+"""Storage dtype of the run -> dtype of its reductions, where they differ."""
 _WIDENED = {QUANTISED: 4}
-"""Bytes of a number in a buffer that holds it wider than it is stored."""
+"""Storage dtype -> bytes per number in segment buffers, where they differ."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """What tokens of a run take. specs: variable -> how it is stored."""
+    """Bytes that tokens of a run take. A cell is a (variable, layer)."""
 
     specs: Mapping[str, ArraySpec]
+    """Variable -> how it is stored."""
     tokens: PackedTokens
+    """Prompts of the run."""
 
     def row_bytes(self, cells: Sequence[VariableLayer]) -> int:
-        """Bytes of one row of each of some cells on disk."""
+        """Bytes on disk of one row of each cell."""
         return sum(self.specs[name].row_bytes for name, _ in cells)
 
     def stored(self, cells: Sequence[VariableLayer]) -> float:
-        """Bytes of one token over some cells on disk; what is packed otherwise by the mean."""
-        return sum(self.specs[name].row_bytes * self._rows(name) for name, _ in cells)
+        """Bytes on disk per token, over all cells; the mean for arrays without one row per token."""
+        return sum(self.specs[name].row_bytes * self._rows_per_token(name) for name, _ in cells)
 
-    def held(self, cells: Sequence[VariableLayer]) -> float:
-        """Bytes of one token over some cells in a buffer, where int8 is not yet made."""
-        return sum(self._held_row(self.specs[name]) * self._rows(name) for name, _ in cells)
+    def buffered(self, cells: Sequence[VariableLayer]) -> float:
+        """Bytes in segment buffers per token, over all cells; int8 is float32 there."""
+        return sum(self._buffer_row_bytes(self.specs[name]) * self._rows_per_token(name) for name, _ in cells)
 
     def written(self, cells: Sequence[VariableLayer], tokens: int, segments: int) -> int:
-        """Bytes of so many tokens of a run, in so many segments, on disk."""
-        of_run, others = self._apart(cells)
-        return math.ceil(self.stored(others) * tokens) + self.row_bytes(of_run) * segments
+        """Bytes on disk of a number of tokens in a number of segments."""
+        run_cells, token_cells = self._split(cells)
+        return math.ceil(self.stored(token_cells) * tokens) + self.row_bytes(run_cells) * segments
 
     def buffer(self, cells: Sequence[VariableLayer], tokens: int) -> int:
-        """Bytes of one segment of so many tokens in a buffer."""
-        of_run, others = self._apart(cells)
-        return math.ceil(self.held(others) * tokens) + self.row_bytes(of_run)
+        """Bytes of a buffer for one segment with a number of tokens."""
+        run_cells, token_cells = self._split(cells)
+        return math.ceil(self.buffered(token_cells) * tokens) + self.row_bytes(run_cells)
 
     def segment_tokens(self, cells: Sequence[VariableLayer], width: int, memory: int, *, of_run: bool) -> int:
-        """Tokens of a segment: as many as the store likes, but no more than memory allows, nor so many that
-        nothing overlaps.
+        """Tokens per segment: the store's default, limited by memory and by `OVERLAP`.
 
-        While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
-        long as its largest shards stay above a few MiB. Sizes are those of the residual stream, `width`
-        numbers a token, whatever is captured first, unless that is much wider: so two stores cut a run alike.
-        of_run: whether all that is kept are figures of the run, which every segment has: of those there are
-        fewer then. Raises PlanError where no token fits the memory.
+        A corpus has at least `OVERLAP` segments, as long as its largest shards stay above `SMALLEST_SHARD`.
+        Sizes are those of the residual stream, unless a capture is much wider: so two stores that capture
+        different points first still cut a run alike.
+
+        Arguments:
+            cells: captures that are buffered.
+            width: numbers per token of the residual stream.
+            memory: bytes of the segment buffers.
+            of_run: whether only run reductions are stored, which have one row per segment: segments are then
+                longer.
+
+        Raises:
+            PlanError: if one token does not fit in `memory`.
         """
         from ....store.store import default_segment_tokens
 
-        affordable = int(memory // (BUFFERS * self.held(cells)))
+        affordable = int(memory // (BUFFERS * self.buffered(cells)))
         if affordable < 1:
             raise PlanError(
                 f"a token of {len(cells)} captures needs {math.ceil(self.stored(cells))} bytes, more than "
                 f"the memory of {memory}; capture fewer points, or raise memory="
             )
-        own = list(self.specs.values())
-        dtype = own[0].run_dtype or own[0].dtype
+        specs = list(self.specs.values())
+        dtype = specs[0].run_dtype or specs[0].dtype
         stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, dtype, None)
         largest = max(self.stored([(name, None)]) for name in self.specs)
         if not of_run and largest <= _WIDE * stream.row_bytes:
-            largest, own = stream.row_bytes, [stream]
+            largest, specs = stream.row_bytes, [stream]
         overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
         longest = min(affordable, overlapping, *([LONGEST] if of_run else []))
-        return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
+        return min(default_segment_tokens(self.tokens, specs), 1 << (longest.bit_length() - 1))
 
-    def _apart(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:
-        """Those that have a row for each segment, and the others."""
-        of_run = [cell for cell in cells if self.specs[cell[0]].packed == "segment"]
-        return of_run, [cell for cell in cells if cell not in of_run]
+    def _split(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:
+        """(cells with one row per segment, all other cells)."""
+        run_cells = [cell for cell in cells if self.specs[cell[0]].packed == "segment"]
+        return run_cells, [cell for cell in cells if cell not in run_cells]
 
-    def _rows(self, variable: str) -> float:
+    def _rows_per_token(self, variable: str) -> float:
         return self.specs[variable].rows_per_token(self.tokens)
 
-    def _held_row(self, spec: ArraySpec) -> float:
+    def _buffer_row_bytes(self, spec: ArraySpec) -> float:
         return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
 
 
 _NONZERO_AHEAD = ("scores", "attn_scores")
-"""Attention matrices that are not zero above the diagonal of a causal model: raw scores are any number there,
-masked ones -inf. Nor are gradients: a weight of zero may have one."""
+"""Attention matrices of a causal model that are not zero above the diagonal: raw scores have any value there,
+masked scores -inf. Gradients are not zero there either: that of a zero weight need not be."""
 
 
 def array_spec(
-    kept: KeptCapture,
+    kept_capture: KeptCapture,
     config: Architecture,
     dtype: str,
     over: int | None = None,
     *,
     looks_ahead: bool = False,
 ) -> ArraySpec:
-    """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
-    axis of one dropped. What has no position is of a prompt. Attention matrices that are zero above the
-    diagonal are kept as lower triangles, others as they are.
+    """How a capture is stored.
 
-    over: tokens that what is kept of a run is of. looks_ahead: whether interventions let positions see later
-    ones.
+    Batch and position are packed into one token axis, followed by head; an axis of length one is dropped.
+    Activations without a position have one row per prompt. Attention matrices that are zero above the
+    diagonal are stored as lower triangles, others in full.
+
+    Arguments:
+        kept_capture: the capture with its token selection or reduction.
+        config: architecture of the model.
+        dtype: storage dtype of the run.
+        over: number of tokens that a run reduction covers; None without one.
+        looks_ahead: whether interventions let positions attend to later ones.
     """
-    capture, selection = kept.capture, kept.keep.selection
+    capture, selection = kept_capture.capture, kept_capture.keep.selection
     kind = BY_NAME[capture.point.kind]
     # All layers share one array: an axis that is wider in some of them is an error here.
     sized = ((axis, config.axis_sizes.get(axis)) for axis in kind.dims if axis != "one")
@@ -141,28 +156,28 @@ def array_spec(
     packed = next((axis for dim, axis in packed_dims.items() if dim in kind.dims), "prompt_id")
     if selection is not None:
         packed = selection.axis
-    rest, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning
-    reduction, own_dtype = kept.keep.reduction, dtype
+    tail, meaning = tuple(dim for dim in kind.dims if dim in sizes), kind.meaning
+    reduction, array_dtype = kept_capture.keep.reduction, dtype
     if reduction is not None:
-        # A few numbers made of many are kept as they are: scales would cost what int8 saves.
-        left, own_dtype = reduction.dims(kind), reduction.dtype or _REDUCED.get(dtype, dtype)
+        # Reductions are small: the scales of int8 would cost as many bytes as int8 saves.
+        dims, array_dtype = reduction.dims(kind), reduction.dtype or _REDUCED.get(dtype, dtype)
         sizes |= dict(reduction.axes)
-        packed = packed if "position" in left else "segment" if reduction.is_of_run else "prompt_id"
-        rest, meaning = tuple(dim for dim in left if dim in sizes), f"{reduction.meaning} {meaning}"
+        packed = packed if "position" in dims else "segment" if reduction.is_of_run else "prompt_id"
+        tail, meaning = tuple(dim for dim in dims if dim in sizes), f"{reduction.meaning} {meaning}"
     if kind.name.endswith("attn_scores") and not capture.is_gradient:
-        own_dtype = _REDUCED.get(dtype, dtype)  # -inf has no scale
-    front = ("layer",) if kind.per_layer else ()
+        array_dtype = _REDUCED.get(dtype, dtype)  # int8 cannot hold -inf: its scale would be infinite
+    layer_dims = ("layer",) if kind.per_layer else ()
     return ArraySpec(
-        kept.variable,
-        f"{capture_name(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
-        (*front, packed, *rest),
-        {dim: sizes[dim] for dim in rest},
-        own_dtype,
+        kept_capture.variable,
+        f"{capture_name(kind.path, capture.is_gradient)}{kept_capture.keep.suffix.replace('__', '@', 1)}",
+        (*layer_dims, packed, *tail),
+        {dim: sizes[dim] for dim in tail},
+        array_dtype,
         config.num_layers if kind.per_layer else None,
         f"gradient at: {meaning}" if capture.is_gradient else meaning,
         "1",
         selection if packed != "segment" else None,
-        None if own_dtype == dtype else dtype,
+        None if array_dtype == dtype else dtype,
         over,
         None if reduction is None else reduction.combine,
     )

@@ -1,13 +1,13 @@
-"""The spool: what a harvest that goes through a corpus layer by layer carries from one layer to the next.
+"""The spool: activations on disk between two groups of layers of a layer-by-layer harvest.
 
-A file for each segment and layer holds what comes out of that layer (the stream, and whatever a family
-passes along beside it), batch by batch, in the dtype it was computed in. It lies beside what the run has
-committed (in this machine's cache folder where a store is no folder), under a hidden name that readers do not
-list and gc takes for a leftover; it gets this name when it is whole, ends in what it is of, and every batch
-carries its crc32c. What is torn, or of other batches, is not there. Nothing is synced: a power cut costs the
-layers since the last one that stands.
+One file per segment and layer holds the input of that layer batch by batch: the residual stream, and further
+tensors that some families pass from layer to layer, in the dtype they were computed in. Files lie in the
+folder of the run (in the cache folder of this machine if the store is not a local folder), under hidden names
+that readers do not list and gc treats as leftovers.
 
-Border: tensors by name; which layers and batches these are is known to layer_major.py.
+A file is renamed to its final name when complete. It ends with the digest of its batches, and every batch has
+a crc32c; a truncated file, or one of other batches, counts as missing. Files are not synced: a power cut
+costs the layers since the last complete spool.
 """
 
 from __future__ import annotations
@@ -33,28 +33,36 @@ from ..models.model import DTYPES, dtype_name
 __all__ = ["Spool", "SpoolFile"]
 
 VERSION = 1
-_BEFORE = struct.Struct("<QI")
-"""Before each batch: bytes of its header, and the crc32c of header and tensors; at the end 0 bytes."""
+_PREFIX = struct.Struct("<QI")
+"""Prefix of each batch: bytes of its header, crc32c of header and tensors. A length of 0 ends the batches."""
 
 
 @dataclass(frozen=True)
 class Spool:
-    """The files of one run. path: the folder they lie in, relative to the store's."""
+    """The spool files of one run."""
 
     folder: Folder
+    """Root folder of the store."""
     path: str
+    """Folder of the files, relative to the root."""
 
-    def file(self, n: int, layer: int, of: str) -> SpoolFile:
-        """What enters a layer, of a segment. of: digest of everything its batches depend on."""
-        return SpoolFile(self.folder, self.path, f".{n}.{layer}.spool", of)
+    def file(self, n: int, layer: int, batches_digest: str) -> SpoolFile:
+        """The file with the input of one layer for one segment, whether or not it exists.
 
-    def layers(self, n: int, of: str) -> list[int]:
-        """Into which layers a segment is spooled, whole, in order."""
-        found = (int(path.name.split(".")[2]) for path in self._files(f".{n}.*.spool"))
-        return sorted(layer for layer in found if self.file(n, layer, of).is_whole())
+        Arguments:
+            n: number of the segment.
+            layer: layer that reads the file.
+            batches_digest: digest of everything that the spooled activations depend on.
+        """
+        return SpoolFile(self.folder, self.path, f".{n}.{layer}.spool", batches_digest)
+
+    def layers(self, n: int, batches_digest: str) -> list[int]:
+        """Layers whose input is completely spooled for segment `n`, in order."""
+        layers = (int(path.name.split(".")[2]) for path in self._files(f".{n}.*.spool"))
+        return sorted(layer for layer in layers if self.file(n, layer, batches_digest).is_whole())
 
     def clear(self, n: int) -> None:
-        """Remove what is spooled of a segment."""
+        """Remove all spool files of segment `n`."""
         for path in self._files(f".{n}.*"):
             path.unlink(missing_ok=True)
 
@@ -64,26 +72,35 @@ class Spool:
 
 @dataclass(frozen=True)
 class SpoolFile:
-    """What enters one layer, of one segment."""
+    """The input of one layer for one segment, on disk."""
 
     folder: Folder
+    """Root folder of the store."""
     path: str
+    """Folder of the file, relative to the root."""
     file: str
-    of: str
+    """File name, `.<segment>.<layer>.spool`."""
+    batches_digest: str
+    """Digest of everything that the activations depend on; the last bytes of the file."""
 
     @property
     def name(self) -> str:
-        """Where it lies among what is scratch, as errors tell it."""
+        """Path relative to the root folder, for errors."""
         return f"{self.path}/{self.file}"
 
     @property
     def place(self) -> Path:
-        """The folder that what was spooled lies in."""
+        """Path of the file."""
         return self.folder.scratch(self.path) / self.file
 
     @contextlib.contextmanager
     def written(self) -> Iterator[SpoolWriter]:
-        """Takes batches in order; the file is there when the block ends. Raises StoreFull, ReadOnlyStore."""
+        """Write batches in order in this block; the file gets its name when the block ends without an error.
+
+        Raises:
+            StoreFull: if the disk is full.
+            ReadOnlyStore: if the folder cannot be written.
+        """
         target = self.place
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
         try:
@@ -97,65 +114,66 @@ class SpoolFile:
             temporary.unlink(missing_ok=True)
 
     def _opened(self, path: Path) -> BinaryIO:
-        """A new file."""
+        """Create a file, and its folder if it is missing."""
         with self.folder.writing(self.name):
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("wb")
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """What was put, in order, in memory. Raises CorruptEntry for bytes that are not those that were
-        written."""
+        """The tensors of each batch by name, in written order, on the CPU. CorruptEntry for damaged bytes."""
         with self.place.open("rb") as file:
-            while (header := _taken(file, self.name)) is not None:
-                tensors, whole = {}, google_crc32c.value(header.text)
+            while (header := _read_header(file, self.name)) is not None:
+                tensors, checksum = {}, google_crc32c.value(header.text)
                 for name, dtype, shape in json.loads(header.text):
                     tensor = torch.empty(shape, dtype=DTYPES[dtype])
                     raw = tensor.reshape(-1).view(torch.uint8).numpy()
                     if file.readinto(raw.data) != raw.nbytes:
                         raise _torn(self.name)
-                    whole = google_crc32c.extend(whole, raw)
+                    checksum = google_crc32c.extend(checksum, raw)
                     tensors[name] = tensor
-                if whole != header.crc:
+                if checksum != header.crc:
                     raise _torn(self.name)
                 yield tensors
 
     def is_whole(self) -> bool:
-        """Whether it is there, of this, and to the last byte what was written."""
+        """Whether the file exists, is complete and undamaged, and holds these batches."""
         try:
             for _ in self.batches():
                 pass
             with self.place.open("rb") as file:
-                file.seek(-len(self.of.encode()), os.SEEK_END)
-                return file.read() == self.of.encode()
+                file.seek(-len(self.batches_digest.encode()), os.SEEK_END)
+                return file.read() == self.batches_digest.encode()
         except (OSError, ValueError, KeyError, CorruptEntry):
             return False
 
     def remove(self) -> None:
-        """It is needed no more."""
+        """Delete the file if it exists."""
         self.place.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class SpoolWriter:
-    """Writes batches into an open file, which will be this one."""
+    """Writes batches into a temporary file that becomes a spool file."""
 
     target: SpoolFile
+    """The spool file that is written."""
     file: BinaryIO
+    """The open temporary file."""
 
     def put(self, carried: Mapping[str, Tensor]) -> None:
-        """Tensors of a batch, by name."""
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in carried.items()}
-        about = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()]
+        """Write the tensors of one batch, by name."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in carried.items()}
+        about = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         header = json.dumps(about).encode()
-        raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in held.values()]
-        whole = google_crc32c.value(header)
+        raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+        checksum = google_crc32c.value(header)
         for part in raw:
-            whole = google_crc32c.extend(whole, part)
-        self._write(_BEFORE.pack(len(header), whole), header, *(part.data for part in raw))
+            checksum = google_crc32c.extend(checksum, part)
+        self._write(_PREFIX.pack(len(header), checksum), header, *(part.data for part in raw))
 
     def end(self) -> None:
-        """Writes what ends the file: no further batch, and of what it is. Without it, it is torn."""
-        self._write(_BEFORE.pack(0, 0), self.target.of.encode())
+        """Write the end mark and the digest; a file without them counts as truncated."""
+        self._write(_PREFIX.pack(0, 0), self.target.batches_digest.encode())
         with self.target.folder.writing(self.target.name):
             self.file.flush()
 
@@ -171,17 +189,17 @@ class _Header:
     crc: int
 
 
-def _taken(file: BinaryIO, name: str) -> _Header | None:
-    """The header of the next batch; None at the end."""
-    before = file.read(_BEFORE.size)
-    if len(before) != _BEFORE.size:
+def _read_header(file: BinaryIO, name: str) -> _Header | None:
+    """The header of the next batch; None after the last batch. CorruptEntry if the file is truncated."""
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) != _PREFIX.size:
         raise _torn(name)
-    header, crc = _BEFORE.unpack(before)
-    return None if header == 0 else _Header(file.read(header), crc)
+    header_bytes, crc = _PREFIX.unpack(prefix)
+    return None if header_bytes == 0 else _Header(file.read(header_bytes), crc)
 
 
 def _torn(name: str) -> CorruptEntry:
     return CorruptEntry(
-        f"expected what was spooled in {name} as it was written, found other bytes; start the capture again: "
-        "it goes on from what stands"
+        f"expected the bytes of {name} as they were written, found other bytes; start the capture again: "
+        "it continues from what is complete"
     )

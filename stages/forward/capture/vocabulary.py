@@ -1,11 +1,10 @@
-"""Reductions of logits, made a block of the vocabulary at a time: no pass holds [batch, position, vocab].
+"""Reductions of logits, computed block by block over the vocabulary: no pass holds [batch, position, vocab].
 
-Border: what the LM head reads in, a row for each token out; which are asked, and where they go, the harvest
-says.
+Input: the input of the LM head. Output: one row per token.
 
-Blocks are as wide whatever the batch, and what is added over them is float64 in a fixed order (reduced.py):
-so what is stored depends on a token's logits alone. These are rounded to float32 where a model computes in
-float64, and are what it gives where it computes in less.
+The width of a block does not depend on the batch, and sums over blocks are float64 in a fixed order
+(reduced.py). So a stored value depends only on the logits of its token. Logits are float32: rounded if the
+model computes in float64, exact if it computes in a narrower dtype.
 
 Axes: batch, position, hidden; vocab in blocks; rank, 0 = largest.
 """
@@ -23,115 +22,131 @@ from ..networks.loop import Network
 from .reduced import folded
 from .sizes import VOCABULARY
 
-__all__ = ["of_logits"]
+__all__ = ["reduce_logits"]
 
 _BLOCK = VOCABULARY
 _ROWS = 1 << 12
-"""Tokens whose block is looked at together, once it is computed."""
+"""Tokens of a computed block that are sorted or exponentiated at a time."""
 _LOW = (1 << 32) - 1
+"""Mask of the low 32 bits of a sort key, which hold the token id, inverted."""
 _NONE = -(1 << 63)
-"""Below every logit: nothing yet."""
+"""Sort key below that of every logit: an empty rank."""
 _NAN = -(1 << 22)
-"""Bits of a NaN that, in order, comes below every number."""
+"""float32 bits, as int32, of the NaN that sorts below every number."""
 
 
-def of_logits(network: Network, x: Tensor, asked: Iterable[Reduction]) -> dict[Reduction, Tensor]:
-    """What is asked of the logits of x [batch, position, hidden]: [batch, position] or [batch, position,
-    rank]; NaN counts as the smallest logit."""
-    wanted = list(asked)
-    largest, sums = _Largest(max(each.ranks for each in wanted)), _ExpSums()
+def reduce_logits(network: Network, x: Tensor, reductions: Iterable[Reduction]) -> dict[Reduction, Tensor]:
+    """Compute reductions of logits without holding the logits of the whole vocabulary.
+
+    Arguments:
+        network: its LM head computes the logits.
+        x: input of the LM head, [batch, position, hidden].
+        reductions: top-k values, top-k ids, or logsumexp.
+
+    Returns:
+        Reduction -> [batch, position], or [batch, position, rank]. NaN counts as the smallest logit.
+    """
+    reductions = list(reductions)
+    largest, sums = _Largest(max(reduction.ranks for reduction in reductions)), _ExpSums()
     for start, logits in _blocks(network, x):
         if largest.k:
             largest.add(logits, start)
-        if LOGSUMEXP in wanted:
+        if LOGSUMEXP in reductions:
             sums.add(logits)
-    found = {}
-    for reduction in wanted:
+    values = {}
+    for reduction in reductions:
         if reduction == LOGSUMEXP:
-            found[reduction] = sums.log()
+            values[reduction] = sums.log()
         else:
-            made = largest.ids() if reduction.dtype == "int32" else largest.values()
-            found[reduction] = made[..., : reduction.ranks]
-    return found
+            ranked = largest.ids() if reduction.dtype == "int32" else largest.values()
+            values[reduction] = ranked[..., : reduction.ranks]
+    return values
 
 
 def _blocks(network: Network, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Logits [batch, position, block] with the first id of each block, soft-capped as the model's are."""
+    """(first token id, logits [batch, position, block]) of each block; soft-capped if the model's logits
+    are."""
     for start in range(0, network.config.vocab_size, _BLOCK):
         block = range(start, min(start + _BLOCK, network.config.vocab_size))
         yield start, network.unembed(x, Logits(tokens=block)).float()
 
 
 class _Largest:
-    """The k largest so far, as whole numbers in the same order: of a logit's bits above, of its id below."""
+    """The k largest logits so far, as int64 sort keys: logit in the high 32 bits, inverted id in the low."""
 
     def __init__(self, k: int) -> None:
-        self.k, self._held = k, torch.empty(0)
+        self.k, self._keys = k, torch.empty(0)
 
-    def add(self, logits: Tensor, first: int) -> None:
-        """Meet a block of logits [batch, position, block]; first: id of its first column, larger than any
-        before."""
+    def add(self, logits: Tensor, first_id: int) -> None:
+        """Add a block of logits [batch, position, block].
+
+        first_id: token id of its first column; larger than every id of earlier blocks.
+        """
         width = logits.shape[-1]
-        ids = torch.arange(first, first + width, device=logits.device)
+        ids = torch.arange(first_id, first_id + width, device=logits.device)
         rows = logits.reshape(-1, width)
-        if not self._held.numel():
-            found = [_orders(part, ids).topk(min(self.k, width)).values for part in rows.split(_ROWS)]
-            self._held = torch.cat(found).view(*logits.shape[:-1], -1)
+        if not self._keys.numel():
+            top = [_sort_keys(part, ids).topk(min(self.k, width)).values for part in rows.split(_ROWS)]
+            self._keys = torch.cat(top).view(*logits.shape[:-1], -1)
             return
-        held = self._held.flatten(0, -2)
-        is_full = held.shape[-1] == self.k
-        if is_full:  # of most rows no later block has anything: of equal logits the first one stays
-            changed = (~(rows.amax(-1) <= _logit(held[:, -1]))).nonzero().squeeze(-1)
+        keys = self._keys.flatten(0, -2)
+        is_full = keys.shape[-1] == self.k
+        if is_full:
+            # In most rows no later block changes the top k; on a tie the smaller id stays.
+            changed = (~(rows.amax(-1) <= _logit(keys[:, -1]))).nonzero().squeeze(-1)
         else:
             changed = torch.arange(len(rows), device=rows.device)
-            wider = min(self.k, held.shape[-1] + width)
-            held = torch.cat([held, held.new_full((len(held), wider - held.shape[-1]), _NONE)], dim=-1)
-        for some in changed.split(_ROWS):
-            made = _orders(rows[some], ids).topk(min(self.k, width)).values
-            held[some] = torch.cat([held[some], made], dim=-1).topk(held.shape[-1]).values
-        self._held = held.view(*logits.shape[:-1], -1)
+            wider = min(self.k, keys.shape[-1] + width)
+            keys = torch.cat([keys, keys.new_full((len(keys), wider - keys.shape[-1]), _NONE)], dim=-1)
+        for part in changed.split(_ROWS):
+            block_keys = _sort_keys(rows[part], ids).topk(min(self.k, width)).values
+            keys[part] = torch.cat([keys[part], block_keys], dim=-1).topk(keys.shape[-1]).values
+        self._keys = keys.view(*logits.shape[:-1], -1)
 
     def ids(self) -> Tensor:
-        """Ids of tokens, int32 [batch, position, rank]."""
-        return (_LOW - (self._held & _LOW)).int()
+        """Token ids, int32 [batch, position, rank]."""
+        return (_LOW - (self._keys & _LOW)).int()
 
     def values(self) -> Tensor:
         """Logits, float32 [batch, position, rank]."""
-        return _logit(self._held)
+        return _logit(self._keys)
 
 
-def _logit(orders: Tensor) -> Tensor:
-    """The logits in what `_orders` gives."""
-    bits = (orders >> 32).int()
+def _logit(keys: Tensor) -> Tensor:
+    """The logits, float32, of keys from `_sort_keys`."""
+    bits = (keys >> 32).int()
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def _orders(logits: Tensor, ids: Tensor) -> Tensor:
-    """Whole numbers as large as logits [row, column] are, equal ones larger for smaller ids [column]."""
-    bits = (logits + 0.0).view(torch.int32)  # -0 equals 0, but its bits do not
+def _sort_keys(logits: Tensor, ids: Tensor) -> Tensor:
+    """Int64 keys [row, column] that sort as logits [row, column] do, and on ties by descending id
+    [column]."""
+    bits = (logits + 0.0).view(torch.int32)  # -0 equals 0, but its bits differ
     bits = bits.masked_fill(logits.isnan(), _NAN)
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # in order, as the numbers are
+    # IEEE floats are sign and magnitude: flipping the other bits of negative ones makes the order that of
+    # ints.
+    bits ^= (bits >> 31) & 0x7FFFFFFF
     return (bits.long() << 32) | (_LOW - ids)
 
 
 class _ExpSums:
-    """Sums of exp of the logits so far, over exp of the largest of them, in float64."""
+    """Sum of exp(logit - maximum so far) over the blocks so far, in float64."""
 
     def __init__(self) -> None:
         self._top, self._sum = torch.empty(0), torch.empty(0)
 
     def add(self, logits: Tensor) -> None:
-        """Meet a block of logits [batch, position, block]."""
+        """Add a block of logits [batch, position, block]."""
         if not self._top.numel():
             self._top = logits.new_full(logits.shape[:-1], -torch.inf, dtype=torch.float64)
             self._sum = torch.zeros_like(self._top)
         top = torch.maximum(self._top, logits.amax(-1).double())
-        base = top.masked_fill(top == -torch.inf, 0.0)
+        base = top.masked_fill(top == -torch.inf, 0.0)  # -inf minus -inf would be NaN
         rows, bases = logits.reshape(-1, logits.shape[-1]).split(_ROWS), base.reshape(-1, 1).split(_ROWS)
         added = [folded((part.double() - at).exp()) for part, at in zip(rows, bases, strict=True)]
         self._sum = self._sum * (self._top - base).exp() + torch.cat(added).view(base.shape)
         self._top = top
 
     def log(self) -> Tensor:
-        """Natural log of the sum of exp of all logits met, float32 [batch, position]."""
+        """Natural log of the sum of exp over the logits of all blocks, float32 [batch, position]."""
         return (self._top + self._sum.log()).float()

@@ -1,8 +1,8 @@
 """Reductions: what a store keeps of an activation instead of its numbers, computed during the pass.
 
 This module names reductions and says what they do to axes. `capture/` computes them: `reduced.py` per prompt,
-`vocabulary.py` for logits, `of_run.py` over a whole run. A reduction enters the name of the stored array, and
-so its key, never the digest of the run. Dictionaries are known by the protocol `Features`.
+`vocabulary.py` for logits, `run_reductions.py` over a whole run. A reduction enters the name of the stored
+array, and so its key, never the digest of the run. Dictionaries are known by the protocol `Features`.
 """
 
 from __future__ import annotations

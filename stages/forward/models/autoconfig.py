@@ -1,11 +1,11 @@
-"""Which configuration a checkpoint needs: by its family, or worked out from its tensors.
+"""Architecture of a checkpoint: that of its family, or inferred from config and tensors.
 
-For a model_type no table knows, it is inferred from config.json and from the names and shapes in the
-safetensors headers; no weight is read. A report lists what was expected and found, so that a checkpoint which
-cannot run says why, and what was in the config and not read. Torch-free.
+For an unknown model_type it is inferred from config.json and from names and shapes in the safetensors
+headers; no weight is read. A report lists why a checkpoint cannot run, and which keys of the config were not
+read. Torch-free.
 
-An unknown family is run only if nothing is left over: a tensor inside a layer that the decoder would not use,
-or a key known to change numbers that it does not follow, stops it. A guess that loads is worse than an error.
+An unknown family runs only if the decoder uses every tensor inside its layers, and follows every key known to
+change numbers: a wrong guess that loads is worse than an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BENIGN_KEYS = frozenset(
     suppress_tokens begin_suppress_tokens tf_legacy_loss router_aux_loss_coef transformers.js_config
     """.split()  # noqa: SIM905 - eighty words read better as words
 )
-"""Keys that change no number of a forward pass."""
+"""Config keys that do not affect a forward pass."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (),
     "attention_multiplier": (),
@@ -77,27 +77,33 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "position_embedding_type": ("rope", "rotary"),
 }
-"""Keys that change numbers in some family, with the values (besides null) at which they do not."""
+"""Config keys that change the forward pass of some family -> values, besides null, that change nothing."""
 TensorShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by their name in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class CompatibilityReport:
-    """Whether a checkpoint can run. issues stop it; warnings do not."""
+    """Whether mizarr's own networks can run a checkpoint, and why not."""
 
     model_type: str
+    """`model_type` of config.json."""
     known_family: bool
+    """Whether the family is supported by name."""
     config: Architecture | None
+    """The architecture; None if it cannot be read or inferred."""
     issues: list[str] = field(default_factory=list)
+    """Reasons why the checkpoint cannot run, one line each."""
     warnings: list[str] = field(default_factory=list)
+    """Unread keys and unused tensors, which do not prevent running, one line each."""
 
     @property
     def is_compatible(self) -> bool:
-        """Nothing stands in the way."""
+        """Whether the report has no issues."""
         return not self.issues
 
     def require(self) -> Architecture:
-        """The configuration, or one ConfigError that lists every issue."""
+        """Return the architecture. ConfigError lists every issue of an incompatible checkpoint."""
         if self.issues or self.config is None:
             kind = "" if self.known_family else ", an unknown family,"
             listed = "\n".join(f"  - {issue}" for issue in self.issues)
@@ -111,9 +117,17 @@ class CompatibilityReport:
 
 
 def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "config.json") -> Architecture:
-    """The architecture of a checkpoint; ConfigError with the whole report if it cannot run.
+    """The architecture of a checkpoint.
 
-    Most known families need no look at the tensors: loading checks them.
+    Shapes of tensors are read only for an unknown family, and for the few known ones that need them.
+
+    Arguments:
+        raw: contents of config.json.
+        weight_files: the weight files.
+        source: name of the config, for errors.
+
+    Raises:
+        ConfigError: if the checkpoint cannot run, with the whole report.
     """
     family = KNOWN.get(model_type_of(raw, source))
     if family is None:
@@ -125,7 +139,7 @@ def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "con
 
 @contextmanager
 def _in_one_line(source: str) -> Iterator[None]:
-    """ConfigError for values of a config that no reader of a key refuses, and no arithmetic takes."""
+    """In this block, arithmetic and type errors from absurd config values become a ConfigError."""
     try:
         yield
     except MizarrError:
@@ -138,8 +152,15 @@ def _in_one_line(source: str) -> Iterator[None]:
 
 
 def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json") -> CompatibilityReport:
-    """What a checkpoint is and whether it can run. shapes: of its tensors by name. ConfigError without a
-    model_type.
+    """Report whether a checkpoint can run.
+
+    Arguments:
+        raw: contents of config.json.
+        shapes: shapes of its tensors by name.
+        source: name of the config, for errors.
+
+    Raises:
+        ConfigError: if the config has no model_type.
     """
     model_type = model_type_of(raw, source)
     with _in_one_line(source):
@@ -152,7 +173,7 @@ def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json
 def _examine_known(
     family: KnownFamily, raw: dict[str, Any], shapes: TensorShapes, source: str
 ) -> CompatibilityReport:
-    """Of a family that no other could be laid out like."""
+    """Report for a known family that does not report unread keys."""
     try:
         config = family.read(ConfigReader(raw, source), shapes)
     except (ConfigError, WeightsError) as error:
@@ -165,36 +186,36 @@ def _examine_known(
 def examine(
     raw: dict[str, Any], shapes: TensorShapes, family: KnownFamily | None, source: str = "config.json"
 ) -> CompatibilityReport:
-    """As `report`, of the family given; None infers the architecture, whatever the model_type."""
-    model_type, known = model_type_of(raw, source), family is not None
+    """As `report`, for a given family; None infers the architecture, whatever the model_type."""
+    model_type, is_known = model_type_of(raw, source), family is not None
     issues = required_scalars(raw, source)
     if issues:
-        return CompatibilityReport(model_type, known, None, issues)
+        return CompatibilityReport(model_type, is_known, None, issues)
     if family is None:
         issues += unfollowed_keys(raw, source)
     reader = ConfigReader(raw, source)
     try:
         config = inferred(reader, shapes) if family is None else family.read(reader, shapes)
     except ConfigError as error:
-        return CompatibilityReport(model_type, known, None, [*issues, str(error)])
+        return CompatibilityReport(model_type, is_known, None, [*issues, str(error)])
     unused = unused_tensors(shapes, config)
-    if not known:
+    if not is_known:
         inside = [name for name in unused if ".layers." in name]
         issues += [f"expected only tensors the decoder uses, found {name}" for name in one_per_kind(inside)]
     issues += tensor_issues(shapes, config)
     warnings = [f"{key} in {source} was not read" for key in unread_keys(raw, reader)]
     warnings += [f"tensor {name} is not used" for name in one_per_kind(unused)]
-    return CompatibilityReport(model_type, known, config, issues, warnings)
+    return CompatibilityReport(model_type, is_known, config, issues, warnings)
 
 
 def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
-    """One issue per key every family needs and this config lacks."""
+    """One issue per key of `REQUIRED` that the config lacks."""
     issues = []
     for key in REQUIRED:
         value = raw.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
-            found = repr(value) if key in raw else "no such key"
-            issues.append(f"{source}: expected {key} to be an integer, found {found}")
+            description = repr(value) if key in raw else "no such key"
+            issues.append(f"{source}: expected {key} to be an integer, found {description}")
     if issues and isinstance(raw.get("text_config"), dict):
         issues.append(
             f"{source} describes a multimodal model (it has a text_config); only text models run here"
@@ -213,23 +234,28 @@ def unfollowed_keys(raw: Mapping[str, Any], source: str) -> list[str]:
 
 
 def unread_keys(raw: Mapping[str, Any], reader: ConfigReader) -> list[str]:
-    """Keys of a config that nobody read and that are not known to be harmless; null ones say nothing."""
+    """Keys of a config that were not read, are not null, and are not in `BENIGN_KEYS`; sorted."""
     top = {key for key, value in raw.items() if value is not None} - reader.read - BENIGN_KEYS
     return sorted(top | reader.ignored)
 
 
 def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A decoder worked out from config keys and the tensors of layer 0; later layers are checked by it."""
+    """Infer a decoder from config keys and the tensors of layer 0; `tensor_issues` checks later layers."""
     refuse_unfollowed(config, looks_ahead=True)
     raw, layer_0 = config.raw, r"\.layers\.0\.(.*)"
-    first = {match[1]: shape for name, shape in shapes.items() if (match := re.search(layer_0, name))}
+    layer_0_shapes = {
+        match[1]: shape for name, shape in shapes.items() if (match := re.search(layer_0, name))
+    }
     gemma = "gemma" in str(raw.get("model_type"))
-    post_norms = "pre_feedforward_layernorm.weight" in first or "post_feedforward_layernorm.weight" in first
+    post_norms = (
+        "pre_feedforward_layernorm.weight" in layer_0_shapes
+        or "post_feedforward_layernorm.weight" in layer_0_shapes
+    )
     gemma2 = gemma and post_norms
-    norm: Norm = "gemma_rms" if gemma else "layer" if "input_layernorm.bias" in first else "rms"
+    norm: Norm = "gemma_rms" if gemma else "layer" if "input_layernorm.bias" in layer_0_shapes else "rms"
     eps_key = next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0])
     eps, hidden = config.number(eps_key, 1e-6 if gemma else 1e-5), config.integer("hidden_size")
-    is_one, (is_fused, is_gated) = "self_attn.qkv_proj.weight" in first, _mlp_layout(first)
+    is_one, (is_fused, is_gated) = "self_attn.qkv_proj.weight" in layer_0_shapes, _mlp_layout(layer_0_shapes)
     act = read_activation(
         config,
         "gelu_pytorch_tanh" if gemma else "silu",
@@ -240,17 +266,17 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     heads = config.integer("num_attention_heads")
     attention = build.attention(
         config,
-        width=config.integer("head_dim", _inferred_head_dim(raw, first) or hidden // heads),
-        kv_heads=_inferred_kv_heads(raw, first),
-        qkv_bias="self_attn.q_proj.bias" in first or "self_attn.qkv_proj.bias" in first,
-        o_bias="self_attn.o_proj.bias" in first,
+        width=config.integer("head_dim", _inferred_head_dim(raw, layer_0_shapes) or hidden // heads),
+        kv_heads=_inferred_kv_heads(raw, layer_0_shapes),
+        qkv_bias="self_attn.q_proj.bias" in layer_0_shapes or "self_attn.qkv_proj.bias" in layer_0_shapes,
+        o_bias="self_attn.o_proj.bias" in layer_0_shapes,
         layout="by part" if is_one else "separate",
-        qk_norm=QkNorm("head", eps, norm) if "self_attn.q_norm.weight" in first else None,
+        qk_norm=QkNorm("head", eps, norm) if "self_attn.q_norm.weight" in layer_0_shapes else None,
         scale=_query_scale(config, gemma2=gemma2),
         logit_softcap=config.optional_number("attn_logit_softcapping"),
     )
     names = ("down_proj", "c_fc", "gate_proj", "gate_up_proj")
-    mlp_bias = any(f"mlp.{name}.bias" in first for name in names)
+    mlp_bias = any(f"mlp.{name}.bias" in layer_0_shapes for name in names)
     parts = ("gate_up_proj", "down_proj") if is_fused else LLAMA.mlp_parts if is_gated else ("c_fc", "c_proj")
     return build.decoder(
         config,
@@ -276,9 +302,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 
 def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
-    """What every layer needs and the checkpoint lacks or holds in another shape; a kind of tensor is one
-    issue.
-    """
+    """Issues for missing tensors and unexpected shapes; one issue for the same tensor of all layers."""
     shapes = {**shapes, **{name: shapes[copy] for name, copy in config.tensors.stand_ins(shapes).items()}}
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
@@ -293,21 +317,21 @@ def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
 
 
 def one_per_kind(names: Iterable[str]) -> list[str]:
-    """The first name of each kind, with the number of others: the same tensor of every layer is one line."""
+    """Group names that differ only in the layer: the first name and the number of further layers of each."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in names:
         kinds[re.sub(r"\.\d+\.", ".*.", name)].append(name)
     return [
-        found[0] + (f" (and in {len(found) - 1} more layers)" if found[1:] else "")
-        for found in kinds.values()
+        similar[0] + (f" (and in {len(similar) - 1} more layers)" if similar[1:] else "")
+        for similar in kinds.values()
     ]
 
 
-def _mlp_layout(first: TensorShapes) -> tuple[bool, bool]:
-    """Whether gate and up projection are one tensor, and whether there is a gate."""
-    if "mlp.gate_up_proj.weight" in first:
+def _mlp_layout(layer_0_shapes: TensorShapes) -> tuple[bool, bool]:
+    """(whether gate and up projection are one tensor, whether there is a gate) of the tensors of layer 0."""
+    if "mlp.gate_up_proj.weight" in layer_0_shapes:
         return True, True
-    return False, "mlp.c_fc.weight" not in first or "mlp.gate_proj.weight" in first
+    return False, "mlp.c_fc.weight" not in layer_0_shapes or "mlp.gate_proj.weight" in layer_0_shapes
 
 
 def _windows(config: ConfigReader, *, alternates: bool) -> build.Windows:
@@ -320,27 +344,28 @@ def _windows(config: ConfigReader, *, alternates: bool) -> build.Windows:
 
 
 def _query_scale(config: ConfigReader, *, gemma2: bool) -> float | None:
-    """By the default of a family that has one, or what an unknown family declares."""
+    """Factor on attention scores: from `query_pre_attn_scalar` (Gemma 2: 256 by default), or None if
+    absent."""
     if not gemma2 and config.raw.get("query_pre_attn_scalar") is None:
         return None
     return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
 
 
-def _inferred_head_dim(raw: Mapping[str, Any], first: TensorShapes) -> int | None:
-    shape = first.get("self_attn.q_proj.weight", ())
+def _inferred_head_dim(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> int | None:
+    shape = layer_0_shapes.get("self_attn.q_proj.weight", ())
     heads = raw["num_attention_heads"]
     return shape[0] // heads if shape and heads > 0 and shape[0] % heads == 0 else None
 
 
-def _inferred_kv_heads(raw: Mapping[str, Any], first: TensorShapes) -> int | None:
-    """From the rows of k_proj, where the config does not say."""
-    width = raw.get("head_dim") or _inferred_head_dim(raw, first)
-    shape = first.get("self_attn.k_proj.weight", ())
+def _inferred_kv_heads(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> int | None:
+    """Number of key-value heads from the rows of k_proj; None if they do not fit the head size."""
+    width = raw.get("head_dim") or _inferred_head_dim(raw, layer_0_shapes)
+    shape = layer_0_shapes.get("self_attn.k_proj.weight", ())
     return shape[0] // width if shape and isinstance(width, int) and shape[0] % width == 0 else None
 
 
 def _instead(name: str, shapes: TensorShapes) -> str:
-    """Up to four tensors that look like what is missing."""
+    """Names of up to four tensors similar to a missing one, for errors."""
     marks = {
         "embed": ("embed", "wte"),
         "norm": ("norm", "ln_"),
@@ -348,13 +373,13 @@ def _instead(name: str, shapes: TensorShapes) -> str:
         "mlp": ("mlp", "ffn", "fc"),
         "lm_head": ("head", "embed_out"),
     }
-    wanted = next((found for mark, found in marks.items() if mark in name.partition(" ")[0]), ())
-    first = [
-        other
-        for other in shapes
-        if any(mark in other.lower() for mark in wanted) and not re.search(r"\.[1-9]\d*\.", other)
+    words = next((similar for mark, similar in marks.items() if mark in name.partition(" ")[0]), ())
+    candidates = [
+        tensor
+        for tensor in shapes
+        if any(word in tensor.lower() for word in words) and not re.search(r"\.[1-9]\d*\.", tensor)
     ]
-    return ", ".join(sorted(first)[:4]) or "nothing like it"
+    return ", ".join(sorted(candidates)[:4]) or "nothing like it"
 
 
 def _naming_hint(shapes: TensorShapes) -> list[str]:

@@ -1,10 +1,10 @@
-"""Which backend a checkpoint takes, and why: mizarr's own networks, or transformers behind the bridge.
+"""Which backend runs a checkpoint, and why: mizarr's own networks, or transformers behind the bridge.
 
-Ours are taken where a row names the family or a check found that its layout is one of ours. The bridge, where
-less of a model has a name, takes others: unasked where no row names the family, else only if asked for, as a
-known family that is refused has a reason. What it computes is kept under keys of its own either way.
+mizarr's networks run a known family, and a layout that a check found equal to a known one. Other checkpoints
+run through the bridge, which offers fewer hook points: by default if the family is unknown; for a known
+family that is refused, which has a reason, only on request. Results of the bridge have keys of their own.
 
-Border: a checkpoint and what was found of it; never imports torch but where a model has to be looked into.
+Torch is imported only if a model has to be examined.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ __all__ = ["BackendChoice", "backend_of", "bridge_issues"]
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """Who would compute a checkpoint. name: None where nobody can. reason: in a line. missing: what this
-    backend cannot do of what others can, a line each."""
+    """The backend that would run a checkpoint."""
 
     name: Literal["native", "transformers"] | None
+    """Backend name; None if no backend can run the checkpoint."""
     reason: str
+    """Why, in one line."""
     missing: tuple[str, ...] = ()
+    """Features that this backend lacks for the checkpoint, one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -37,9 +39,14 @@ class BackendChoice:
 
 
 def bridge_issues(files: ModelFiles, *, remembered_only: bool) -> tuple[BridgeConfig | None, list[str]]:
-    """What the bridge found of a checkpoint; and what stands in the way, where it found nothing.
+    """Config of a checkpoint behind the bridge, or reasons why it cannot run there.
 
-    remembered_only: look into no model.
+    Arguments:
+        files: files of the checkpoint.
+        remembered_only: use only an earlier examination, and load no model.
+
+    Returns:
+        (config or None, issues), with one line per issue.
     """
     try:
         case = files.bridge_case()
@@ -54,10 +61,13 @@ def bridge_issues(files: ModelFiles, *, remembered_only: bool) -> tuple[BridgeCo
 def backend_of(
     files: ModelFiles, layout: str, issues: Sequence[str], *, remembered_only: bool
 ) -> BackendChoice:
-    """The backend of a checkpoint.
+    """Choose the backend of a checkpoint.
 
-    layout: why ours can be relied on. issues: what stands in their way; of a model that is asked for behind
-    the bridge what stands in its way.
+    Arguments:
+        files: files of the checkpoint.
+        layout: the reason to report if mizarr's own networks run it.
+        issues: why they cannot; for a checkpoint requested behind the bridge, why that cannot.
+        remembered_only: see `bridge_issues`.
     """
     if not issues and not files.is_bridged:
         return BackendChoice("native", layout)

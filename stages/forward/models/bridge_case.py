@@ -1,11 +1,8 @@
-"""What is known of a checkpoint behind the transformers bridge: remembered, or found by running it once.
+"""Architecture of a checkpoint behind the transformers bridge, found by probing it once and then remembered.
 
-Looking into a model takes some dozens of short passes (networks/bridge/probe.py). What was found, or why the
-model is refused, is remembered by all that decides it: the digest of the weights, config.json, the version of
-transformers and of the method. So plans, keys and cached results need neither torch nor the weights.
-
-Border: one checkpoint. Torch and transformers are imported when it is looked into, and not for what is
-remembered.
+Probing takes some dozens of short forward passes (networks/bridge/probe.py). The resulting architecture, or
+the reason of a refusal, is stored under a digest of the weights, config.json and the version of the method,
+and under the version of transformers. So plans, keys and cached results need neither torch nor the weights.
 """
 
 from __future__ import annotations
@@ -26,18 +23,20 @@ from ..networks.bridge.reference import witness
 __all__ = ["BridgeCase", "BridgeFinding"]
 
 METHOD = 1
-"""Declared version of what is asked of a model: moves when it asks for more."""
+"""Declared version of the probe; moves when it tests more."""
 
 
 @dataclass(frozen=True)
 class BridgeFinding:
-    """What was found of a checkpoint. config: None where it is refused. refused: why, in a line."""
+    """Result of probing a checkpoint."""
 
     config: BridgeConfig | None
+    """Architecture found by the probe; None if the checkpoint is refused."""
     refused: str = ""
+    """One-line reason of a refusal; empty for a supported checkpoint."""
 
     def require(self) -> BridgeConfig:
-        """The architecture. Raises ConfigError for a model that is refused."""
+        """The architecture. ConfigError if the checkpoint is refused."""
         if self.config is None:
             raise ConfigError(f"the transformers bridge cannot run it: {self.refused}")
         return self.config
@@ -45,47 +44,58 @@ class BridgeFinding:
 
 @dataclass(frozen=True)
 class BridgeCase:
-    """A checkpoint that transformers is to run. raw: config.json. weights: digest of the weight files."""
+    """A checkpoint to run through transformers."""
 
     directory: Path
+    """Folder of the checkpoint."""
     weight_files: tuple[Path, ...]
+    """Its weight files."""
     raw: Mapping[str, Any]
+    """Contents of config.json."""
     weights: str
+    """Digest of the weight files."""
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what is found, but for the version of transformers."""
+        """Digest of everything the finding depends on, except the version of transformers."""
         return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw)))
 
     def remembered(self) -> BridgeFinding | None:
-        """What was found before with the transformers installed now; where none is, by the newest that could
-        run it, whose results these then are. None where it was never looked into."""
-        told, installed = layout_verdicts().find(self.digest), witness()
+        """Stored finding of an earlier probe with the installed transformers version; None without one.
+
+        If transformers is not installed, the finding of the newest version that could run the checkpoint.
+        """
+        texts, installed = layout_verdicts().find(self.digest), witness()
         if installed is not None:
-            return _read(told.get(installed))
-        found = [each for text in told.values() if (each := _read(text)) is not None and each.config]
-        return max(found, key=_age, default=None)
+            return _read(texts.get(installed))
+        findings = [
+            finding for text in texts.values() if (finding := _read(text)) is not None and finding.config
+        ]
+        return max(findings, key=_transformers_version, default=None)
 
     def finding(self) -> BridgeFinding:
-        """What is remembered, else what is found now, which is remembered either way. Raises ConfigError or
-        WeightsError for a checkpoint that cannot be loaded, as the reason may be gone tomorrow; MissingExtra
-        without transformers."""
-        found = self.remembered()
-        if found is not None:
-            return found
+        """Return the stored finding, or probe the checkpoint and store the finding.
+
+        Raises:
+            ConfigError, WeightsError: if the checkpoint cannot be loaded; this is not remembered.
+            MissingExtra: if transformers is not installed.
+        """
+        finding = self.remembered()
+        if finding is not None:
+            return finding
         installed = witness()
         if installed is None:
             raise MissingExtra(
                 "backend='transformers': expected transformers, found none installed; "
                 "pip install 'mizarr[check]'"
             )
-        found = self._look()
-        config = None if found.config is None else found.config.to_json()
-        told = json.dumps({"config": config, "refused": found.refused})
-        layout_verdicts().add(self.digest, installed, told)
-        return found
+        finding = self._probe()
+        config = None if finding.config is None else finding.config.to_json()
+        text = json.dumps({"config": config, "refused": finding.refused})
+        layout_verdicts().add(self.digest, installed, text)
+        return finding
 
-    def _look(self) -> BridgeFinding:
+    def _probe(self) -> BridgeFinding:
         from ..networks.bridge.probe import NotBridged, probe
 
         try:
@@ -95,15 +105,16 @@ class BridgeCase:
 
 
 def _read(text: str | None) -> BridgeFinding | None:
-    """What is remembered; None for what is nothing of this kind."""
+    """Parse a remembered finding; None for any other text."""
     try:
-        told = json.loads(text or "")
-        config = told["config"]
-        return BridgeFinding(None if config is None else BridgeConfig.from_json(config), str(told["refused"]))
+        record = json.loads(text or "")
+        config = record["config"]
+        refused = str(record["refused"])
+        return BridgeFinding(None if config is None else BridgeConfig.from_json(config), refused)
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _age(finding: BridgeFinding) -> list[int]:
-    """The version of transformers it is of, by its numbers."""
+def _transformers_version(finding: BridgeFinding) -> list[int]:
+    """Version numbers of transformers at the time of the probe, e.g. [4, 57, 1]."""
     return [int(number) for number in re.findall(r"\d+", finding.require().transformers)]

@@ -1,8 +1,8 @@
-"""Fetch a model's files from the Hugging Face hub into its usual local cache.
+"""Downloads the files of a model from the Hugging Face hub into its usual local cache.
 
-Border: names and files; knows no model. Only what a forward pass reads is fetched, into the cache every other
-tool shares. A broken connection is tried again; after an interruption the files that had arrived are kept.
-HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub, which does the work.
+Only files that a forward pass reads are downloaded, into the cache that other tools share. A broken
+connection is retried; after an interruption the files that had arrived stay. huggingface_hub does the work,
+and follows HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -44,16 +44,21 @@ FORMATS = (
     (WEIGHTS, INDEX, re.compile(r"model-\d+-of-\d+\.safetensors")),
     (PICKLED, PICKLED_INDEX, re.compile(r"pytorch_model-\d+-of-\d+\.bin")),
 )
-"""(single file, index, shards) of the formats a checkpoint may have; the first that is there is fetched."""
+"""(single file, index, shards) of each checkpoint format, in order of preference."""
 LOOK_EVERY = 0.5  # seconds between looks at what has arrived
 
 
 def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> ModelFiles:
-    """Fetch a model's config, tokenizer and weight files; those already there are not fetched again.
+    """Download config, tokenizer and weight files of a model that are not in the cache yet.
 
-    name: hub id such as "org/name". revision: branch, tag or commit, default "main". progress: show bytes,
-    rate and time left on stderr. Raises ModelNotFound for an unknown or closed repository, DownloadError when
-    the hub cannot be reached, has no weights that are read here, or the disk is too small.
+    Arguments:
+        name: hub id such as "org/name".
+        revision: branch, tag or commit; None for "main".
+        progress: whether to show bytes, rate and remaining time on stderr.
+
+    Raises:
+        ModelNotFound: for an unknown, private or gated repository.
+        DownloadError: if the hub cannot be reached, has no readable weights, or the disk is too small.
     """
     with hub_errors(name, revision):
         commit, sizes = remote_files(name, revision)
@@ -64,10 +69,20 @@ def fetch(name: str, revision: str | None = None, *, progress: bool = True) -> M
 def fetch_files(
     name: str, revision: str | None, commit: str, sizes: Mapping[str, int], *, progress: bool = True
 ) -> Path:
-    """Fetch some files of a repository into the cache; returns the folder they lie in.
+    """Download files of a repository into the cache.
 
-    commit, sizes: what the hub says the revision is, and file -> bytes, as `listed_files` gives them. Raises
-    what `fetch` raises.
+    Arguments:
+        name: hub id.
+        revision: branch, tag or commit; None for "main".
+        commit: commit of the revision, from `listed_files`.
+        sizes: file -> bytes, from `listed_files`.
+        progress: see `fetch`.
+
+    Returns:
+        Folder of the files.
+
+    Raises:
+        ModelNotFound, DownloadError: as `fetch`.
     """
     from huggingface_hub import snapshot_download
 
@@ -85,10 +100,10 @@ def fetch_files(
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of what `fetch` would fetch. DownloadError without weights."""
+    """(commit, file -> bytes) of the files that `fetch` would download. DownloadError without weights."""
     commit, sizes = listed_files(name, revision)
-    wanted = set(wanted_files(list(sizes)))
-    if not any(file.endswith((".safetensors", ".bin")) for file in wanted):
+    needed = set(wanted_files(list(sizes)))
+    if not any(file.endswith((".safetensors", ".bin")) for file in needed):
         weights = sorted(
             file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
         )
@@ -96,28 +111,29 @@ def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
             f"expected {WEIGHTS}, {INDEX} or {PICKLED} in {name}, found "
             f"{', '.join(weights[:4]) or 'no weights'}; look for a converted copy of the model"
         )
-    return commit, {file: size for file, size in sizes.items() if file in wanted}
+    return commit, {file: size for file, size in sizes.items() if file in needed}
 
 
 def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of all a repository holds."""
+    """(commit, file -> bytes) of all files of a repository."""
     from huggingface_hub import HfApi
 
-    found = HfApi().model_info(name, revision=revision, files_metadata=True)
-    return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    info = HfApi().model_info(name, revision=revision, files_metadata=True)
+    return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
 def wanted_files(names: Sequence[str]) -> list[str]:
-    """The files of a repository that a forward pass reads; shards only where there is no single file, the
-    vocabulary of RWKV World only where there is no tokenizer.json.
+    """The files of a repository that a forward pass reads.
+
+    Shards only if there is no single weight file, the vocabulary of RWKV World only without a tokenizer.json.
     """
-    beside = [name for name in names if "/" not in name]
-    words = [] if TOKENIZER in names else fnmatch.filter(beside, WORLD)
-    return [*(name for name in SMALL if name in names), *words, *_weights(names)]
+    top_level = [name for name in names if "/" not in name]
+    vocabularies = [] if TOKENIZER in names else fnmatch.filter(top_level, WORLD)
+    return [*(name for name in SMALL if name in names), *vocabularies, *_weights(names)]
 
 
 def _weights(names: Sequence[str]) -> list[str]:
-    """One file, or an index and its shards, of the first format there is."""
+    """The weight file, or index and shards, of the first format in `FORMATS` that the repository has."""
     for single, index, shard in FORMATS:
         if single in names:
             return [single]
@@ -128,7 +144,8 @@ def _weights(names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """One line for each way the hub can fail."""
+    """In this block, errors of the hub client become ModelNotFound or DownloadError with a one-line
+    message."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -163,9 +180,8 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _unreachable() -> tuple[type[Exception], ...]:
-    """What the hub's client raises without a connection: its HTTP library, which differs by version, has
-    errors of its own.
-    """
+    """Errors of the hub client without a connection: OSError, and those of the HTTP library of its
+    version."""
     libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     return (OSError, *(library.HTTPError for library in libraries))
 
@@ -181,7 +197,7 @@ def _check_space(name: str, cache: Path, needed: int) -> None:
 
 
 def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
-    """Bytes in a repository's cache. unfinished: count files on their way as well."""
+    """Bytes in the cache of a repository. unfinished: whether to count incomplete files, too."""
     total = 0
     for path in blobs.glob("*"):
         if path.suffix == ".incomplete" and not unfinished:
@@ -195,7 +211,8 @@ def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
 
 @contextmanager
 def _watch(blobs: Path, task: Bar) -> Iterator[None]:
-    """Count what arrives on disk, since the hub's client reports progress in another way in each version."""
+    """Report bytes on disk as progress, because each version of the hub client reports progress
+    differently."""
     counted = 0
 
     def look() -> None:
@@ -211,7 +228,7 @@ def _watch(blobs: Path, task: Bar) -> Iterator[None]:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """The hub client's own bars off, for as long as ours is shown."""
+    """Turn the progress bars of the hub client off in this block."""
     from huggingface_hub import utils
 
     hub: Any = utils
@@ -233,7 +250,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def _remember(cache: Path, name: str, revision: str, commit: str) -> None:
-    """Note which commit a branch or tag stood for, as the hub's client does when asked for it."""
+    """Write the commit of a branch or tag into the cache, as the hub client does."""
     if revision != commit:
         reference = reference_file(cache / f"models--{name.replace('/', '--')}", revision)
         reference.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,10 @@
-"""Where a model's files are, and what the model is.
+"""Resolves the name of a model to its files, and derives architecture and identity from them.
 
-A name is a local directory, a model that ships with mizarr (`SHIPPED`), or a hub id whose files lie in the
-local cache; nothing is fetched here (`download.py` does that). The identity is made of the files' content and
-never of the name, because two models may share a name and one model may have several.
+A name is a local directory, a model that ships with mizarr (`SHIPPED`), or a hub id whose files are in the
+local cache; nothing is downloaded here (`download.py` does that). The identity depends on the content of the
+files and never on the name, because two models may share a name and one model may have several.
 
-Border: paths, parsed JSON and digests. Never imports torch: plans and cached runs need an identity, and no
-weights.
+Never imports torch: plans and cached runs need an identity, but no weights.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ SHIPPED = {
 }
 """Models that ship with mizarr, and the folders they lie in."""
 TRUSTED = " (layout trusted)"
-"""Ends the name of a model of unknown family that runs unchecked, wherever that name is shown or noted."""
+"""Suffix of the name of a model of unknown family that runs without a layout check."""
 BRIDGED = " (transformers)"
-"""Ends the name of a model that transformers computes, likewise."""
+"""Suffix of the name of a model that runs through the transformers bridge."""
 _ADAPTED = re.compile(r"(.*) \(adapter (.+)\)", re.DOTALL)
-"""The name of a model with an adapter, likewise: the base model's, then the adapter's folder."""
+"""Pattern of names with a LoRA adapter: base model name, then adapter folder."""
 BACKENDS = ("native", "transformers")
-"""Who computes a model: mizarr, or transformers behind a bridge."""
+"""Implementations that can run a model: mizarr's own networks, or transformers behind a bridge."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
     "model.safetensors",
@@ -76,49 +75,54 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "tokenizer.json",
 )
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-"""What torch.save wrote; read where there are no safetensors."""
+"""Weight files of torch.save; read if there are no safetensors."""
 HELP = "trained_with_help.txt"
-"""A sentence beside the weights, part of no identity: what training asked of the inside of the model."""
+"""File with a sentence about auxiliary training losses on internals of the model; part of no identity."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of one model.
-
-    name: as it was asked for, with its adapter behind it, and TRUSTED where the layout is, or BRIDGED where
-    transformers computes; part of no key. directory: where they lie. revision: commit of a hub snapshot, else
-    None. trust_layout: run an unknown family unchecked. is_bridged: whether transformers computes it.
-    adapter: folder of an adapter that is merged into the weights. gguf: the one file, or the first of those,
-    that is weights and configuration at once; None where they are files of their own.
-    """
+    """The files of one model."""
 
     name: str
+    """The requested name, followed by the adapter, `TRUSTED` or `BRIDGED`; part of no key."""
     directory: Path
+    """Folder of the files."""
     revision: str | None = None
+    """Commit of a hub snapshot; None for a directory or a shipped model."""
     trust_layout: bool = False
+    """Whether an unknown family runs without a layout check."""
     is_bridged: bool = False
+    """Whether transformers runs the model."""
     adapter: Path | None = None
+    """Folder of a LoRA adapter to merge into the weights; None without adapter."""
     gguf: Path | None = None
+    """GGUF file (the first of several) with weights and configuration; None for a folder with config.json."""
 
     @cached_property
     def pinned(self) -> PinnedFiles:
-        """Those that were read so far: config.json, the weights, the tokenizer, the adapter's weights."""
+        """The files read so far (config.json, weights, tokenizer, adapter), watched for changes."""
         advice = "they were replaced meanwhile; start again with the model as it is now"
         return PinnedFiles(f"the model {self.name}", advice)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, parsed, or what a GGUF file says in its place. Raises ConfigError if it is no JSON
-        object."""
+        """Contents of config.json, or the equivalent from the header of a GGUF file.
+
+        Raises:
+            ConfigError: if config.json is no JSON object.
+        """
         if self.gguf is not None:
             return gguf.config_of(self.weight_files)
         return json_object(self.pinned.note(self.directory / CONFIG), ConfigError)
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files, else those of torch, in the order of their names; of GGUF those that were
-        named. Raises WeightsError naming the one that is missing.
+        """The weight files: safetensors, or else torch files, sorted by name; or the GGUF files.
+
+        Raises:
+            WeightsError: if a file is missing; names it.
         """
         return tuple(map(self.pinned.note, self._weight_files()))
 
@@ -130,14 +134,14 @@ class ModelFiles:
                 return (path,)
             if require_content(path := self.directory / index, WeightsError):
                 return self._shards(path)
-        others = sorted(
+        other_weights = sorted(
             path.name
             for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
             for path in self.directory.glob(pattern)
         )
         raise WeightsError(
             f"expected {WEIGHTS}, {INDEX} or {PICKLED} in {self.directory}, found "
-            f"{', '.join(others) or 'no weights'}; {self._fetch_hint()}"
+            f"{', '.join(other_weights) or 'no weights'}; {self._fetch_hint()}"
         )
 
     def _shards(self, index: Path) -> tuple[Path, ...]:
@@ -145,17 +149,20 @@ class ModelFiles:
         shards = tuple(path_below(self.directory, name, WeightsError, index) for name in names)
         missing = [path.name for path in shards if not require_content(path, WeightsError)]
         if missing:
-            rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            further = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise WeightsError(
-                f"{index.name} lists {len(shards)} files, found no {missing[0]}{rest} in {self.directory}; "
-                f"{self._fetch_hint()}"
+                f"{index.name} lists {len(shards)} files, found no {missing[0]}{further} in "
+                f"{self.directory}; {self._fetch_hint()}"
             )
         return shards
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The model's tensors as plain numbers, its adapter merged in. Raises ConfigError for a checkpoint
-        that is quantised in a way that is not read."""
+        """The tensors of the model, dequantised, with the adapter merged.
+
+        Raises:
+            ConfigError: for an unsupported quantisation.
+        """
         return Checkpoint(self.weight_files, scheme_of(self.config), self._adapter)
 
     @cached_property
@@ -167,35 +174,40 @@ class ModelFiles:
         return adapter
 
     def checked_checkpoint(self) -> Checkpoint:
-        """`checkpoint`, with names, shapes and dtypes of all tensors checked as for a pass. Raises
-        WeightsError naming the tensor or file."""
+        """`checkpoint`, after checking names, shapes and dtypes of all tensors. WeightsError names the first
+        that does not fit the architecture."""
         from ..networks.weights import checked_checkpoint
 
         return checked_checkpoint(self.checkpoint, self.architecture())
 
     @property
     def plain_config(self) -> dict[str, Any]:
-        """config.json of the model that the checkpoint gives: without how its weights are packed."""
+        """config.json without the keys that describe quantisation."""
         return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property
     def trained_with_help(self) -> str:
-        """What training asked of its inside, which every answer about it has to say; empty where the files
-        tell nothing."""
+        """Sentence about auxiliary training losses on internals of the model, shown with every result about
+        it.
+
+        "" if the folder has no such file.
+        """
         path = self.directory / HELP
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """tokenizer.json, else the vocabulary of RWKV World, if the model has either. Raises TokenizerError
-        for several vocabularies.
+        """tokenizer.json, or else the vocabulary of RWKV World; None if the model has neither.
+
+        Raises:
+            TokenizerError: if there are several vocabularies.
         """
         path = self.directory / TOKENIZER
         if require_content(path, TokenizerError):
             return path
         vocabularies = sorted(self.directory.glob(WORLD))
         if len(vocabularies) > 1:
-            names = ", ".join(each.name for each in vocabularies)
+            names = ", ".join(path.name for path in vocabularies)
             raise TokenizerError(
                 f"expected one {WORLD} in {self.directory}, found {names}; leave the one the model was "
                 "trained with"
@@ -203,12 +215,15 @@ class ModelFiles:
         return next(iter(vocabularies), None)
 
     def architecture(self) -> Architecture:
-        """What the model is, by its family's row or, for an unknown family, by its config and tensors; behind
-        the bridge, as it was found when it was looked into (bridge_case.py).
+        """Architecture of the model: of its family, or inferred from config and tensors for an unknown one.
 
-        Raises ConfigError listing everything that stands in the way; and for an unknown family whose layout
-        is neither trusted nor known to compute what transformers computes (layout_check.py), where an adapter
-        is left out. Raises WeightsError for an adapter of another model.
+        Behind the bridge it is the one found by probing the model (bridge_case.py).
+
+        Raises:
+            ConfigError: if the model cannot run, listing every reason; and for an unknown family whose layout
+                is neither trusted nor checked to agree with transformers (layout_check.py, which ignores an
+                adapter).
+            WeightsError: if the adapter belongs to another model.
         """
         return self._architecture
 
@@ -225,8 +240,8 @@ class ModelFiles:
         return config
 
     def understood(self) -> CompatibilityReport:
-        """What the model is and whether it can run; all that stands in the way, where `architecture` raises
-        for the first thing."""
+        """Report of the architecture and of every issue that prevents running; never raises for the
+        issues."""
         from .autoconfig import CompatibilityReport, report
 
         try:
@@ -237,20 +252,22 @@ class ModelFiles:
 
     @property
     def may_be_bridged_unasked(self) -> bool:
-        """Whether transformers may run the model without `backend="transformers"`: of an unknown family, and
-        with neither an adapter nor a GGUF file, which the bridge does not take."""
+        """Whether transformers may run the model without `backend="transformers"`.
+
+        True for an unknown family without an adapter and not in GGUF, which the bridge does not support.
+        """
         return self.adapter is None and self.gguf is None and not self.has_known_family
 
     @property
     def has_known_family(self) -> bool:
-        """Whether a row of a table of families says how this model is computed."""
+        """Whether the model_type is that of a supported family."""
         from ..architectures.known import KNOWN
 
         model_type = self.config.get("model_type")
         return isinstance(model_type, str) and model_type in KNOWN
 
     def layout_case(self, config: Architecture) -> LayoutCase:
-        """The question whether a layout worked out from config and tensors is the right one."""
+        """The check of an inferred architecture against transformers; it runs when its verdict is read."""
         from .layout_check import LayoutCase
 
         return LayoutCase(
@@ -258,14 +275,17 @@ class ModelFiles:
         )
 
     def bridge_case(self) -> BridgeCase:
-        """The question what is to be found of this checkpoint if transformers computes it."""
+        """The probe of this checkpoint in transformers; it runs when its finding is read."""
         from .bridge_case import BridgeCase
 
         return BridgeCase(self.directory, self.weight_files, self.config, self._stored_digest())
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer: that of a file of its own, else of the vocabulary inside a GGUF file; None
-        without either. Raises TokenizerError for one that cannot be read.
+        """The tokenizer of the model, from its file or from the vocabulary in a GGUF file; None without
+        either.
+
+        Raises:
+            TokenizerError: if it cannot be read.
         """
         return self._tokenizer
 
@@ -280,11 +300,16 @@ class ModelFiles:
         return kind(self.pinned.note(file), name=self.name)
 
     def identity(self, dtype: str = "float32", attention: str | None = None) -> ModelIdentity:
-        """What results of this model are keyed by: the content of its weight files, its configuration, how it
-        is computed. attention: None for what the architecture says of the dtype.
+        """Identity of the model, part of the keys of its results: weights, architecture, dtype and attention.
 
-        Files are digested once and remembered until they change. Raises WeightsError for one in the hub's
-        cache that differs from the sha256 in its name.
+        Digests of files are remembered until the files change.
+
+        Arguments:
+            dtype: dtype that the model computes in.
+            attention: attention implementation; None for the default of the architecture in this dtype.
+
+        Raises:
+            WeightsError: for a file in the hub cache that does not have the sha256 in its name.
         """
         architecture = self.architecture()
         forward = architecture.version + (", layout trusted" if self.trust_layout else "")
@@ -297,18 +322,21 @@ class ModelFiles:
         )
 
     def while_digested(self, dtype: str, load: Callable[[], Loaded]) -> tuple[ModelIdentity, Loaded]:
-        """(the identity, what `load` makes of the weight files), both made at once: digesting takes longer
-        than reading, and neither needs the other. Where a change of a file might not show, one after the
-        other. Whether files changed meanwhile, `pinned` tells."""
+        """(identity, result of `load`), computed at the same time, because digesting takes longer than
+        reading.
+
+        Afterwards `pinned.check` notices files that changed meanwhile.
+        """
+        # Files written a moment ago could change without a new time stamp: then one after the other.
         if not self.pinned.are_settled:
             return self.identity(dtype), load()
-        with ThreadPoolExecutor(1, "mizarr-digest") as aside:
-            asked = aside.submit(self.identity, dtype)
+        with ThreadPoolExecutor(1, "mizarr-digest") as background:
+            identity = background.submit(self.identity, dtype)
             loaded = load()
-        return asked.result(), loaded
+        return identity.result(), loaded
 
     def weights_digest(self) -> str:
-        """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's."""
+        """`sha256:…` of the contents of the weight files and the adapter, independent of file names."""
         stored = self._stored_digest()
         if (adapter := self._adapter) is None:
             return stored
@@ -325,17 +353,18 @@ class ModelFiles:
         return f"sha256:{digest('weights', contents)}"
 
     def require_identity(self, identity: ModelIdentity) -> None:
-        """Raise SourceChanged unless these are the files of a model that was planned, or loaded, before."""
+        """Raise SourceChanged unless the files have this identity, noted when the model was planned or
+        loaded."""
         try:
-            found = self.identity(identity.dtype, identity.attention)
+            current = self.identity(identity.dtype, identity.attention)
         except (WeightsError, ConfigError) as error:
             raise SourceChanged(
                 f"the files of {self.name} changed since they were looked at: {error}"
             ) from error
-        if found != identity:
+        if current != identity:
             raise SourceChanged(
                 f"expected the files of {self.name} as they were (model {identity.short}), found others "
-                f"({found.short}): they were replaced meanwhile; start again with the model as it is now"
+                f"({current.short}): they were replaced meanwhile; start again with the model as it is now"
             )
 
     def _fetch_hint(self) -> str:
@@ -346,18 +375,18 @@ class ModelFiles:
 
 @lru_cache(maxsize=2)
 def _tokenizer_inside(header: Header, name: str) -> VocabularyTokenizer | None:
-    """The tokenizer of the vocabulary in a GGUF file, one for a process; None for a file without one."""
+    """The tokenizer of the vocabulary in a GGUF file, cached per process; None for a file without one."""
     words = words_of(header)
     return None if words is None else VocabularyTokenizer(words, header.path, name=name)
 
 
 def bare_name(name: str) -> str:
-    """What a model was asked for as, without what its name says of how it runs."""
-    return _parted(name)[0]
+    """The name of a model without the suffixes for adapter, `TRUSTED` and `BRIDGED`."""
+    return _split_name(name)[0]
 
 
-def _parted(name: str) -> tuple[str, str | None]:
-    """(what a model was asked for as, its adapter) of a name that says how it runs."""
+def _split_name(name: str) -> tuple[str, str | None]:
+    """(bare name, adapter folder or None) of a name with suffixes."""
     bare = name.removesuffix(TRUSTED).removesuffix(BRIDGED)
     match = _ADAPTED.fullmatch(bare)
     return (bare, None) if match is None else (match[1], match[2])
@@ -371,16 +400,21 @@ def resolve(
     backend: str | None = None,
     adapter: str | Path | None = None,
 ) -> ModelFiles:
-    """The files of a model named by directory, by "specimen", or by hub id, in that order of kinds; nothing
-    is fetched.
+    """Find the files of a model; nothing is downloaded.
 
-    revision: branch, tag or commit of a hub id, default "main"; meaningless, and refused, for a directory.
-    trust_layout: run it unchecked if its family is unknown. backend: "native" or "transformers", which runs
-    it behind a bridge; None for what the name says, else native. adapter: folder of a LoRA adapter that is
-    merged into the weights; None for what the name says, else none. A name that ends in TRUSTED, BRIDGED or
-    an adapter says the same, so that a setting, a worker or a stored note that holds the name holds that too.
-    A known family needs no trust, and its name stays as it is.
-    Raises ModelNotFound saying how to get the model, ConfigError for a backend there is not.
+    A name with a suffix (`TRUSTED`, `BRIDGED`, an adapter) sets the same options, so that a setting, a
+    worker or a stored note with the name carries them. The name of a known family gets no `TRUSTED`.
+
+    Arguments:
+        name: name of a shipped model, directory, or hub id; tried in this order.
+        revision: branch, tag or commit of a hub id, default "main"; refused for a directory.
+        trust_layout: whether to run an unknown family without a layout check.
+        backend: "native", or "transformers" for the bridge; None for that of the name, else native.
+        adapter: folder of a LoRA adapter to merge into the weights; None for that of the name, else none.
+
+    Raises:
+        ModelNotFound: if there is no such model; says how to get it.
+        ConfigError: for an unknown backend, or options that exclude each other.
     """
     text = str(name)
     if not isinstance(name, str | Path) or not text:
@@ -391,31 +425,31 @@ def resolve(
     require_flag(trust_layout, "trust_layout")
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"expected backend to be one of {', '.join(BACKENDS)}, found {backend!r}")
-    bare, named = _parted(text)
-    found = _resolve(bare, revision)
-    if (chosen := str(adapter) if adapter is not None else named) is not None:
-        found = replace(found, name=f"{found.name} (adapter {chosen})", adapter=Path(chosen).expanduser())
-        Adapter(Path(chosen).expanduser()).config  # noqa: B018 - refused before anything else is looked at
+    bare, adapter_in_name = _split_name(text)
+    files = _resolve(bare, revision)
+    if (folder := str(adapter) if adapter is not None else adapter_in_name) is not None:
+        files = replace(files, name=f"{files.name} (adapter {folder})", adapter=Path(folder).expanduser())
+        Adapter(Path(folder).expanduser()).config  # noqa: B018 - raises for an unreadable adapter
     if backend == "transformers" or (backend is None and text.endswith(BRIDGED)):
         if trust_layout:
             raise ConfigError(
-                "expected trust_layout or backend='transformers', found both: a layout is trusted where we "
-                "compute it ourselves; leave one out"
+                "expected trust_layout or backend='transformers', found both: a layout is trusted only where "
+                "mizarr's own networks compute; leave one out"
             )
-        if found.adapter is not None:
+        if files.adapter is not None:
             raise ConfigError(
-                "expected an adapter or backend='transformers', found both: adapters are merged where we "
-                "compute it ourselves; merge it with PEFT, and save that"
+                "expected an adapter or backend='transformers', found both: adapters are merged only for "
+                "mizarr's own networks; merge it with PEFT, and save that"
             )
-        if found.gguf is not None:
+        if files.gguf is not None:
             raise ConfigError(
                 "expected a folder with config.json for backend='transformers', found a GGUF file; use the "
                 "checkpoint it was made of"
             )
-        return replace(found, name=found.name + BRIDGED, is_bridged=True)
-    if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:
-        return found
-    return replace(found, name=found.name + TRUSTED, trust_layout=True)
+        return replace(files, name=files.name + BRIDGED, is_bridged=True)
+    if not (trust_layout or text.endswith(TRUSTED)) or files.has_known_family:
+        return files
+    return replace(files, name=files.name + TRUSTED, trust_layout=True)
 
 
 def resolve_runnable(
@@ -426,37 +460,39 @@ def resolve_runnable(
     backend: str | None = None,
     adapter: str | Path | None = None,
 ) -> ModelFiles:
-    """As `resolve`, for who runs the model: of a family that is not known, and whose layout is none of ours,
-    the files as transformers computes them, as backend="transformers" gives them, and a warning that says so.
-    Looks into such a model once.
+    """As `resolve`, but switch to transformers, with a warning, for a model that only transformers can run.
 
-    A known family that is refused stays refused. Raises ConfigError, or MissingExtra without transformers,
-    where nobody can run it, in a line; `mizarr models inspect` lists the details.
+    That is a model of an unknown family whose layout is not that of a known one; it is probed once. A known
+    family that is refused stays refused. Arguments are those of `resolve`.
+
+    Raises:
+        ConfigError: if nothing can run the model; `mizarr models inspect` lists the details.
+        MissingExtra: if transformers, which may run it, is not installed.
     """
-    found = resolve(name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
-    if backend is not None or found.is_bridged or found.trust_layout or not found.may_be_bridged_unasked:
-        return found
+    files = resolve(name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
+    if backend is not None or files.is_bridged or files.trust_layout or not files.may_be_bridged_unasked:
+        return files
     from ..architectures.families import model_type_of
 
-    model_type = model_type_of(found.config, str(found.directory / CONFIG))
+    model_type = model_type_of(files.config, str(files.directory / CONFIG))
     kind: type[MizarrError] = ConfigError
     obstacle = ""
     try:
-        found.architecture()
+        files.architecture()
     except (ConfigError, MissingExtra):
         try:
-            obstacle = found.bridge_case().finding().refused
+            obstacle = files.bridge_case().finding().refused
         except MissingExtra:
             kind = MissingExtra
             obstacle = "transformers, which may run it, is not installed: pip install 'mizarr[check]'"
         except (ConfigError, WeightsError) as error:
             obstacle = str(error)
     else:
-        return found
+        return files
     if obstacle:
         raise kind(
-            f"{name}: {model_type!r} is no family that is known here, and its layout is none of ours; "
-            f"{obstacle}. Details: mizarr models inspect {name}"
+            f"{name}: {model_type!r} is no family that is known here, and its layout is that of no known "
+            f"family; {obstacle}. Details: mizarr models inspect {name}"
         )
     warnings.warn(
         f"{name}: {model_type!r} is no family that is known here, so transformers runs it "
@@ -464,7 +500,7 @@ def resolve_runnable(
         UserWarning,
         stacklevel=1,  # one place, so that Python shows it once however often a name is resolved
     )
-    return replace(found, name=found.name + BRIDGED, is_bridged=True)
+    return replace(files, name=files.name + BRIDGED, is_bridged=True)
 
 
 def _resolve(text: str, revision: str | None) -> ModelFiles:
@@ -473,16 +509,16 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
     else:
         try:
             folder = Path(text).expanduser()
-            is_there = folder.is_dir() or require_content(folder, ModelNotFound)
-        except (OSError, RuntimeError) as error:  # a name that is too long; no home of that user
+            exists = folder.is_dir() or require_content(folder, ModelNotFound)
+        except (OSError, RuntimeError) as error:  # the name is too long, or "~user" has no home
             if isinstance(error, ModelNotFound):
                 raise
             raise ModelNotFound(f"expected a model directory or a hub id, found {text!r:.200}") from error
-        if is_there and not folder.is_dir() and folder.suffix != SUFFIX:
+        if exists and not folder.is_dir() and folder.suffix != SUFFIX:
             raise ModelNotFound(
                 f"expected a model's directory, found the file {text}; give the folder it lies in"
             )
-        if not is_there:
+        if not exists:
             return _from_hub_cache(text, revision)
     if revision is not None:
         raise ModelNotFound(
@@ -491,11 +527,11 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
     if folder.is_file():
         return ModelFiles(text, folder.parent, gguf=folder)
     if not require_content(folder / CONFIG, ConfigError):
-        others = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-        if others:
+        gguf_files = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+        if gguf_files:
             raise ModelNotFound(
-                f"expected a model in {folder}, found no {CONFIG} but {', '.join(others)}; name one of "
-                f"these: {folder / others[0]}"
+                f"expected a model in {folder}, found no {CONFIG} but {', '.join(gguf_files)}; name one of "
+                f"these: {folder / gguf_files[0]}"
             )
         raise ModelNotFound(
             f"expected a model in {folder}, found no {CONFIG}; give the folder that holds {CONFIG} and the "
@@ -505,7 +541,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
 
 
 def hub_cache() -> Path:
-    """Where Hugging Face's libraries keep what they fetch, by the same variables as they do."""
+    """Cache folder of the Hugging Face libraries, from the same environment variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser()
@@ -523,20 +559,24 @@ def cached_models() -> list[str]:
 
 
 def _repository(name: str) -> Path:
-    """Where the cache keeps a repository of the hub."""
+    """Folder of a hub repository in the cache; it need not exist."""
     return hub_cache() / f"models--{name.replace('/', '--')}"
 
 
 def reference_file(repository: Path, revision: str) -> Path:
-    """Where the cache notes the commit that a branch or tag stands for. ModelNotFound for no revision."""
+    """File of the cache with the commit of a branch or tag. ModelNotFound for an invalid revision."""
     return path_below(repository / "refs", revision, ModelNotFound, f"revision {revision!r:.80}")
 
 
 def snapshot_folder(repository: Path, revision: str) -> Path:
-    """Where the files of a revision of a cached repository lie; it need not be there.
+    """Folder with the files of a revision of a cached repository; it need not exist.
 
-    repository: its folder in the cache. revision: branch, tag or commit.
-    Raises ModelNotFound for what can be no revision, and for a note of the cache that holds no commit.
+    Arguments:
+        repository: folder of the repository in the cache.
+        revision: branch, tag or commit.
+
+    Raises:
+        ModelNotFound: for an invalid revision, or a file of the cache that contains no commit.
     """
     reference = reference_file(repository, revision)
     commit = reference.read_text().strip() if reference.is_file() else revision
@@ -545,16 +585,16 @@ def snapshot_folder(repository: Path, revision: str) -> Path:
 
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
     if name.endswith(SUFFIX) and not _repository(name).is_dir():
-        beside = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
-        there = f"; there are {', '.join(beside[:5])}" if beside else "; check the path"
-        raise ModelNotFound(f"expected a GGUF file at {name}, found none{there}")
+        gguf_files = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
+        suggestion = f"; there are {', '.join(gguf_files[:5])}" if gguf_files else "; check the path"
+        raise ModelNotFound(f"expected a GGUF file at {name}, found none{suggestion}")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFound(
             f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}; "
             f"found no directory {name:.200}"
         )
     repository = _repository(name)
-    wanted = revision or "main"
+    branch = revision or "main"
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():
         near = nearest(name, [*cached_models(), *SHIPPED])
@@ -562,18 +602,18 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
         raise ModelNotFound(
             f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: {command}"
         )
-    folder = snapshot_folder(repository, wanted)
+    folder = snapshot_folder(repository, branch)
     if not (folder / CONFIG).is_file():
-        held = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
+        commits = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
         raise ModelNotFound(
-            f"{name} is cached, but not its revision {wanted!r} with a {CONFIG} (cached: "
-            f"{', '.join(held) or 'none'}); fetch it: {command}"
+            f"{name} is cached, but not its revision {branch!r} with a {CONFIG} (cached: "
+            f"{', '.join(commits) or 'none'}); fetch it: {command}"
         )
     return ModelFiles(name, folder, folder.name)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> shard, as a checkpoint's index lists them."""
+    """Tensor name -> file name of its shard, from the index of a checkpoint."""
     shards: Any = json_object(index, WeightsError).get("weight_map")
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
     strange = [name for name in names if not isinstance(name, str) or not is_below(name) or "/" in name]
@@ -586,9 +626,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def weight_digest(path: Path, pinned: PinnedFiles) -> str:
-    """`sha256:…` of a file, read once for each stamp it has. pinned: the files it is one of.
+    """`sha256:…` of a weight file, computed once and remembered until the file changes.
 
-    Raises WeightsError for a file in the hub's cache whose bytes are not those its name says.
+    Arguments:
+        path: the file.
+        pinned: files of the model, to which it belongs.
+
+    Raises:
+        WeightsError: for a file in the hub cache that does not have the sha256 in its name.
     """
     content = pinned.digest(path)
     name = named_digest(path)

@@ -1,12 +1,12 @@
-"""Whether a loaded model is still what it was: everything a forward pass reads, as it is in memory now.
+"""Fingerprint of a loaded model: detects changes of anything in memory that a forward pass reads.
 
-A key made of files says nothing about weights that were edited after they were loaded: by a training step,
-by `mul_`, through `.data` or a numpy view (neither of which counts as a new version of the tensor), by
-assigning another tensor, a hook or an adapter. So the state of a model is looked at itself: every tensor by
-dtype, shape and checksum of its bytes (`_checksum`), everything else by value, and what has no value
-(functions, objects of a kind unknown here) by being the same object.
+A key made from files cannot notice weights that were edited after loading: by a training step, by `mul_`,
+through `.data` or a numpy view (neither increments the version counter of the tensor), or by assigning
+another tensor, a hook or an adapter. So the objects in memory are compared: every tensor by dtype, shape and
+checksum of its bytes (`_checksum`), other values by equality, and objects without a value (functions, unknown
+types) by identity.
 
-Border: Python objects and tensors; what an identity is made of stands in model.py.
+model.py derives the identity of a model from this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VALUES = (
 )
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
 _WORDS = 1 << 24
-"""Words of 4 bytes that are weighted at a time."""
+"""4-byte words that are summed at a time."""
 _SPREAD = 0x1E3779B97F4A7C15
 """An odd number whose multiples are spread evenly over 64 bits (Fibonacci hashing, Knuth 1973, 6.4)."""
 _WHOLE = (Tensor, np.ndarray, set, frozenset, *_VALUES, *_CODE)
@@ -46,26 +46,30 @@ _WHOLE = (Tensor, np.ndarray, set, frozenset, *_VALUES, *_CODE)
 
 @runtime_checkable
 class ComesAndGoes(Protocol):
-    """What is not all in memory, and says itself what it is known by."""
+    """An object that is only partly in memory (streamed weights), and reports its own state."""
 
     def known_by(self) -> Mapping[str, Any]:
-        """Values that are the same for as long as it is what it was."""
+        """Values that stay equal as long as the object is unchanged."""
         ...
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What was found below an object, by path.
-
-    tensors: (dtype, shape, checksum). others: values, or the objects themselves where they have none; they
-    are held, so that no other object gets their place in memory.
-    """
+    """State of an object and of everything it refers to, by attribute path."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
+    """Path -> (dtype, shape, checksum) of each tensor."""
     others: Mapping[str, Any]
+    """Path -> value, or the object itself if it has no value; the reference keeps its memory address in
+    use."""
 
     def first_difference(self, now: Fingerprint, *, tensors: bool = True) -> str | None:
-        """Where another state first differs; None where it does not.  tensors: whether theirs counts."""
+        """Attribute path of the first difference between two states; None if equal.
+
+        Arguments:
+            now: the other state.
+            tensors: whether to compare tensors, too.
+        """
         pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(self.others, now.others)]
         if tensors:
             pairs.append((self.tensors, now.tensors))
@@ -77,71 +81,78 @@ class Fingerprint:
 
 
 def fingerprint(root: object) -> Fingerprint:
-    """The state of an object now, through attributes, sequences and mappings.
+    """The present state of an object, followed through attributes, sequences and mappings.
 
-    Raises ConfigError for a tensor whose bytes cannot be read (on no device, of a layout of its own).
+    Raises:
+        ConfigError: for a tensor whose bytes cannot be read (on the meta device, or of a sparse layout).
     """
     tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
     others: dict[str, Any] = {}
-    for path, found in _leaves(root):
-        if isinstance(found, Tensor | np.ndarray):
-            tensors[path] = (str(found.dtype), tuple(found.shape), _checksum(path, found))
+    for path, leaf in _leaves(root):
+        if isinstance(leaf, Tensor | np.ndarray):
+            tensors[path] = (str(leaf.dtype), tuple(leaf.shape), _checksum(path, leaf))
         else:
-            others[path] = found
+            others[path] = leaf
     return Fingerprint(tensors, others)
 
 
 def weights_digest(root: object) -> str:
-    """`sha256:…` of every tensor below an object: path, dtype, shape and bytes. Raises as `fingerprint`."""
-    found = [
+    """`sha256:…` over path, dtype, shape and bytes of every tensor of an object. Raises as `fingerprint`."""
+    tensors = [
         [path, str(leaf.dtype), list(leaf.shape), content_digest(_bytes(path, leaf).data)]
         for path, leaf in _leaves(root)
         if isinstance(leaf, Tensor | np.ndarray)
     ]
-    return f"sha256:{digest('weights-in-memory', found)}"
+    return f"sha256:{digest('weights-in-memory', tensors)}"
 
 
 def tensor_bytes(root: object) -> int:
-    """What the tensors below an object take, each memory once: a tied head is its embedding."""
-    held = {leaf.data_ptr(): leaf.nbytes for _, leaf in _leaves(root) if isinstance(leaf, Tensor)}
-    return sum(held.values())
+    """Bytes of all tensors of an object; memory that tensors share, as a tied head, counts once."""
+    sizes = {leaf.data_ptr(): leaf.nbytes for _, leaf in _leaves(root) if isinstance(leaf, Tensor)}
+    return sum(sizes.values())
 
 
 def _leaves(root: object) -> Iterator[tuple[str, Any]]:
-    """(path, what is there) of everything below an object that is a tensor, a value, or has no parts."""
+    """(path, leaf) of every tensor, value, and object without attributes that an object refers to.
+
+    A container gives one more pair: its path with its type name, and its number of parts.
+    """
     waiting: list[tuple[str, Any]] = [("", root)]
-    above: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     while waiting:
-        path, found = waiting.pop()
-        parts = None if id(found) in above else _parts(found)
+        path, node = waiting.pop()
+        parts = None if id(node) in visited else _parts(node)
         if parts is None:
-            # Also what was met before: which object it is, is all there is left to say.
-            yield path, tuple(sorted(map(repr, found))) if isinstance(found, set | frozenset) else found
+            # A container that was visited before, too: only which object it is matters then.
+            yield path, tuple(sorted(map(repr, node))) if isinstance(node, set | frozenset) else node
         else:
-            above[id(found)] = found
-            yield f"{path}:{type(found).__module__}.{type(found).__qualname__}", len(parts)
+            visited[id(node)] = node
+            yield f"{path}:{type(node).__module__}.{type(node).__qualname__}", len(parts)
             waiting += [(f"{path}.{name}" if path else name, part) for name, part in parts.items()]
 
 
-def _parts(found: Any) -> dict[str, Any] | None:
-    """What an object is made of, by name; None for one that is taken as it is."""
-    if isinstance(found, _WHOLE):
+def _parts(node: Any) -> dict[str, Any] | None:
+    """Items or attributes of an object by name; None for a leaf."""
+    if isinstance(node, _WHOLE):
         return None
-    if isinstance(found, ComesAndGoes):
-        return dict(found.known_by())
-    if isinstance(found, Mapping):
-        return {repr(key): part for key, part in found.items()}
-    if isinstance(found, list | tuple):
-        return {str(number): part for number, part in enumerate(found)}
-    kinds = type(found).__mro__
+    if isinstance(node, ComesAndGoes):
+        return dict(node.known_by())
+    if isinstance(node, Mapping):
+        return {repr(key): part for key, part in node.items()}
+    if isinstance(node, list | tuple):
+        return {str(number): part for number, part in enumerate(node)}
+    kinds = type(node).__mro__
     slots = {name for kind in kinds for name in _slots(kind)}
-    parts = {name: getattr(found, name) for name in sorted(slots) if hasattr(found, name)}
-    # What is worked out from the rest when first asked for says nothing new.
-    worked_out = {
-        name for kind in kinds for name, it in vars(kind).items() if isinstance(it, cached_property)
+    parts = {name: getattr(node, name) for name in sorted(slots) if hasattr(node, name)}
+    # A cached property is derived from other attributes, and appears only after its first use.
+    cached = {
+        name
+        for kind in kinds
+        for name, attribute in vars(kind).items()
+        if isinstance(attribute, cached_property)
     }
-    parts |= {name: part for name, part in getattr(found, "__dict__", {}).items() if name not in worked_out}
-    return parts if parts or is_dataclass(found) else None  # a dataclass without fields is all its type says
+    parts |= {name: part for name, part in getattr(node, "__dict__", {}).items() if name not in cached}
+    return parts if parts or is_dataclass(node) else None  # the type says all of a dataclass without fields
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -154,27 +165,27 @@ def _same(before: Any, after: Any) -> bool:
     return before is after or (by_value and bool(before == after))
 
 
-def _checksum(path: str, found: Tensor | npt.NDArray[Any]) -> int:
-    """A number that changes with the bytes of a tensor: on the CPU its crc32c (12 GB/s), on a GPU a sum that
-    the GPU computes itself, because copying the weights of a model from it takes longer than a pass.
+def _checksum(path: str, tensor: Tensor | npt.NDArray[Any]) -> int:
+    """Checksum of the bytes of a tensor: crc32c on the CPU (12 GB/s), `_weighted_sum` on a GPU.
 
-    Tensors that moved to another device since they were loaded therefore count as changed.
+    A GPU computes it itself, because copying the weights of a model from it takes longer than a pass. So a
+    tensor that was moved to another device counts as changed.
     """
-    if not isinstance(found, Tensor) or found.device.type != "cuda":
-        checksum: int = google_crc32c.value(_bytes(path, found))
+    if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
+        checksum: int = google_crc32c.value(_bytes(path, tensor))
         return checksum
-    return _weighted_sum(found)
+    return _weighted_sum(tensor)
 
 
 def _weighted_sum(tensor: Tensor) -> int:
-    """The words of a tensor, each times an odd number of its own, summed modulo 2^64.
+    """Sum modulo 2^64 of the 4-byte words of a tensor, each times an odd number that depends on its index.
 
-    A change of one word always changes the sum, as odd numbers have inverses modulo 2^64; that changes of
-    several words cancel has the odds of 1 in 2^64.
+    A change of one word always changes the sum, because odd numbers have inverses modulo 2^64. Changes of
+    several words cancel with probability 2^-64.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if missing := -flat.numel() % 4:
-        flat = F.pad(flat, (0, missing))
+    if padding := -flat.numel() % 4:
+        flat = F.pad(flat, (0, padding))
     flat = flat.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _WORDS):
@@ -184,10 +195,12 @@ def _weighted_sum(tensor: Tensor) -> int:
     return int(total.item())
 
 
-def _bytes(path: str, found: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _bytes(path: str, source: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor in C order, read-only; copied only from another device or order."""
     try:
-        tensor = torch.from_numpy(np.array(found)) if isinstance(found, np.ndarray) else found.detach().cpu()
+        tensor = (
+            torch.from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source.detach().cpu()
+        )
         flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ConfigError(

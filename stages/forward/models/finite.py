@@ -1,12 +1,10 @@
-"""Numbers that are not finite: noticed in what a pass gives, and traced to the hook point where they begin.
+"""Detects NaN and infinity in the outputs of a pass, and finds the hook point where they begin.
 
-A float16 ends at 65504, and massive activations of real models lie beyond: one infinity in a layer makes NaN
-of everything behind it. What a pass gives is looked at when it is given. Only where something is not finite
-the pass is made once more, with every hook point looked at, to say where it began.
+The largest float16 is 65504, and real models have larger activations ("massive activations"): one infinity in
+a layer turns everything after it into NaN. The outputs of a pass are checked when it returns. Only if one is
+not finite, the pass runs once more with every hook point checked, to name the first.
 
-Masked attention scores are -inf by definition, and stay so.
-
-Border: a loaded model, tensors of its passes, and errors; what is stored is the harvest's business.
+Masked attention scores are -inf by definition, and allowed.
 """
 
 from __future__ import annotations
@@ -29,38 +27,39 @@ from ..networks.weights import is_finite
 __all__ = ["MASKED", "first_not_finite", "is_fit", "not_finite", "require_finite"]
 
 MASKED = frozenset(("attn_scores", "scores", "cross_attn_scores", "cross_scores"))
-"""Kinds of hook points that hold -inf where attention may not look."""
+"""Kinds of hook points whose values are -inf where the attention mask forbids attending."""
 
 
 class PassMaker(Protocol):
-    """What is asked of a `Model` to find where numbers begin to be too large."""
+    """The part of a `Model` that is needed to find where non-finite numbers begin."""
 
     name: str
+    """Name of the model, for errors."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the computation."""
+        """Dtype of the computation."""
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """Device of the weights."""
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
-        """All there are."""
+        """All hook points, in execution order."""
 
     def pass_over(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """One pass, whatever its numbers are; see `Model`."""
+        """Run one pass without checking its outputs; see `Model.pass_over`."""
 
 
 def is_fit(capture: Capture, value: Tensor) -> bool:
-    """Whether a captured activation or gradient holds what it may: finite numbers, of scores -inf as well.
+    """Whether all numbers of a captured activation or gradient are finite; attention scores may be -inf.
 
-    Args:
-        capture: what it is of.
-        value: of any shape, on any device.
+    Arguments:
+        capture: hook point of the value.
+        value: tensor of any shape, on any device.
     """
     if capture.point.kind in MASKED and not capture.is_gradient:
         value = value.masked_fill(value == -torch.inf, 0.0)
@@ -70,13 +69,13 @@ def is_fit(capture: Capture, value: Tensor) -> bool:
 def require_finite(
     model: PassMaker, rows: Sequence[Sequence[int]], spec: BoundSpec, captured: Mapping[Capture, Tensor]
 ) -> None:
-    """Raise NotFinite unless every captured tensor holds what it may.
+    """Raise NotFinite unless `is_fit` holds for every captured tensor.
 
-    Args:
-        model: that made the pass.
+    Arguments:
+        model: model that ran the pass.
         rows: token ids of its prompts.
-        spec: the interventions it was made under.
-        captured: what it gave.
+        spec: interventions of the pass.
+        captured: captured tensors of the pass.
     """
     for capture, value in captured.items():
         if not is_fit(capture, value):
@@ -90,31 +89,31 @@ def not_finite(
     where: str,
     stored: str | None = None,
 ) -> NotFinite:
-    """The error for numbers of a pass that are not finite: where they begin, and what helps.
+    """The error for non-finite outputs of a pass, which names the first hook point and a remedy.
 
-    Args:
-        model: that made the pass.
-        batches: token ids of its prompts, those of a batch of one length.
-        spec: the interventions it was made under.
-        where: what holds such numbers, for the message: "the logits".
-        stored: dtype in which they are stored: float16 is too narrow where the pass itself is finite.
+    Arguments:
+        model: model that ran the pass.
+        batches: token ids of its prompts; those of a batch have one length.
+        spec: interventions of the pass.
+        where: words for the output that is not finite: "the logits".
+        stored: dtype of the stored array; float16 can overflow even if the pass itself is finite.
     """
     with torch.no_grad():
-        begun = next(
+        origin = next(
             ((rows, point) for rows in batches if (point := first_not_finite(model, rows, spec))), None
         )
-        is_changed = bool(spec.interventions) and (
-            begun is not None and first_not_finite(model, begun[0], BoundSpec()) is None
+        is_by_intervention = bool(spec.interventions) and (
+            origin is not None and first_not_finite(model, origin[0], BoundSpec()) is None
         )
-    if begun is None and stored == "float16":
+    if origin is None and stored == "float16":
         return NotFinite(
             f"{where} of {model.name} exceeds float16's largest number (65504); store it with "
             "storage_dtype='bfloat16' or storage_dtype='float32' (--storage-dtype)"
         )
     largest = torch.finfo(model.dtype).max
     name = str(model.dtype).removeprefix("torch.")
-    place = "" if begun is None else f", which begin at '{begun[1]}'"
-    if is_changed:
+    place = "" if origin is None else f", which begin at '{origin[1]}'"
+    if is_by_intervention:
         remedy = "it is an intervention that makes them: make its payload or factor smaller"
     elif model.dtype == torch.float16:
         remedy = "load the model with dtype='bfloat16' or dtype='float32' (--dtype)"
@@ -129,26 +128,26 @@ def not_finite(
 
 
 def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: BoundSpec) -> HookPoint | None:
-    """The first hook point of a pass, as it is computed, whose values are not finite; None where all are.
+    """The first hook point, in execution order, whose values are not finite; None if all are finite.
 
-    Args:
-        model: to make the pass with.
+    Arguments:
+        model: model that runs the pass.
         rows: token ids of prompts of one length.
-        spec: the interventions to make it under.
+        spec: interventions of the pass.
     """
-    found: list[HookPoint] = []
+    non_finite: list[HookPoint] = []
 
-    def look(capture: Capture, value: Tensor) -> None:
+    def check(capture: Capture, value: Tensor) -> None:
         if not is_fit(capture, value):
-            found.append(capture.point)
+            non_finite.append(capture.point)
             raise EarlyStop
 
     points = [point for point in model.hook_points if not BY_NAME[point.kind].is_derived]
-    every = replace(spec, captures=tuple(map(Capture, points)), keeps=(), objective=None)
+    all_points = replace(spec, captures=tuple(map(Capture, points)), keeps=(), objective=None)
     ids = torch.tensor([list(row) for row in rows], dtype=torch.long, device=model.device)
     logits = None
     with suppress(EarlyStop):
-        logits = model.pass_over(ids, RunTaps(every, look), ALL_LOGITS, spec.order)
-    if not found and logits is not None and not is_finite(logits):
+        logits = model.pass_over(ids, RunTaps(all_points, check), ALL_LOGITS, spec.order)
+    if not non_finite and logits is not None and not is_finite(logits):
         return HookPoint.logits()
-    return found[0] if found else None
+    return non_finite[0] if non_finite else None

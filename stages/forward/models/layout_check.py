@@ -1,16 +1,17 @@
-"""Does a guessed layout compute what transformers computes? The witness a model of unknown family needs.
+"""Checks a model of unknown family against transformers, before mizarr's own decoder runs it.
 
-A row worked out from config.json and tensors (autoconfig.py) fits families that compute something else:
-whether rope turns neighbours or halves, whether attention looks ahead, stands in no tensor and in no key. So
-the checkpoint is run once by transformers and once by the decoder, in float32 on the CPU, with its own
-weights, and the logits and the residual stream are compared. The verdict is remembered by what was compared.
+An architecture inferred from config.json and tensors (autoconfig.py) also fits families that compute
+something
+else: no tensor and no key says whether RoPE rotates adjacent dimensions or halves, or whether attention is
+bidirectional. So the checkpoint runs once in transformers and once in the decoder, in float32 on the CPU with
+its own weights, and logits and residual stream are compared. The verdict is remembered under a digest of
+everything compared.
 
-A check at some lengths says nothing of a rule that begins beyond them. Windows, chunks and the lengths at
-which rope changes stand in the config: the check goes past the largest of them, and a case with one it cannot
-go past is refused. What it cannot see at all is a length written in the family's code alone.
+A comparison at some prompt lengths says nothing about rules for longer prompts. Windows, chunks and the
+lengths at which RoPE changes are in the config: the check uses a prompt longer than the largest of them, and
+refuses a checkpoint if that would be too long. It cannot notice a length that is only in the family's code.
 
-Border: one checkpoint and two forward passes; which families are known is decided elsewhere. Torch and
-transformers are imported when a check runs, and not for a verdict that is remembered.
+Torch and transformers are imported when a check runs, not to read a remembered verdict.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
     from ..hooks.spec import Capture
 
 LENGTHS = (1, 2, 37, 70, 300)
-"""Prompts every case is run on, as far as its context reaches."""
+"""Prompt lengths of every check, as far as the context of the model allows."""
 FARTHEST = 2048
-"""The longest window, chunk or context that is checked: beyond, eager attention takes too long."""
+"""The longest window, chunk or context that is checked; eager attention takes too long beyond."""
 BEYOND = 64
-"""Positions checked behind a length at which something may change."""
+"""Positions checked after a length at which the computation may change."""
 TOLERANCE = 1e-4
-"""Largest difference allowed, relative to the largest entry; float32 passes differ by 1e-6 to 1e-5 of it."""
+"""Largest allowed difference relative to the largest entry; float32 passes differ by 1e-6 to 1e-5 of it."""
 METHOD = 1
-"""Declared version of the check: moves when it becomes stricter, and no verdict of the one before counts."""
+"""Declared version of the check; moves when it becomes stricter, which invalidates earlier verdicts."""
 NO_LENGTHS = frozenset(
     """
     hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
@@ -50,23 +51,23 @@ NO_LENGTHS = frozenset(
     decoder_start_token_id pretraining_tp max_length
     """.split()  # noqa: SIM905 - twenty words read better as words
 )
-"""Keys with numbers that are no lengths."""
+"""Config keys whose numbers are no prompt lengths."""
 FIXED_ROPE = ("default", "linear", "llama3")
-"""Schemes in which no length changes how a position is turned; their original context shapes frequencies."""
+"""RoPE schemes whose angles do not depend on the prompt length; `original_max_position_embeddings` only sets
+their frequencies."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a layout.
-
-    agrees: None when it could not be checked. told: how it agrees, or what is wrong or missing.
-    """
+    """Result of a check."""
 
     agrees: bool | None
+    """Whether both passes agree; None if the check could not run."""
     told: str
+    """How closely they agree, or what differs or is missing, for messages."""
 
     def require(self, model_type: str) -> None:
-        """Raise ConfigError, or MissingExtra where transformers is missing, unless the layout agrees."""
+        """Raise ConfigError, or MissingExtra if transformers is not installed, unless the layout agrees."""
         if self.agrees:
             return
         from ..architectures.known import KNOWN
@@ -83,53 +84,59 @@ class Verdict:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A checkpoint and the configuration it was taken to have.
-
-    raw: config.json. weights: digest of the weight files. forward: declared version of our pass.
-    """
+    """Checkpoint of an unknown family, with the inferred architecture to check."""
 
     directory: Path
+    """Folder of the checkpoint."""
     weight_files: tuple[Path, ...]
+    """Its weight files."""
     raw: Mapping[str, Any]
+    """Contents of config.json."""
     config: Architecture
+    """The inferred architecture."""
     weights: str
+    """Digest of the weight files."""
     forward: str
+    """Declared version of mizarr's forward pass."""
 
     @property
     def digest(self) -> str:
-        """Of everything the two passes read, but for the version of transformers."""
-        raw = json.dumps(dict(self.raw))  # as text: a config may hold an Infinity
+        """Digest of everything the two passes read, except the version of transformers."""
+        raw = json.dumps(dict(self.raw))  # as text: a config may contain Infinity, which has no digest
         return digest("layout", METHOD, self.forward, self.weights, raw, self.config.digest)
 
     def remembered(self) -> Verdict | None:
-        """The verdict of an earlier check. Never imports torch.
+        """The verdict of an earlier check; None if there is none. Never imports torch.
 
-        It must be of the transformers that is installed now; where none is, an agreement with any counts.
+        It must be of the installed version of transformers; without transformers, an agreement with any
+        version counts.
         """
-        found = layout_verdicts().find(self.digest)
+        texts = layout_verdicts().find(self.digest)
         installed = witness()
         if installed is not None:
-            return _read(found.get(installed))
-        verdicts = [verdict for text in found.values() if (verdict := _read(text)) is not None]
+            return _read(texts.get(installed))
+        verdicts = [verdict for text in texts.values() if (verdict := _read(text)) is not None]
         return next((verdict for verdict in verdicts if verdict.agrees), None)
 
     def verdict(self) -> Verdict:
-        """The remembered verdict, else that of a check made now. Both answers of a check are remembered; that
-        it could not be made is not, since the reason may be gone tomorrow."""
-        found = self.remembered()
-        if found is not None:
-            return found
+        """Return the stored verdict, or run the check and store its verdict.
+
+        A check that could not run is not stored, because its obstacle may be removed.
+        """
+        verdict = self.remembered()
+        if verdict is not None:
+            return verdict
         installed = witness()
         if installed is None:
             return Verdict(None, "expected transformers, found none installed; pip install 'mizarr[check]'")
-        found = self._check(installed)
-        if found.agrees is not None:
-            told = json.dumps({"agrees": found.agrees, "told": found.told})
-            layout_verdicts().add(self.digest, installed, told)
-        return found
+        verdict = self._check(installed)
+        if verdict.agrees is not None:
+            text = json.dumps({"agrees": verdict.agrees, "told": verdict.told})
+            layout_verdicts().add(self.digest, installed, text)
+        return verdict
 
     def _check(self, installed: str) -> Verdict:
-        """Both passes at every length, theirs first, so that one model is in memory at a time."""
+        """Run both models at every length; transformers first, so that one model is in memory at a time."""
         import torch
 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -138,38 +145,43 @@ class LayoutCase:
                     declared = _declared(self.directory, self.raw)
                     turns = turning_points(self.config, {**self.raw, **declared})
                     lengths = lengths_to_check(self.config, turns)
-                    expected = self._theirs(lengths)
+                    expected = self._transformers_outputs(lengths)
             except CannotCheck as error:
                 return Verdict(None, str(error))
-            except Exception as error:  # noqa: BLE001 - whatever foreign code raises, it bears no witness
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                return Verdict(None, f"expected {installed} to run it, found that it cannot ({why})")
-            ours = self._ours()
+            except Exception as error:  # noqa: BLE001 - code of the hub may raise anything
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                return Verdict(None, f"expected {installed} to run it, found that it cannot ({reason})")
+            run = self._decoder()
             worst = 0.0
-            for length, (logits, stream) in zip(lengths, expected, strict=True):
-                found, states = ours(self._ids(length))
-                for what, wanted, got in (("logits", logits, found), ("residual stream", stream, states)):
-                    apart = difference(wanted, got)
+            for length, (expected_logits, expected_states) in zip(lengths, expected, strict=True):
+                logits, states = run(self._ids(length))
+                for label, reference, value in (
+                    ("logits", expected_logits, logits),
+                    ("residual stream", expected_states, states),
+                ):
+                    apart = difference(reference, value)
                     worst = max(worst, apart)
-                    if not apart <= TOLERANCE:  # a NaN is no agreement
+                    if not apart <= TOLERANCE:  # not `>`, so that NaN is a disagreement
                         return Verdict(
                             False,
-                            f"expected {what} within {TOLERANCE:g} of those of {installed}, found them apart "
-                            f"by {apart:.2g} of their scale at length {length}",
+                            f"expected {label} within {TOLERANCE:g} of those of {installed}, found them "
+                            f"apart by {apart:.2g} of their scale at length {length}",
                         )
-        told = ", ".join(map(str, lengths))
-        return Verdict(True, f"agrees with {installed} to {worst:.1g} of the scale at lengths {told}")
+        listed = ", ".join(map(str, lengths))
+        return Verdict(True, f"agrees with {installed} to {worst:.1g} of the scale at lengths {listed}")
 
     def _ids(self, length: int) -> Tensor:
-        """The same random tokens whenever asked."""
+        """Random token ids [1, position]; the same at every call."""
         import torch
 
         seeded = torch.Generator().manual_seed(length)
         return torch.randint(0, self.config.vocab_size, (1, length), generator=seeded)
 
-    def _theirs(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Logits and the states that enter every layer, at the positions shown, for each length: as
-        transformers computes them with eager attention in float32, without foreign code or network."""
+    def _transformers_outputs(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """(logits, residual stream entering each layer) of each length, at the last `BEYOND` positions.
+
+        transformers runs with eager attention in float32, without code from the hub and without network.
+        """
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -181,15 +193,15 @@ class LayoutCase:
             dtype=torch.float32,
             attn_implementation="eager",
         ).eval()
-        found = []
+        outputs = []
         for length in lengths:
-            given = model(input_ids=self._ids(length), use_cache=False, output_hidden_states=True)
-            states = torch.stack([_shown(state) for state in given.hidden_states[:-1]])
-            found.append((_shown(given.logits), states))
-        return found
+            output = model(input_ids=self._ids(length), use_cache=False, output_hidden_states=True)
+            states = torch.stack([_last_positions(state) for state in output.hidden_states[:-1]])
+            outputs.append((_last_positions(output.logits), states))
+        return outputs
 
-    def _ours(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Token ids -> what `_theirs` gives for a length."""
+    def _decoder(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """A function from token ids to the (logits, residual stream) that mizarr's decoder computes."""
         import torch
 
         from ..hooks.spec import HookSpec
@@ -206,30 +218,34 @@ class LayoutCase:
         def run(ids: Tensor) -> tuple[Tensor, Tensor]:
             states: dict[Capture, Tensor] = {}
 
-            def keep(capture: Capture, state: Tensor) -> None:
-                states[capture] = _shown(state)
+            def sink(capture: Capture, state: Tensor) -> None:
+                states[capture] = _last_positions(state)
 
-            logits = forward(network, ids, RunTaps(spec, keep), ALL_LOGITS)
+            logits = forward(network, ids, RunTaps(spec, sink), ALL_LOGITS)
             assert logits is not None
-            return _shown(logits), torch.stack([states[capture] for capture in spec.captures])
+            return _last_positions(logits), torch.stack([states[capture] for capture in spec.captures])
 
         return run
 
 
 class CannotCheck(Exception):
-    """transformers cannot bear witness, or not far enough; says why."""
+    """transformers cannot run the checkpoint, or a prompt that is long enough; the message says why."""
 
 
 def turning_points(config: Architecture, declared: Mapping[str, Any]) -> dict[str, int]:
-    """Lengths at which a pass may begin to compute otherwise, by what names them.
+    """Prompt lengths beyond which a pass may compute differently, by name.
 
-    Those the decoder knows (windows, rope), and every whole number of the configuration that could be one: a
-    chunk size or a scaling that begins at some position has a name nobody here has heard of.
+    These are the windows and RoPE contexts that the decoder knows, and every integer of the config that could
+    be a length: an unknown family may have a chunk size or a scaling under a name of its own.
+
+    Arguments:
+        config: the inferred architecture.
+        declared: the config as transformers reads it, with its defaults.
     """
     windows = [layer.mixer.window for layer in config.layers]
     points = [(f"window {window}", window) for window in windows if window is not None]
     heads = [config.heads_of(layer) for layer in range(config.num_layers)]
-    ropes = [each.rope for each in heads if each is not None and each.rope is not None]
+    ropes = [head.rope for head in heads if head is not None and head.rope is not None]
     changing = [rope for rope in ropes if rope.scheme not in FIXED_ROPE]
     points += [
         (f"original context of {rope.scheme} rope", rope.original_max_position_embeddings)
@@ -242,17 +258,20 @@ def turning_points(config: Architecture, declared: Mapping[str, Any]) -> dict[st
         if key.rpartition(".")[2] not in NO_LENGTHS
         and (changing or not key.endswith("original_max_position_embeddings"))
     ]
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for key, number in points:
-        if 1 < number < config.context_length:  # where no prompt is longer, nothing changes
-            found[key] = max(number, found.get(key, 0))
-    return found
+        if 1 < number < config.context_length:  # no prompt is longer than the context
+            lengths[key] = max(number, lengths.get(key, 0))
+    return lengths
 
 
 def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int]:
-    """Prompt lengths past every turning point, short ones first; the whole context where it is affordable.
+    """Prompt lengths to compare, ascending, the longest beyond every turning point.
 
-    Raises CannotCheck for a turning point no affordable prompt goes past.
+    Includes the whole context if that is at most `FARTHEST`.
+
+    Raises:
+        CannotCheck: for a turning point beyond `FARTHEST`.
     """
     far = {key: number for key, number in turns.items() if number > FARTHEST}
     if far:
@@ -262,26 +281,28 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
             f"{listed} with prompts of up to {config.context_length} tokens"
         )
     context = config.context_length
-    wanted = [*LENGTHS]
+    lengths = [*LENGTHS]
     if turns:
-        wanted.append(max(turns.values()) + BEYOND)
+        lengths.append(max(turns.values()) + BEYOND)
     if context <= FARTHEST:
-        wanted.append(context)
-    return sorted({min(length, context) for length in wanted})
+        lengths.append(context)
+    return sorted({min(length, context) for length in lengths})
 
 
-def difference(wanted: Tensor, found: Tensor) -> float:
-    """Largest |difference| over the largest |entry| wanted; infinite for other shapes, NaN for a NaN."""
-    if wanted.shape != found.shape:
+def difference(expected: Tensor, value: Tensor) -> float:
+    """Largest |difference| relative to the largest |entry| of `expected`; inf for other shapes, NaN for
+    NaN."""
+    if expected.shape != value.shape:
         return float("inf")
-    apart, scale = float((wanted - found).abs().max()), float(wanted.abs().max())
+    apart, scale = float((expected - value).abs().max()), float(expected.abs().max())
     return apart / scale if scale else apart
 
 
 def _declared(directory: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as transformers reads it, with what the file leaves out.
+    """The config as transformers reads it, with defaults for missing keys.
 
-    Raises CannotCheck for a model_type transformers does not list as a causal language model.
+    Raises:
+        CannotCheck: if transformers does not list the model_type as a causal language model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -291,12 +312,13 @@ def _declared(directory: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         raise CannotCheck(
             f"expected a model_type that {witness()} lists as a causal language model, found {model_type!r}"
         )
-    read = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    return dict(read.to_dict())
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    return dict(config.to_dict())
 
 
-def _shown(values: Tensor) -> Tensor:
-    """The last positions [1, position, width]: those of a long prompt would take the room of the weights."""
+def _last_positions(values: Tensor) -> Tensor:
+    """The last `BEYOND` positions [1, position, width], float32; all of a long prompt would take as much
+    memory as the weights."""
     return values[:, -BEYOND:].float()
 
 
@@ -312,9 +334,9 @@ def _whole_numbers(section: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def _read(text: str | None) -> Verdict | None:
-    """A remembered verdict; None for what is no verdict."""
+    """Parse a remembered verdict; None for any other text."""
     try:
-        found = json.loads(text or "")
-        return Verdict(bool(found["agrees"]), str(found["told"]))
+        record = json.loads(text or "")
+        return Verdict(bool(record["agrees"]), str(record["told"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,10 +1,7 @@
-"""Memory there is: what this process may still take before the system ends it.
+"""Bytes that this process may still allocate before the system kills it.
 
-The least of what the machine has left, what its control groups allow (the limit of a container, of a batch
-job), and what the process itself is limited to (ulimit). `MIZARR_MEMORY` says otherwise: that much, whatever
-the system tells.
-
-Border: reads numbers of the system; who takes how much of it for what is known elsewhere.
+The least of what the machine has free, what its control groups allow (limits of a container or a batch job),
+and what the process limits allow (ulimit). `MIZARR_MEMORY` overrides all of them.
 """
 
 from __future__ import annotations
@@ -24,28 +21,30 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_there_is() -> int | None:
-    """Bytes this process may still take, beside what it holds; None where the system does not say.
+    """Further bytes that this process may allocate; None if the system reports no limit.
 
-    PlanError for a MIZARR_MEMORY that is no size such as "4GiB".
+    Raises:
+        PlanError: if MIZARR_MEMORY is no size such as "4GiB".
     """
-    if (said := memory_said()) is not None:
-        return said
-    return min((max(0, left) for left in (*_of_machine(), *_of_groups(), *_of_process())), default=None)
+    if (configured := memory_said()) is not None:
+        return configured
+    limits = (*_of_machine(), *_of_groups(), *_of_process())
+    return min((max(0, free) for free in limits), default=None)
 
 
 def memory_said() -> int | None:
-    """What MIZARR_MEMORY says; None where it is not set."""
+    """Bytes that MIZARR_MEMORY sets; None if it is not set."""
     return as_bytes(os.environ.get(VARIABLE) or None)
 
 
 def _of_machine() -> Iterator[int]:
-    """What could be had without swapping."""
+    """Bytes the machine can give without swapping (MemAvailable)."""
     with suppress(OSError, IndexError, ValueError):
         yield _kibibytes(Path("/proc/meminfo"), "MemAvailable:")
 
 
 def _of_groups() -> Iterator[int]:
-    """Under the limit of each control group it is in, version 2 or 1. Cached files can be let go."""
+    """Bytes free in each control group (version 1 or 2) of this process and its parents."""
     with suppress(OSError):
         for line in _MEMBERSHIP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -60,27 +59,27 @@ def _of_groups() -> Iterator[int]:
                 yield from _of_group(group, *names)
 
 
-def _of_group(group: Path, limit: str, held: str) -> Iterator[int]:
+def _of_group(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
     with suppress(OSError, ValueError):  # "max": no limit
-        most, now = int((group / limit).read_text()), int((group / held).read_text())
-        cached = sum(
+        limit, used = int((group / limit_file).read_text()), int((group / usage_file).read_text())
+        cached = sum(  # the page cache counts as used, but the kernel frees it on demand
             int(line.split()[1])
             for line in (group / "memory.stat").read_text().splitlines()
             if line.startswith(("inactive_file ", "active_file "))
         )
-        yield most - now + cached
+        yield limit - used + cached
 
 
 def _of_process() -> Iterator[int]:
-    """Under its own limits (setrlimit): of addresses, and of data."""
+    """Bytes free under the process limits (setrlimit) on address space and data."""
     with suppress(ImportError, OSError, IndexError, ValueError):
         import resource
 
         status = Path("/proc/self/status")
-        for limit, held in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
-            most = resource.getrlimit(limit)[0]
-            if most != resource.RLIM_INFINITY:
-                yield most - _kibibytes(status, held)
+        for kind, usage_name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+            limit = resource.getrlimit(kind)[0]
+            if limit != resource.RLIM_INFINITY:
+                yield limit - _kibibytes(status, usage_name)
 
 
 def _kibibytes(file: Path, name: str) -> int:

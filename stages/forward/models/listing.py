@@ -1,6 +1,6 @@
-"""Which models are here: those that ship with mizarr, and what lies in the hub's cache, without loading any.
+"""Lists the models on this machine: those that ship with mizarr, and those in the Hugging Face cache.
 
-Border: names, parsed configs and file sizes; reads no tensor and never imports torch.
+Reads configs and file sizes only, and never imports torch.
 """
 
 from __future__ import annotations
@@ -16,51 +16,59 @@ __all__ = ["ListedModel", "listed_models"]
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model by name and, of a hub id, branch or tag.
-
-    commit: of the snapshot it stands for. layers, hidden_size: None where config.json is not understood.
-    weight_bytes: of the weight files, as they are stored. obstacle: why it cannot run, in one line; empty
-    where nothing stands in the way, but that an unknown family is checked when it is first loaded.
-    """
+    """A model on this machine."""
 
     name: str
+    """Hub id, or name of a shipped model."""
     revision: str | None
+    """Branch, tag or commit of a hub id; None for a shipped model."""
     commit: str | None
+    """Commit of the snapshot; None for a shipped model."""
     model_type: str
+    """`model_type` of config.json; empty if the key is missing."""
     known_family: bool
+    """Whether a row of the family table names it, and its config is understood."""
     layers: int | None
+    """Number of layers; None if config.json is not understood."""
     hidden_size: int | None
+    """Width of the residual stream; None if config.json is not understood."""
     weight_bytes: int
+    """Bytes of the weight files."""
     directory: str
+    """Folder of the files."""
     obstacle: str = ""
+    """Why the model cannot run, in one line; "" if it can, or if its unknown family is yet to be checked."""
 
     @property
     def can_run(self) -> bool:
-        """Whether nothing is known to stand in the way."""
+        """Whether no obstacle is known."""
         return not self.obstacle
 
 
 def listed_models() -> list[ListedModel]:
-    """Models that ship, then cached ones by name and revision. A cached repository without a config.json, as
-    dictionaries are, is no model and not listed."""
+    """Shipped models, then cached ones by name and revision.
+
+    A cached repository without a config.json, such as one of dictionaries, is not listed.
+    """
     return [_listed(resolve(name), None) for name in SHIPPED] + [
         _listed(files, revision) for name in cached_models() for revision, files in _revisions(name)
     ]
 
 
 def _revisions(name: str) -> Iterator[tuple[str, ModelFiles]]:
-    """Branches and tags of a cached repository that have a config.json; commits nothing points to by their
-    own name."""
+    """(branch or tag, files) of a cached repository with a config.json; (commit, files) where no ref
+    points."""
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
     references = {
         str(path.relative_to(repository / "refs")): path.read_text().strip()
         for path in sorted((repository / "refs").rglob("*"))
         if path.is_file()
     }
-    held = sorted(path.name for path in (repository / "snapshots").glob("*") if (path / CONFIG).is_file())
-    unnamed = {commit: commit for commit in held if commit not in references.values()}
+    snapshots = (repository / "snapshots").glob("*")
+    cached_commits = sorted(path.name for path in snapshots if (path / CONFIG).is_file())
+    unnamed = {commit: commit for commit in cached_commits if commit not in references.values()}
     for revision, commit in {**references, **unnamed}.items():
-        if commit in held:
+        if commit in cached_commits:
             yield revision, resolve(name, revision)
 
 
@@ -74,8 +82,8 @@ def _listed(files: ModelFiles, revision: str | None) -> ListedModel:
             layers, hidden = architecture.num_layers, architecture.hidden_size
     except (MizarrError, OSError) as error:
         obstacle = str(error).splitlines()[0]
-    known = not obstacle and files.has_known_family
+    is_known = not obstacle and files.has_known_family
     place = str(files.directory)
     return ListedModel(
-        files.name, revision, files.revision, model_type, known, layers, hidden, size, place, obstacle
+        files.name, revision, files.revision, model_type, is_known, layers, hidden, size, place, obstacle
     )

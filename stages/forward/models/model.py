@@ -1,7 +1,7 @@
-"""Model: a language model whose every activation has a name.
+"""Model: a language model with named hook points for its activations.
 
-Joins an architecture (how a forward pass is computed), a tokenizer and an identity (what its results are
-keyed by). Knows nothing of stores; `capture/capture.py` stores what a model computes.
+Joins a network, a tokenizer and an identity (part of the keys of results). Knows nothing of stores;
+`capture/capture.py` stores activations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .finite import not_finite, require_finite
 from .reference import ModelRef
-from .residency import keep_freed_memory, room_for, told
+from .residency import describe_shortage, keep_freed_memory, room_for
 from .streamed import StreamedWeights, stream
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 Prompts = (
     str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]] | Tensor | np.ndarray | Mapping[str, Any]
 )
-"""What text/rows.py reads."""
+"""Every form of prompts that `Model.tokenize` accepts; read by text/rows.py."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -86,9 +86,9 @@ class Model:
                 "mizarr.Model.from_pretrained('specimen')"
             )
         self.network = network
-        """What computes; its weights are these."""
+        """The network that computes, with its weights."""
         self.streamed = streamed
-        """The network's weights where not all of them are in memory; else None."""
+        """Streamed weights, read from files layer by layer; None if all weights are in memory."""
         self.name = name
         self._identity = identity
         self._loaded = None if identity is None else fingerprint(network)
@@ -108,21 +108,24 @@ class Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
         "specimen-guided", "specimen-rwkv", "specimen-experts".
 
-        The dtype is float32 by default, whatever the checkpoint holds. A family that is not known is run by
-        transformers, with a warning, where it is installed. Changing the files later does not affect the
+        The dtype is float32 by default, whatever the dtype of the checkpoint. An unknown family runs through
+        transformers, with a warning, if that is installed. Changing the files later does not affect the
         model.
 
         Args:
             name: hub id, directory or shipped name.
-            progress: show a bar on stderr; None does so for large checkpoints on a terminal.
-            max_memory: bytes ("4GiB") that the weights may take; None for what the machine has left, or
-                MIZARR_MEMORY. Where they take more, each pass reads the layers that are not in memory from
-                the files (`streamed`), which must stay as they are. Numbers are the same.
+            progress: whether to show a progress bar on stderr; None shows it for large checkpoints on a
+                terminal.
+            max_memory: most bytes ("4GiB") of weights in memory; None for the free memory of the machine, or
+                MIZARR_MEMORY. If the weights take more, each pass reads the layers that are not in memory
+                from the files (`streamed`), which must not change. Numbers are the same.
             options: see below.
 
         Raises:
-            ModelNotFound, ConfigError (with a compatibility report), WeightsError.
-            SourceChanged: for files that are written meanwhile.
+            ModelNotFound: if there is no such model.
+            ConfigError: for a config that cannot be run, with a compatibility report.
+            WeightsError: for missing or damaged weights.
+            SourceChanged: if the files change while they are read.
         """
         require_flag(progress, "progress", optional=True)
         (loading,) = split_options("from_pretrained", options, ModelRef)
@@ -133,68 +136,82 @@ class Model:
     @plain_torch()
     def from_files(
         cls,
-        found: ModelFiles,
+        files: ModelFiles,
         reference: ModelRef,
         *,
         progress: bool | None = None,
         max_memory: int | str | None = None,
     ) -> Model:
-        """As `from_pretrained`, from files that were found already. reference: dtype and device."""
+        """Load a model from files that are already resolved.
+
+        Arguments:
+            files: the files of the model.
+            reference: dtype and device to load it with.
+            progress: see `from_pretrained`.
+            max_memory: see `from_pretrained`.
+
+        Raises:
+            ConfigError, WeightsError, SourceChanged: as `from_pretrained`.
+        """
         from ..networks.table import build, of_weights
         from ..networks.weights import unread_line
 
-        place, numbers = as_device(reference.device), as_dtype(reference.dtype or "float32")
-        config, told_as = found.architecture(), dtype_name(numbers)
-        room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
+        device, dtype = as_device(reference.device), as_dtype(reference.dtype or "float32")
+        config, name_of_dtype = files.architecture(), dtype_name(dtype)
+        room = room_for(config, dtype.itemsize, device, as_bytes(max_memory), files.name)
         streamed = None
         if room is None:
-            if place.type == "cpu":
+            if device.type == "cpu":
                 keep_freed_memory()
-            identity, network = found.while_digested(
-                told_as,
-                lambda: build(config, found.checkpoint, dtype=numbers, device=place, progress=progress),
+            identity, network = files.while_digested(
+                name_of_dtype,
+                lambda: build(config, files.checkpoint, dtype=dtype, device=device, progress=progress),
             )
         else:
-            identity = found.identity(told_as)
+            identity = files.identity(name_of_dtype)
             streamed = stream(
-                found.checkpoint, config, dtype=numbers, device=place, room=room, name=found.name
+                files.checkpoint, config, dtype=dtype, device=device, room=room, name=files.name
             )
             network = of_weights(config, streamed)
             if max_memory is None and progress is not False:
-                echo(f"{found.name}: {told(streamed.nbytes, room)}", err=True)
-        is_ours = config.kind != "bridge"
-        if is_ours and progress is not False and (unread := unread_line(found.checkpoint, config)):
-            echo(f"{found.name}: {unread}", err=True)
-        found.pinned.check()
+                echo(f"{files.name}: {describe_shortage(streamed.nbytes, room)}", err=True)
+        is_native = config.kind != "bridge"
+        if is_native and progress is not False and (unread := unread_line(files.checkpoint, config)):
+            echo(f"{files.name}: {unread}", err=True)
+        # Loading takes long: files that changed since the digest would give wrong keys.
+        files.pinned.check()
         return cls(
             network,
-            name=found.name,
-            tokenizer=found.tokenizer(),
+            name=files.name,
+            tokenizer=files.tokenizer(),
             identity=identity,
             streamed=streamed,
         )
 
     @property
     def _passes(self) -> Passes:
-        """The driver of the network as it is now: `network` may have been replaced."""
+        """The driver of forward passes; made anew at each use, because `network` may have been replaced."""
         return passes_over(self.network)
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """What results are keyed by, as the weights are now: of the files while they are what was loaded,
-        else of the tensors themselves, digested anew at every call. None for a model made in memory.
+        """Identity of the present weights, part of the keys of results; None for a model made in memory.
 
-        Looks at every weight (8 ms per 100 MB). Raises ConfigError where something else than tensors was
-        changed, whose effect nobody can name.
+        The identity of the files if the weights are as loaded; otherwise a digest of the tensors, computed at
+        every call. Reads every weight (8 ms per 100 MB).
+
+        Raises:
+            ConfigError: if anything but the values of tensors was changed, which no identity can describe.
         """
         if self._identity is None or self._loaded is None:
             return None
         now = fingerprint(self.network)
+        # Tensor values have a digest; a replaced hook, function or setting has none.
         changed = self._loaded.first_difference(now, tensors=False)
         if changed is not None:
             raise ConfigError(
                 f"expected {self.name} as it was loaded, or other values in its tensors, found {changed} "
-                "changed: a model altered so has no identity and nothing of it can be stored; load it anew, "
+                "changed: such a model has no identity, so its results cannot be stored; load it anew, "
                 "or express the change as interventions"
             )
         if self._loaded.first_difference(now) is None:
@@ -208,38 +225,40 @@ class Model:
         )
 
     def first_edit(self) -> str | None:
-        """Path of the first tensor or setting that is not as it was loaded; None where all are. Looks at
-        every weight, as `identity` does."""
+        """Path of the first tensor or setting that changed since loading; None if none did.
+
+        Reads every weight, as `identity` does.
+        """
         return None if self._loaded is None else self._loaded.first_difference(fingerprint(self.network))
 
     @property
     def config(self) -> Architecture:
-        """What the model is without its weights: layers, sizes, hook points."""
+        """Architecture of the model: layers, sizes, hook points."""
         return self.network.config
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, or come to where not all are in memory."""
+        """Device of the weights; for streamed weights the device they are read to."""
         return self.network.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype that the model computes in."""
         return self.network.dtype
 
     @property
     def weight_bytes(self) -> int:
-        """What all weights take in what they are computed in, there or not."""
+        """Bytes of all weights in the compute dtype, including weights that are not in memory."""
         return tensor_bytes(self.network) if self.streamed is None else self.streamed.nbytes
 
     @property
     def hook_points(self) -> tuple[HookPoint, ...]:
-        """Every hook point this model has, in execution order."""
+        """All hook points of the model, in execution order."""
         return self.config.hook_points
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises TokenizerError if the model came without one; token ids can still be given."""
+        """The tokenizer. Raises TokenizerError for a model without one, which still accepts token ids."""
         if self._tokenizer is None:
             raise no_tokenizer(self.name)
         return self._tokenizer
@@ -256,8 +275,8 @@ class Model:
 
         Arguments:
             prompts: a text, several texts, token ids ([position] or [prompt, position]; lists, arrays,
-                tensors, Series or generators), or what a tokenizer gives: input_ids, whose padding at either
-                end is left out by their attention_mask.
+                tensors, Series or generators), or the output of a tokenizer: input_ids with attention_mask,
+                whose padding at either end is removed.
 
         Raises:
             PromptError: anything else, an empty prompt, an id out of range, or a prompt longer than the
@@ -266,12 +285,18 @@ class Model:
         return tokenize(prompts, self._tokenizer, self.config, self.name)
 
     def pair(self, source: str | Sequence[int], target: str | Sequence[int] = ()) -> list[int]:
-        """Token ids of a source and the target that goes on behind its start token, of a model with an
-        encoder and a decoder: a prompt like any other.
+        """Encode source and target as one prompt, for an encoder-decoder model.
 
-        source: a text, with what the tokenizer adds to it, or ids. target: a text, nothing added, or ids as
-        the decoder reads them behind the start. A first token of `vocab_size` and more says where the target
-        begins. Raises ConfigError of a model that reads one sequence, and as `tokenize`.
+        Arguments:
+            source: text for the encoder, to which the tokenizer adds its special tokens, or token ids.
+            target: text for the decoder, to which nothing is added, or token ids; without the start token.
+
+        Returns:
+            Token ids. The first is `vocab_size` or larger, and encodes where the target begins.
+
+        Raises:
+            ConfigError: for a model that reads one sequence.
+            PromptError: as `tokenize`.
         """
         return self.tokenize(pair_ids(source, target, self._tokenizer, self.config, self.name))[0]
 
@@ -282,12 +307,19 @@ class Model:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, by the checkpoint's own chat template: a prompt like any other.
+        """One prompt of a conversation, formatted by the chat template of the checkpoint.
 
-        messages: what the user says, or [{"role": "user", "content": …}, …]. add_generation_prompt: end where
-        the assistant begins to speak. variables: what else the template knows, e.g. system, tools or
-        enable_thinking. Raises TokenizerError without a template or where it refuses the conversation, and as
-        `tokenize`.
+        Arguments:
+            messages: text of the user, or [{"role": "user", "content": …}, …].
+            add_generation_prompt: whether to end with the tokens after which the assistant answers.
+            variables: further variables of the template, e.g. system, tools or enable_thinking.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            TokenizerError: if there is no template, or it rejects the conversation.
+            PromptError: as `tokenize`.
         """
         text = self.tokenizer.chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.tokenize(self.tokenizer.encode_raw(text).ids)[0]
@@ -301,18 +333,28 @@ class Model:
         want: Logits | None = ALL_LOGITS,
         recurrent: RecurrentPass | None = None,
     ) -> HookCache:
-        """One forward pass over each prompt.
+        """Run one forward pass over each prompt.
 
-        prompts: as for `tokenize`. hooks: what to capture and change. want: which logits, default all; None
-        runs no LM head, and no layer above the last capture. recurrent: layers to go through again; captures
-        are then those of the last time, and changes are made each time. Prompts of different length are run
-        apart, never padded; what lies past the end of a prompt is NaN in the result. A payload with a row for
-        each prompt is for prompts of one length; its rows are in the order of the prompts.
+        Prompts of different length run in separate batches, never padded; values past the end of a prompt are
+        NaN in the result.
+
+        Arguments:
+            prompts: see `tokenize`.
+            hooks: captures and interventions. A payload with one row per prompt, in the order of the prompts,
+                requires prompts of one length.
+            want: logits to return; None runs neither the LM head nor layers after the last capture.
+            recurrent: layers to repeat. Captures are those of the last repetition; interventions apply in
+                each.
+
+        Raises:
+            PromptError, HookPointNotFound, InterventionError: for invalid arguments.
+            NotFinite: if logits or captures contain NaN or infinity.
         """
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)
         require_want(want)
         require_recurrent(recurrent)
+        # One batch per length: positions of interventions are resolved against one length.
         groups: dict[int, list[int]] = defaultdict(list)
         for row, ids in enumerate(rows):
             groups[len(ids)].append(row)
@@ -324,8 +366,8 @@ class Model:
         if spec.gradients:
             spec.require_objective().check([len(row) for row in rows], self.config.vocab_size)
         parts = [
-            (chosen, *self._of_one_length([rows[row] for row in chosen], specs[length], want, chosen))
-            for length, chosen in groups.items()
+            (group, *self._run_group([rows[row] for row in group], specs[length], want, group))
+            for length, group in groups.items()
         ]
         if len(parts) == 1:
             _, logits, captured = parts[0]
@@ -333,33 +375,49 @@ class Model:
         longest = max(groups)
         captured = {
             capture: stack_ragged(
-                [(chosen, held[capture]) for chosen, _, held in parts], capture.point.dims, len(rows), longest
+                [(group, captures[capture]) for group, _, captures in parts],
+                capture.point.dims,
+                len(rows),
+                longest,
             )
             for capture in spec.captures
         }
-        logits = _stack_logits([(chosen, part) for chosen, part, _ in parts], want, len(rows), longest)
+        logits = _stack_logits([(group, part) for group, part, _ in parts], want, len(rows), longest)
         return HookCache(rows, logits, captured)
 
-    def _of_one_length(
+    def _run_group(
         self,
         rows: Sequence[Sequence[int]],
         spec: BoundSpec,
         want: Logits | None,
         numbers: Sequence[int],
     ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
+        """Run prompts of one length, whose numbers among all prompts are `numbers`: (logits, captures)."""
         if not spec.gradients:
             return self.run_batch(rows, spec, want)
         logits, captured = self.differentiate(rows, spec, numbers, want=None if want is None else ALL_LOGITS)
         if want is None:
             return None, captured
         self.check(spec, want, batch=len(rows), length=len(rows[0]))
-        chosen = want.at_positions(logits)
-        return (chosen if want.tokens is None else chosen[..., list(want.tokens)]), captured
+        at_positions = want.at_positions(logits)
+        return (at_positions if want.tokens is None else at_positions[..., list(want.tokens)]), captured
 
     def run_batch(
         self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None
     ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
-        """Prompts of one length through the model: (logits wanted, captured activations)."""
+        """Run prompts of one length in one batch.
+
+        Arguments:
+            rows: token ids [prompt][position].
+            spec: captures and interventions.
+            want: logits to return; None for none.
+
+        Returns:
+            (logits or None, capture -> tensor).
+
+        Raises:
+            NotFinite: if logits or captures contain NaN or infinity.
+        """
         captured: dict[Capture, Tensor] = {}
         logits = self.stream_batch(rows, spec, want, captured.__setitem__)
         require_finite(self, rows, spec, captured)
@@ -368,12 +426,16 @@ class Model:
     def stream_batch(
         self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink
     ) -> Tensor | None:
-        """As `run_batch`, each captured activation handed to `sink` the moment it exists, so that none has
-        to be kept; where layers are gone through again, when it is known which is the last."""
+        """As `run_batch`, but pass each captured activation to `sink` as soon as it is computed.
+
+        So no activation has to stay in memory. If layers are repeated, captures reach `sink` after the pass,
+        when the last repetition is known. Captures are not checked for NaN.
+        """
         ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         if spec.order is None:
             return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+        # A repeated layer reaches its hook points several times: a later value replaces an earlier one.
         last: dict[Capture, Tensor] = {}
         logits = self.tapped(ids, RunTaps(spec, last.__setitem__), want, spec.order)
         for capture, value in last.items():
@@ -385,8 +447,17 @@ class Model:
     def tapped(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
-        see `through_layers`. Raises NotFinite for logits that are not finite."""
+        """Run one pass with given taps.
+
+        Arguments:
+            ids: token ids [batch, position].
+            taps: called at every hook point.
+            want: logits to return; None for none.
+            order: layers in execution order; None for each once.
+
+        Raises:
+            NotFinite: if the logits contain NaN or infinity.
+        """
         logits = self.pass_over(ids, taps, want, order)
         if logits is not None and not is_finite(logits):
             raise not_finite(self, [ids.tolist()], _spec_of(taps), "the logits")
@@ -396,29 +467,38 @@ class Model:
     def pass_over(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """As `tapped`, whatever the numbers are."""
+        """As `tapped`, without the check for NaN and infinity."""
         return self._passes.forward(ids, taps, want, order)
 
     @plain_torch()
     @torch.no_grad()
     def stream_layers(
         self,
-        entering: Sequence[Sequence[int]] | Carried,
+        inputs: Sequence[Sequence[int]] | Carried,
         layers: Sequence[int],
         spec: BoundSpec,
         sink: Sink,
         *,
         ends: bool,
     ) -> Carried:
-        """As `stream_batch`, through some layers only: what comes out of them, for a call that goes on from
-        there; nothing where it `ends` here. entering: prompts of one length, or what the call before gave.
-        Captures are of these layers, and the `resid_post` that enters the first."""
-        if isinstance(entering, dict):
-            first: Tensor | Carried = entering
+        """As `stream_batch`, but run only some consecutive layers.
+
+        Arguments:
+            inputs: token ids of prompts of one length, or the output of the call for the layers before.
+            layers: numbers of the layers.
+            spec: captures in these layers, or of the `resid_post` that enters the first; interventions.
+            sink: receives captured activations.
+            ends: whether no later layer will run.
+
+        Returns:
+            Tensors to pass to the call for the next layers; empty if `ends`.
+        """
+        if isinstance(inputs, dict):
+            values: Tensor | Carried = inputs
         else:
-            first = to_device(torch.tensor(entering, dtype=torch.long), self.device)
-            self.check(spec, None, batch=first.shape[0], length=first.shape[1])
-        return forward_part(self.network, first, layers, RunTaps(spec, sink, stop_early=ends), ends=ends)
+            values = to_device(torch.tensor(inputs, dtype=torch.long), self.device)
+            self.check(spec, None, batch=values.shape[0], length=values.shape[1])
+        return forward_part(self.network, values, layers, RunTaps(spec, sink, stop_early=ends), ends=ends)
 
     @plain_torch()
     def backward(
@@ -431,24 +511,35 @@ class Model:
         memory: int = MEMORY,
         dropped: int | None = None,
     ) -> tuple[Tensor, Gradients]:
-        """Prompts of one length through the model and back: (logits wanted [batch, positions, tokens],
-        everything the spec captures, activations and gradients alike).
+        """Run prompts of one length forward and backward.
 
-        cotangent: from those logits the gradient of a metric with respect to each of them. Interventions hold
-        on the way: what they replace has no gradient before them. memory: bytes the recorded pass may take;
-        above it layers are computed again on the way back. dropped: a layer whose contribution to the stream
-        is a constant on the way back. Raises ConfigError for a model that is not computed here, PromptError,
-        InterventionError.
+        Interventions apply in the forward pass; a value that one replaces gets no gradient from after it.
+
+        Arguments:
+            rows: token ids [prompt][position].
+            spec: captures of activations and gradients; interventions.
+            want: logits that the metric is computed from.
+            cotangent: maps these logits to the gradient of the metric with respect to each of them.
+            memory: bytes for recorded activations; beyond them layers are recomputed in the backward pass.
+            dropped: layer whose contribution to the residual stream is treated as a constant; None for none.
+
+        Returns:
+            (logits [batch, position, token], capture -> activation or gradient).
+
+        Raises:
+            ConfigError: for a model without gradients (the transformers bridge, streamed weights).
+            PromptError, InterventionError: for invalid arguments.
+            NotFinite: if logits or captures contain NaN or infinity.
         """
         self.config.require_gradients()
         self.require_all_weights("gradients")
         ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        logits, found = backward(self.network, ids, spec, want, cotangent, memory, dropped)
+        logits, captured = backward(self.network, ids, spec, want, cotangent, memory, dropped)
         if not is_finite(logits):
             raise not_finite(self, [rows], replace(spec, captures=()), "the logits")
-        require_finite(self, rows, replace(spec, captures=()), found)
-        return logits, found
+        require_finite(self, rows, replace(spec, captures=()), captured)
+        return logits, captured
 
     def differentiate(
         self,
@@ -459,43 +550,59 @@ class Model:
         want: Logits | None = None,
         memory: int = MEMORY,
     ) -> tuple[Tensor, Gradients]:
-        """As `backward`, of what the spec says gradients are of. numbers: which of its prompts these are.
-        want: logits to give; None for those its metrics need."""
+        """Run `backward` with the metric gradient of the objective of a spec.
+
+        Arguments:
+            rows: token ids [prompt][position].
+            spec: captures, interventions and an objective.
+            numbers: number of each row among the prompts of the objective.
+            want: logits to return; None for those that the objective needs.
+            memory: see `backward`.
+        """
         objective = spec.require_objective()
-        wanted = objective.want(numbers) if want is None else want
-        compared = Logits((objective.at,), wanted.tokens)
-        clean = self._baselines([objective.baseline_of(number) for number in numbers], compared)
+        metric_want = objective.want(numbers) if want is None else want
+        baseline_want = Logits((objective.at,), metric_want.tokens)
+        clean = self._baselines([objective.baseline_of(number) for number in numbers], baseline_want)
         return self.backward(
             rows,
             spec,
-            wanted,
-            lambda logits: objective.cotangent(logits, wanted, numbers, clean),
+            metric_want,
+            lambda logits: objective.cotangent(logits, metric_want, numbers, clean),
             memory=memory,
         )
 
     def _baselines(self, rows: Sequence[tuple[int, ...] | None], want: Logits) -> list[Tensor | None]:
-        """Logits [tokens] of unchanged runs, each computed once, alone, whoever else is asked for."""
-        found: dict[tuple[int, ...], Tensor] = {}
+        """Logits [token] of clean runs of prompts; None where a row is None. Equal prompts run once."""
+        by_row: dict[tuple[int, ...], Tensor] = {}
         for row in dict.fromkeys(row for row in rows if row is not None):
+            # One prompt per batch, so that its bits do not depend on the other prompts.
             logits, _ = self.run_batch([row], BoundSpec(), want)
             assert logits is not None
-            found[row] = logits[0, 0]
-        return [None if row is None else found[row] for row in rows]
+            by_row[row] = logits[0, 0]
+        return [None if row is None else by_row[row] for row in rows]
 
     @plain_torch()
     @torch.no_grad()
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-        """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
-        read; see passes/kept.py."""
+        """Next-token logits [batch, vocab] of sequences of one length; only tokens not yet in the cache run.
+
+        Arguments:
+            rows: token ids [row][position].
+            cache: key-value cache (passes/kept.py), extended in place.
+            taps: called at every hook point.
+        """
         logits = self._passes.read_on(rows, cache, taps)
         if not is_finite(logits):
             raise not_finite(self, [rows], _spec_of(taps), "the logits")
         return logits
 
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """What the runs that end in a block of a plan give; see planner.py.
+        """Results of the runs that end in a block of a plan (passes/planner.py).
 
-        room: bytes that may be taken beside the row of tokens.
+        Arguments:
+            block: runs that are computed together.
+            wanted: all runs of the plan.
+            room: bytes for activations in addition to those of one prompt.
         """
         yield from each_in_plain_torch(self._swept(block, wanted, room))
 
@@ -509,7 +616,12 @@ class Model:
             yield index, logits, captured
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
-        """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
+        """Check interventions and logits against a batch of `batch` prompts of `length` tokens.
+
+        Raises:
+            InterventionError: for a position, size or payload that does not fit.
+            PromptError: for a position or token of `want` out of range.
+        """
         of_prompts = dict.fromkeys(("position", "query_position", "key_position"), length)
         for point, change in spec.interventions:
             change.check(point, {**self.config.sizes_in(point.layer), "batch": batch, **of_prompts})
@@ -522,11 +634,18 @@ class Model:
     def project_to_vocab(
         self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None
     ) -> Tensor:
-        """Residual states [..., hidden], not yet normalised -> logits [..., vocab] by the final norm and
-        the LM head.
+        """Apply the final norm and the LM head to residual states.
 
-        softcap: apply the family's final soft cap, as the model's own output does (Gemma 2); False gives
-        raw logits.
+        Arguments:
+            resid: residual stream [..., hidden], not normalised.
+            softcap: whether to apply the final soft cap of the family (Gemma 2), as the model itself does.
+            tokens: ids of the logits to compute; None for the whole vocabulary.
+
+        Returns:
+            Logits [..., vocab].
+
+        Raises:
+            ShapeError: if the last axis is not the width of the model.
         """
         want = Logits(tokens=None if tokens is None else tuple(tokens))
         want.check(1, self.config.vocab_size)
@@ -543,7 +662,11 @@ class Model:
     @plain_torch()
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""
+        """The input [batch, position, hidden] of the first layer for token ids [batch, position].
+
+        Raises:
+            PromptError: for another dtype or shape, or an id out of range.
+        """
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
             raise PromptError(
                 f"expected token ids as an integer tensor [batch, position], found {shown(ids)}; write "
@@ -557,8 +680,10 @@ class Model:
         return self.network.embed(ids, torch.arange(ids.shape[1], device=ids.device))[STREAM]
 
     def embedding_vector(self, token: int | str) -> Tensor:
-        """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's
-        embedding scale."""
+        """Row [hidden] of the embedding matrix for a token id or a single-token word.
+
+        Without the factor that some families apply to embeddings (Gemma).
+        """
         if isinstance(token, str):
             index = self.tokenizer.find_token_id(token)
         else:
@@ -568,8 +693,7 @@ class Model:
         return self.network.embedding[index]
 
     def require_all_weights(self, what: str) -> None:
-        """Raise ConfigError for a model of which not all weights are in memory: it would read them from files
-        again and again. what: "gradients"."""
+        """Raise ConfigError for streamed weights, which `what` ("gradients") would read again and again."""
         if self.streamed is not None:
             raise ConfigError(
                 f"expected all weights of {self.name} in memory for {what}, found that layers come and go: "
@@ -578,7 +702,7 @@ class Model:
             )
 
     def require_identity(self) -> ModelIdentity:
-        """`identity`; refused, never guessed, when it cannot be established."""
+        """`identity`. Raises ConfigError for a model made in memory, which has none."""
         identity = self.identity
         if identity is None:
             raise ConfigError(
@@ -593,7 +717,7 @@ class Model:
         return f"Model({self.name!r}, {shape}, {dtype_name(self.dtype)}, {self.device})"
 
     def _repr_html_(self) -> str:
-        """For a notebook: sizes, where and in what it computes, identity, and its hook points."""
+        """HTML for notebooks: sizes, device, dtype, identity and hook points."""
         c, sizes = self.config, self.config.axis_sizes
         facts = [
             ("family", c.model_type),
@@ -613,18 +737,18 @@ class Model:
             )
             for kind in kinds
         ]
-        held = html.table(["hook point", "dims", "value"], points)
-        body = html.table(["", ""], facts) + html.details(f"{len(self.hook_points)} hook points", held)
+        table = html.table(["hook point", "dims", "value"], points)
+        body = html.table(["", ""], facts) + html.details(f"{len(self.hook_points)} hook points", table)
         return html.shown(f"Model {self.name}", body)
 
 
 def _spec_of(taps: PassTaps) -> BoundSpec:
-    """The spec that taps apply, as far as they say so."""
+    """Spec of taps; an empty spec for taps without the attribute `spec`."""
     return getattr(taps, "spec", BoundSpec())
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype by value or name; ConfigError names the known ones."""
+    """Convert a dtype name to a torch dtype. ConfigError unless models can compute in this dtype."""
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if str(dtype) not in DTYPES:
@@ -633,13 +757,16 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def as_device(device: str | torch.device | None) -> torch.device:
-    """A torch device by value or name; None: CUDA where there is one, else the CPU. ConfigError for one
-    that is not there."""
+    """Convert a device name to a torch device; None chooses CUDA if available, otherwise the CPU.
+
+    Raises:
+        ConfigError: if this machine has no such device.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
+        torch.empty(0, device=place)  # torch.device() accepts devices that do not exist; allocating does not
         if place.type == "meta":
             raise RuntimeError("which holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
@@ -654,18 +781,18 @@ def as_device(device: str | torch.device | None) -> torch.device:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A torch dtype as keys and stores spell it: "float32"."""
+    """Name of a torch dtype in keys and stores: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _refuse_rows_of_batches(spec: BoundSpec, groups: Mapping[int, list[int]]) -> None:
-    """A payload with a row per prompt cannot follow prompts into batches of their own length."""
+    """Raise InterventionError for a payload with one row per prompt if prompts have different lengths."""
     for point, change in spec.interventions:
         if len(groups) > 1 and payload_rows(point, change) > 1:
             raise InterventionError(
                 f"{type(change).__name__} at '{point}' carries one row per prompt "
                 f"({payload_rows(point, change)}), but the prompts have {len(groups)} different lengths; run "
-                "prompts of each length by themselves"
+                "prompts of each length in a separate call"
             )
 
 
@@ -674,6 +801,6 @@ def _stack_logits(
 ) -> Tensor | None:
     if want is None:
         return None
-    present = [(chosen, part) for chosen, part in parts if part is not None]
+    present = [(group, part) for group, part in parts if part is not None]
     positions = longest if want.positions is None else len(want.positions)
     return stack_ragged(present, ("batch", "position", "vocab"), rows, positions)

@@ -1,7 +1,7 @@
-"""Which model is meant, and how it is loaded: one value that functions, commands and nodes pass on.
+"""`ModelRef`: a model and its loading options, as one value for functions, commands and nodes.
 
-Border: names and options; opens no weights and never imports torch, and numpy only when a value is
-checked, as the help of commands is made from these fields.
+Opens no weights and never imports torch; numpy is imported only when a value is checked, because the help of
+commands is generated from these fields.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ COMPUTED_IN = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model by name, or one that is loaded already, with the options of loading it.
+    """A model, by name or already loaded, with the options for loading it.
 
     Raises:
-        ConfigError: for an option that has no such value, and for one beside a loaded model that was loaded
-            otherwise.
+        ConfigError: for an invalid option, and for an option that a given loaded model was not loaded with.
     """
 
     model: Any
@@ -70,18 +69,24 @@ class ModelRef:
 
     @classmethod
     def of(cls, model: Any, **options: Any) -> ModelRef:
-        """A reference to this model with these options; a reference is changed by them."""
+        """A reference to a model with these options; a given reference is copied with the options
+        replaced."""
         if isinstance(model, ModelRef) and not options:
             return model  # checked already: the check of a loaded model's revision digests files
         return replace(model, **options) if isinstance(model, ModelRef) else cls(model, **options)
 
     @property
     def loaded(self) -> Any:
-        """The `Model`, where it is loaded already; else None."""
+        """The loaded `Model`; None for a model by name."""
         return None if isinstance(self.model, str | Path) else self.model
 
     def files(self) -> ModelFiles:
-        """The files of a model by name. Raises ModelNotFound, ConfigError, also for a loaded model."""
+        """The files of a model by name.
+
+        Raises:
+            ModelNotFound: if there is no such model.
+            ConfigError: for a loaded model, or invalid options.
+        """
         from ....store.arrays import require_kind
         from .files import resolve_runnable
 
@@ -95,19 +100,20 @@ class ModelRef:
         )
 
     def _require_as_loaded(self) -> None:
-        """Raise ConfigError for options beside a loaded model that it was not loaded with."""
+        """Raise ConfigError for options that the given loaded model was not loaded with."""
         from ....store.arrays import shown
 
         require_model(self.model, "a model, its hub id or its folder")
-        own = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": str(self.model.device)}
+        actual = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": str(self.model.device)}
         for item in options_of(ModelRef):
             name, value = item.name, getattr(self, item.name)
             if value == item.default:
                 continue
-            is_own = own.get(name) == value or (name == "device" and own[name].startswith(f"{value}:"))
+            # "cuda" stands for any index, such as "cuda:0".
+            matches = actual.get(name) == value or (name == "device" and actual[name].startswith(f"{value}:"))
             if name == "revision":
-                is_own = _is_at(self.model, value, own["dtype"])
-            if not is_own:
+                matches = _is_at(self.model, value, actual["dtype"])
+            if not matches:
                 raise ConfigError(
                     f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded "
                     "model; give it to mizarr.Model.from_pretrained, or leave it out"
@@ -117,9 +123,9 @@ class ModelRef:
 def require_model(value: Any, expected: str = "a loaded model") -> None:
     """Raise ConfigError unless a value is a loaded model.
 
-    Args:
-        value: what the caller gave.
-        expected: what may be given, as the message begins.
+    Arguments:
+        value: any value.
+        expected: words for the accepted values, for the message.
     """
     if not hasattr(value, "network"):
         from ....store.arrays import shown

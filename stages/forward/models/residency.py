@@ -1,8 +1,7 @@
-"""How much of a model is in memory: all of its weights, or as many layers as there is room for.
+"""Memory residency of weights: decides whether all weights stay in memory, or layers are streamed from files.
 
-And what happens to memory that a pass frees (`keep_freed_memory`).
-
-Border: sizes of tensors and of memory; what comes and goes, and how, is in streamed.py.
+Also sets what glibc does with memory that a pass frees (`keep_freed_memory`). Only sizes are computed here;
+streamed.py loads and evicts weights.
 """
 
 from __future__ import annotations
@@ -32,43 +31,48 @@ __all__ = [
     "Unit",
     "UnitBytes",
     "bytes_of",
+    "describe_shortage",
     "free_bytes",
     "keep_freed_memory",
     "room_for",
-    "told",
 ]
 
 Unit = int | str
-"""What comes and goes as one: a layer by its number, `EMBEDDING`, `HEAD`."""
+"""Weights that are loaded and evicted together: a layer by its number, `EMBEDDING` or `HEAD`."""
 EMBEDDING, HEAD = "embedding", "LM head"
 EVERYTHING = 1 << 62
-"""More than any weights take: for `max_memory`, where all of them are to stay."""
+"""A value of `max_memory` that keeps all weights in memory: more bytes than any model has."""
 TOKENS = 4096
-"""Of a pass, whose memory is left free beside weights."""
+"""Tokens of a pass whose activations are left room for beside the weights."""
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of weights as they are computed with. units: of what comes and goes. always: of the rest, norms
-    and what several layers share."""
+    """Bytes of model weights in the compute dtype."""
 
     units: Mapping[Unit, int]
+    """Bytes of each unit that can be loaded and evicted."""
     always: int
+    """Bytes of weights that stay in memory: norms outside the layers, and tensors that several layers
+    share."""
 
     @property
     def total(self) -> int:
-        """Of all weights; a tied head is its embedding."""
+        """Bytes of all weights; a tied head is counted once, as the embedding."""
         return sum(self.units.values()) + self.always
 
     @property
     def least(self) -> int:
-        """With which a pass can be made: the largest layer, and what is always there."""
+        """Fewest bytes with which a pass can run: the largest layer, and the weights that stay in memory."""
         return self.always + max(size for unit, size in self.units.items() if isinstance(unit, int))
 
 
 def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
-    """What an architecture's weights take in a dtype of so many bytes. ConfigError for one whose tensors are
-    not ours to read."""
+    """Bytes of the weights of an architecture, in a dtype of `itemsize` bytes per number.
+
+    Raises:
+        ConfigError: for a model that runs through the transformers bridge, whose tensors transformers loads.
+    """
     if config.kind == "bridge":
         raise ConfigError(
             f"expected a model that is computed here, found {config.model_type} behind a bridge, whose "
@@ -95,17 +99,17 @@ def _numbers(stored: Stored) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What weights and passes may take where a model is computed; None where nobody says."""
+    """Free bytes of a device, for weights and activations; None if unknown."""
     import torch
 
     if device.type == "cuda":
-        said = memory_said()
-        return torch.cuda.mem_get_info(device)[0] if said is None else said
+        configured = memory_said()
+        return torch.cuda.mem_get_info(device)[0] if configured is None else configured
     return memory_there_is() if device.type == "cpu" else None
 
 
-def told(total: int, room: int) -> str:
-    """In one line that weights come and go, and why."""
+def describe_shortage(total: int, room: int) -> str:
+    """Message that weights are streamed, because `total` bytes do not fit in `room` bytes."""
     return (
         f"weights of {human_bytes(total)} do not fit the {human_bytes(room)} there are for them; layers come "
         "and go"
@@ -120,10 +124,18 @@ def room_for(
     name: str,
     beside: int | None = None,
 ) -> int | None:
-    """Bytes within which weights come and go; None where all of them stay.
+    """Bytes for streamed weights; None if all weights fit and stay in memory.
 
-    max_memory: what they may take; None for what there is but for `beside`, by default what a pass takes.
-    Raises ConfigError where not even one layer fits what was said.
+    Arguments:
+        config: architecture of the model.
+        itemsize: bytes per number of the dtype it computes in.
+        device: device it computes on.
+        max_memory: most bytes of weights; None for the free bytes of the device less `beside`.
+        name: name of the model, for errors.
+        beside: bytes to leave free beside the weights; None for a pass over `TOKENS` tokens.
+
+    Raises:
+        ConfigError: if `max_memory` is too small for one layer.
     """
     if max_memory is None:
         free = free_bytes(device)
@@ -131,7 +143,7 @@ def room_for(
             return None
         needed = bytes_of(config, itemsize)
         room = free - (TOKENS * config.bytes_per_token(itemsize) if beside is None else beside)
-        # As little as it takes, where that is more than there seems to be: some of it may be swapped.
+        # At least one layer, even if less memory seems to be free: the system may swap.
         return None if needed.total <= room else max(room, needed.least)
     if config.kind == "bridge" and max_memory >= EVERYTHING:
         return None
@@ -153,15 +165,15 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD")
 
 @cache
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep up to 2 GiB of freed memory for the next pass; whether it will. Once per process.
+    """Ask glibc, once per process, to keep up to 2 GiB of freed memory; returns whether it will.
 
     The kernel hands out fresh memory page by page, zeroed at the first touch: for the hundreds of megabytes
     that a pass captures this costs as much as a third of the pass, and glibc returns large blocks when they
     are freed. Measured on two cores, 8 x 256 tokens through 8 layers: every hook point captured takes 1.44 of
     a plain pass with glibc's defaults, 1.11 with memory kept (tests/benchmarks/bench_tuning.py).
 
-    Left alone: other systems, whoever has set glibc's own variables or another allocator, and a process that
-    is not to be tuned (tuning.py).
+    Changes nothing on other systems, in processes with glibc's own variables or another allocator set, and if
+    tuning is off (tuning.py).
     """
     if (
         not is_tuned()

@@ -1,6 +1,6 @@
-"""The model a node works with: a name that is loaded only when something must be computed, or a loaded one.
+"""`ModelSource`: the model of a node, by name (loaded only when something must be computed) or loaded.
 
-Border: files, identity and loading; knows no prompts and no stores. Never imports torch until `load`.
+Knows no prompts and no stores. Imports torch only in `load`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ if TYPE_CHECKING:
 
 
 class ModelSource:
-    """A model by reference, which is loaded when something must be computed, or one that is loaded already.
+    """The model of a node: by reference, loaded when something must be computed, or already loaded.
 
-    Pickled it is its name: whoever needs weights elsewhere loads them there.
+    Pickling keeps the name only; another process loads the weights itself.
     """
 
     def __init__(self, model: ModelRef | Model | str | Path, files: ModelFiles | None = None) -> None:
-        """files: of a model by name, where they are known already."""
+        """Refer to a model; nothing is loaded.
+
+        Arguments:
+            model: a loaded model, or a reference to one.
+            files: files of a model by name, if they are already resolved.
+        """
         reference = ModelRef.of(model)
         self._model: Model | None = reference.loaded
-        self._looked = False
+        self._is_just_identified = False
         self.files: ModelFiles | None = None
-        """None for a loaded model."""
+        """Files of a model by name; None for a loaded model."""
         if self._model is None:
             self.files = files or reference.files()
             # The name carries trust, backend and adapter to workers.
@@ -53,41 +58,52 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: ModelSource | ModelRef | Model | str | Path, **options: Any) -> ModelSource:
-        """A model as nodes work with it, itself where it is that already. options: of `ModelRef`."""
+        """A source for a model, with the options of `ModelRef`; a source without options is returned as it
+        is."""
         return model if isinstance(model, cls) and not options else cls(ModelRef.of(model, **options))
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """What results are keyed by, from the first question on; `check` tells whether it still holds.
+        """Identity of the model at the first access, part of the keys of results; `check` compares it again.
 
-        ConfigError for a model made in memory.
+        Raises:
+            ConfigError: for a model made in memory.
         """
         if self.files is not None:
             return self.files.identity(self.dtype)
-        return self._held().require_identity()
+        return self._loaded_model().require_identity()
 
     def expect(self, *, served: bool) -> None:
-        """`check`, as a plan asks for it. Weights in memory are looked at where something stored is to be
-        served for them; where it will be computed, `load` looks."""
+        """`check`, while planning.
+
+        served: whether stored results will be returned without loading. Only then weights in memory are
+            checked here; otherwise `load` checks them.
+        """
         if self.files is not None or served:
             self.check()
 
     @contextmanager
     def just_identified(self) -> Iterator[None]:
-        """Within: weights in memory are what `identity` found, and are not looked at again. For a call that
-        asks and goes on at once, so that nobody else has a turn in between: a look costs 8 ms per 100 MB."""
-        self.identity  # noqa: B018 - the look that counts
+        """In this block `check` skips weights in memory, which costs 8 ms per 100 MB.
+
+        For a call that continues right after computing `identity`, with no chance to edit weights in between.
+        """
+        self.identity  # noqa: B018 - computes and caches it
         try:
-            self._looked = True
+            self._is_just_identified = True
             yield
         finally:
-            self._looked = False
+            self._is_just_identified = False
 
     def check(self) -> None:
         """Raise SourceChanged if the files, or the weights in memory, are no longer those of `identity`."""
         if self.files is not None:
             self.files.pinned.check()
-        elif self._model is not None and not self._looked and self._model.require_identity() != self.identity:
+        elif (
+            self._model is not None
+            and not self._is_just_identified
+            and self._model.require_identity() != self.identity
+        ):
             raise SourceChanged(
                 f"expected the weights of {self.name} as they were (model {self.identity.short}), found them "
                 "changed in memory meanwhile; start again with the model as it is now"
@@ -95,31 +111,35 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, if it has one."""
-        return self._held()._tokenizer if self.files is None else self.files.tokenizer()
+        """Tokenizer of the model; None for a model without tokenizer."""
+        return self._loaded_model()._tokenizer if self.files is None else self.files.tokenizer()
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """What the words of the tokenizer are known by; in the keys of results that hold words."""
+        """Vocabulary digest, part of keys of results that contain words; None without tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.digest
 
     def load(self, *, max_memory: int | None = None, beside: int = 0) -> Model:
-        """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once.
+        """Load the model, once, and check that it still has `identity` and `tokenizer_digest`.
 
-        max_memory: see `Model.from_pretrained`. beside: bytes to be left of what memory there is, if that is
-        to decide. Raises SourceChanged when it is no longer there, and when somebody edited the model that
-        was loaded: a model that is given is looked at as it is, one that is named is that of its files.
+        Arguments:
+            max_memory: see `Model.from_pretrained`.
+            beside: bytes to leave free beside the weights, if `max_memory` is None; 0 for the default.
+
+        Raises:
+            SourceChanged: if the files changed, if a model that was loaded from them was edited in memory, or
+                if a given model no longer has the weights of `identity`.
         """
         if self._model is not None and self.files is None:
             self.check()
             return self._model
-        place = _Place(self.name, self.revision, self.dtype, self.device)
-        about = (place, self.identity, self.tokenizer_digest)
+        arguments = _LoadingArguments(self.name, self.revision, self.dtype, self.device)
+        key = (arguments, self.identity, self.tokenizer_digest)
         if self._model is None:
-            self._model = _loaded(about, self.files, max_memory, partial(self._allowed, max_memory, beside))
+            self._model = _loaded(key, self.files, max_memory, partial(self._allowed, max_memory, beside))
         if (edited := self._model.first_edit()) is not None:
             self._model = None
-            _forget(about)
+            _forget(key)
             raise SourceChanged(
                 f"expected the weights of {self.name} as in its files, found {edited} edited in memory; give "
                 "the edited model itself instead of its name, or ask again for the model of the files"
@@ -127,7 +147,7 @@ class ModelSource:
         return self._model
 
     def _allowed(self, max_memory: int | None, beside: int) -> int | None:
-        """Bytes that weights may take: as asked, else what is free but for `beside`; None for neither."""
+        """`max_memory`, or else the free bytes less `beside`; None if neither is set."""
         if max_memory is not None or not beside:
             return max_memory
         from .model import as_device, as_dtype
@@ -137,117 +157,129 @@ class ModelSource:
         room = room_for(self.config, itemsize, as_device(self.device), None, self.name, beside)
         return EVERYTHING if room is None else room
 
-    def _held(self) -> Model:
+    def _loaded_model(self) -> Model:
         if self._model is None:
             raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
         return self._model
 
     @property
     def needs(self) -> str:
-        """The resource of a worker that computes with it: a GPU, unless it was said to be on the CPU."""
+        """Resource that a worker needs for this model: "GPU", or "" if its device is the CPU."""
         return "" if self.device == "cpu" else "GPU"
 
     def provenance(self) -> dict[str, Any]:
-        """What a person will want to know of the model behind a result, and no key holds."""
+        """Name, identity, device and tuning for the provenance of results; no part of any key."""
         about = {"model": self.name, "identity": self.identity.request(), "device": self.device}
         return about | tuning()
 
     def for_workers(self) -> ModelSource:
-        """Itself, if other processes can load this model; PlanError otherwise."""
+        """This source, if other processes can load its model. PlanError for a loaded model."""
         if self.files is None:
             raise PlanError("workers load the model themselves; pass its name instead of a loaded model")
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        known = {"identity": self.identity, "tokenizer_digest": self.tokenizer_digest}
-        return {**vars(self), "_model": None, "files": None, "tokenizer": None, **known}
+        digests = {"identity": self.identity, "tokenizer_digest": self.tokenizer_digest}
+        return {**vars(self), "_model": None, "files": None, "tokenizer": None, **digests}
 
     def __repr__(self) -> str:
         return f"ModelSource({self.name!r}, {self.dtype})"
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a model is found, and how it is computed."""
+class _LoadingArguments:
+    """Name and options with which a model is loaded."""
 
     name: str
+    """Hub id, directory or shipped name."""
     revision: str | None
+    """Branch, tag or commit; None for main."""
     dtype: str
+    """Dtype it computes in."""
     device: str | None
+    """Device name, such as "cuda:1"; None chooses a GPU if available, otherwise the CPU."""
 
 
-_About = tuple[_Place, ModelIdentity, str | None]
-"""All a model must be: where it is, its identity, since a name may get other files, and its tokenizer."""
+_ModelKey = tuple[_LoadingArguments, ModelIdentity, str | None]
+"""(loading arguments, identity, tokenizer digest): a name alone may refer to other files later."""
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A model that was loaded. max_memory: what its weights were allowed."""
+class _CachedModel:
+    """The model that was loaded last."""
 
-    about: _About
+    key: _ModelKey
+    """Key it was loaded under."""
     max_memory: int | None
+    """Requested memory limit of the weights, in bytes; None for no limit."""
     model: Model
+    """The model."""
 
-    def serves(self, about: _About, max_memory: int | None) -> bool:
-        """Whether it is what is asked for now: all of it there, if it may be."""
-        if self.about != about or self.max_memory == max_memory:
-            return self.about == about
+    def serves(self, key: _ModelKey, max_memory: int | None) -> bool:
+        """Whether it is the requested model. Under another limit only if all weights are in memory, and
+        fit."""
+        if self.key != key or self.max_memory == max_memory:
+            return self.key == key
         return self.model.streamed is None and (max_memory is None or self.model.weight_bytes <= max_memory)
 
 
-_kept: list[_Kept] = []
-"""The model that was loaded last, for the next question."""
+_cache: list[_CachedModel] = []
+"""Empty, or one entry: the last loaded model."""
 _LOADING = threading.Lock()
-"""Held while a model is read: threads of a worker that want the same one wait for the first."""
+"""Taken while a model is loaded, so that threads of a worker load it once."""
 
 
 def _loaded(
-    about: _About, files: ModelFiles | None, max_memory: int | None, allowed: Callable[[], int | None]
+    key: _ModelKey, files: ModelFiles | None, max_memory: int | None, allowed: Callable[[], int | None]
 ) -> Model:
-    """The last loaded model if it is the one described, else the model loaded now.
+    """The last loaded model if it is the requested one; otherwise load the model.
 
     Arguments:
-        about: name, identity and tokenizer digest.
+        key: loading arguments, identity and tokenizer digest.
         files: resolved files of the model; None to resolve its name.
-        max_memory: memory limit in bytes that was asked for; part of the comparison.
-        allowed: gives the bytes that the weights may take; called only to load.
+        max_memory: requested memory limit in bytes, part of the comparison.
+        allowed: returns the bytes that the weights may take; called only to load.
     """
     with _LOADING:
-        if not (_kept and _kept[0].serves(about, max_memory)):
-            _kept.clear()  # before another one is read: two may be more than there is room for
-            _kept.append(_Kept(about, max_memory, _load(*about, files, allowed())))
-        return _kept[0].model
+        if not (_cache and _cache[0].serves(key, max_memory)):
+            _cache.clear()  # before loading: two models may not fit in memory
+            _cache.append(_CachedModel(key, max_memory, _load(*key, files, allowed())))
+        return _cache[0].model
 
 
-def _forget(about: _About) -> None:
-    """Load the model anew when it is wanted next."""
+def _forget(key: _ModelKey) -> None:
+    """Drop a model from the cache, so that it is loaded again."""
     with _LOADING:
-        if _kept and _kept[0].about == about:
-            _kept.clear()
+        if _cache and _cache[0].key == key:
+            _cache.clear()
 
 
 def _load(
-    place: _Place,
+    arguments: _LoadingArguments,
     identity: ModelIdentity,
     tokenizer: str | None,
     files: ModelFiles | None,
     max_memory: int | None,
 ) -> Model:
-    name = place.name
+    name = arguments.name
     with setting_up():
         from .model import Model
 
-        reference = ModelRef(name, revision=place.revision, dtype=place.dtype, device=place.device)
-        model = Model.from_files(files or reference.files(), reference, max_memory=max_memory)
-    if (found := model.require_identity()) != identity:
-        raise SourceChanged(
-            f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "
-            "its files were replaced, or are others here; start again with the model as it is now"
+        reference = ModelRef(
+            name, revision=arguments.revision, dtype=arguments.dtype, device=arguments.device
         )
-    words = None if model._tokenizer is None else model._tokenizer.digest
-    if words != tokenizer:
+        model = Model.from_files(files or reference.files(), reference, max_memory=max_memory)
+    if (loaded_identity := model.require_identity()) != identity:
         raise SourceChanged(
-            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found {(words or 'none')[:19]}: "
-            "its file was replaced since this was planned; start again with the model as it is now"
+            f"expected {name} to be model {identity.short}, as when this was planned, found "
+            f"{loaded_identity.short}: its files were replaced, or differ on this machine; start again with "
+            "the model as it is now"
+        )
+    vocabulary = None if model._tokenizer is None else model._tokenizer.digest
+    if vocabulary != tokenizer:
+        raise SourceChanged(
+            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found "
+            f"{(vocabulary or 'none')[:19]}: its file was replaced since this was planned; start again with "
+            "the model as it is now"
         )
     return model

@@ -1,16 +1,14 @@
-"""Weights that come and go: those of a network whose files are larger than the memory it may take.
+"""Streamed weights: read from files as passes need them, for a model larger than the memory it may take.
 
-A layer is read when a pass reaches it and stays as long as there is room; so does the embedding or the LM
-head where somebody wants the whole of it, and of tokens that are embedded the rows alone are read. Norms
-outside of layers, and what several layers share, are there from the beginning. Passes go through layers in
-order, again and again: where one must go, it is the one that was used last, which will not be needed for
-longest (Belady 1966).
+A layer is read when a pass reaches it, and stays in memory as long as there is room. So do the embedding and
+the LM head where the whole matrix is needed; to embed tokens, only their rows are read. Norms outside the
+layers, and tensors that several layers share, are always in memory. Passes run through the layers in order,
+again and again, so the layer to evict is the one used last: it is needed again latest (Belady 1966).
 
-Files are read for as long as the model is used. So before and after each read they must be what they were
-when the model was opened; and what was read must be what it was when it is let go, as a change would be lost:
-who wants other weights saves them, or has all of them in memory.
+Files are read as long as the model is used, so they must not change: this is checked at each read. Weights in
+memory must not be edited, because evicting them would lose the change: this is checked at each eviction.
 
-Border: files and tensors; how much room there is, residency.py says.
+residency.py decides how many bytes the weights may take.
 """
 
 from __future__ import annotations
@@ -50,38 +48,46 @@ Layer = TypeVar("Layer")
 
 @dataclass
 class WeightFiles:
-    """Reads weights from files that stay what they were."""
+    """Reads weights from files, and checks that the files have not changed."""
 
     checkpoint: Checkpoint
+    """The files."""
     config: Architecture
+    """Architecture of the model."""
     dtype: torch.dtype
+    """Dtype that tensors are converted to."""
     device: torch.device
+    """Device that tensors are moved to."""
     shared: dict[str, Tensor] = field(default_factory=dict)
-    """What several layers read, by name."""
+    """Tensors that several layers share, by name; always in memory."""
 
     def __post_init__(self) -> None:
         self._stamps = self._stamped()
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Gives tensors as they are computed with. Raises SourceChanged for files that were written, and
-        WeightsError as loading does."""
+        """Open the files in this block; the returned function reads a tensor in `dtype` on `device`.
+
+        Raises:
+            SourceChanged: if the files changed since the model was opened.
+            WeightsError: for missing or damaged tensors.
+        """
         with self.checkpoint.opened() as tensors:
             take = as_computed(tensors, self.dtype, self.device)
             yield read_shared_once(take, self.config, self.shared)
         self.check()
 
     def rows(self, name: str, ids: Tensor) -> Tensor | None:
-        """Rows of a matrix by their numbers [row, width]; None where its file does not hold it as it is."""
+        """Rows `ids` of a matrix, [row, width]; None if its file does not hold it in plain form."""
         if (mapped := self.checkpoint.mapped(name)) is None:
             return None
         rows = np.ascontiguousarray(mapped[ids.cpu().numpy()])
         is_bfloat16 = rows.dtype.name == "bfloat16"
         tensor = torch.from_numpy(rows.view(np.int16) if is_bfloat16 else rows)
         tensor = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
-        found = as_computed(lambda _: tensor, self.dtype, self.device)(name)
+        converted = as_computed(lambda _: tensor, self.dtype, self.device)(name)
         self.check()
-        return found
+        return converted
 
     def check(self) -> None:
         """Raise SourceChanged unless the files are those that were opened."""
@@ -99,47 +105,64 @@ class WeightFiles:
 
 
 class Window:
-    """Weights that are in memory now, within `room` bytes; for any number of threads, though several that go
-    through layers at once have each other's read again."""
+    """The units of weights (layers, embedding, LM head) in memory, within a limit of bytes.
+
+    Safe to use from several threads; threads that run through layers at the same time evict each other's.
+    """
 
     def __init__(self, read: Callable[[Unit], Any], sizes: Any, room: int, name: str) -> None:
-        """read: makes a unit. sizes: bytes by unit."""
+        """Start with no unit in memory.
+
+        Arguments:
+            read: reads a unit from the files.
+            sizes: unit -> bytes.
+            room: most bytes of all units in memory.
+            name: name of the model, for errors.
+        """
         self._read, self._sizes, self._room, self._name = read, sizes, room, name
-        self._held: dict[Unit, tuple[Any, Fingerprint]] = {}
-        """In the order in which they were used."""
+        self._loaded: dict[Unit, tuple[Any, Fingerprint]] = {}
+        """Unit -> (weights, fingerprint as read), in order of last use."""
         self._lock = threading.RLock()
         self.reads: dict[Unit, int] = {}
-        """How often each was read."""
+        """Number of times that each unit was read."""
 
     def __contains__(self, unit: Unit) -> bool:
-        return unit in self._held
+        return unit in self._loaded
 
     def get(self, unit: Unit) -> Any:
-        """A layer's weights, or a matrix [vocab, width]. Raises ConfigError for one larger than the room, and
-        where one that must go for it was changed."""
+        """The weights of a layer, or the matrix [vocab, width] of embedding or LM head; read if necessary.
+
+        Raises:
+            ConfigError: if the unit is larger than the limit, or a unit to evict was edited.
+        """
         with self._lock:
-            if unit in self._held:
-                self._held[unit] = self._held.pop(unit)
+            if unit in self._loaded:
+                self._loaded[unit] = self._loaded.pop(unit)
             else:
                 self._make_room(unit)
-                made = self._read(unit)
-                self._held[unit] = made, fingerprint(made)
+                weights = self._read(unit)
+                self._loaded[unit] = weights, fingerprint(weights)
                 self.reads[unit] = self.reads.get(unit, 0) + 1
-            return self._held[unit][0]
+            return self._loaded[unit][0]
 
     def keep_only(self, units: Collection[Unit]) -> None:
-        """Let all others go. Raises ConfigError where one of them was changed."""
+        """Evict all units except these. ConfigError if an evicted unit was edited in memory."""
         with self._lock:
-            for unit in [unit for unit in self._held if unit not in units]:
-                self._let_go(unit)
+            for unit in [unit for unit in self._loaded if unit not in units]:
+                self._evict(unit)
 
     def groups(self, layers: Sequence[int], beside: Mapping[int, int]) -> Iterator[Sequence[int]]:
-        """Neighbouring layers in order, as many at once as there is room for. beside: bytes that are taken
-        beside each, where there is room for those of one."""
+        """Split consecutive layers into groups that fit in memory together.
+
+        Arguments:
+            layers: numbers of the layers, in order.
+            beside: layer -> bytes of buffers for it. Room for the buffers of one layer, the largest, is
+                already set aside.
+        """
         room = self._room + max(beside.values(), default=0)
         group: list[int] = []
         for layer in layers:
-            if group and sum(self._sizes[each] + beside.get(each, 0) for each in (*group, layer)) > room:
+            if group and sum(self._sizes[n] + beside.get(n, 0) for n in (*group, layer)) > room:
                 yield group
                 group = []
             group.append(layer)
@@ -147,14 +170,16 @@ class Window:
             yield group
 
     def altered(self) -> list[Unit]:
-        """Which of those in memory are no longer what was read."""
+        """Units in memory that were edited since they were read."""
         with self._lock:
             return [
-                unit for unit, (made, was) in self._held.items() if was.first_difference(fingerprint(made))
+                unit
+                for unit, (weights, as_read) in self._loaded.items()
+                if as_read.first_difference(fingerprint(weights))
             ]
 
     def expect_room(self, unit: Unit) -> None:
-        """Raise ConfigError for one larger than the room."""
+        """Raise ConfigError for a unit larger than the limit."""
         if self._sizes[unit] > self._room:
             raise ConfigError(
                 f"expected room for the {unit} of {self._name}, {self._sizes[unit]:,} bytes at once, found "
@@ -163,21 +188,21 @@ class Window:
 
     def _make_room(self, unit: Unit) -> None:
         self.expect_room(unit)
-        while sum(self._sizes[each] for each in self._held) + self._sizes[unit] > self._room:
-            self._let_go(next(reversed(self._held)))
+        while sum(self._sizes[loaded] for loaded in self._loaded) + self._sizes[unit] > self._room:
+            self._evict(next(reversed(self._loaded)))  # the one used last (Belady 1966)
 
-    def _let_go(self, unit: Unit) -> None:
-        made, was = self._held.pop(unit)
-        if was.first_difference(fingerprint(made)) is not None:
-            what = f"layer {unit}" if isinstance(unit, int) else f"the {unit}"
+    def _evict(self, unit: Unit) -> None:
+        weights, as_read = self._loaded.pop(unit)
+        if as_read.first_difference(fingerprint(weights)) is not None:
+            unit_name = f"layer {unit}" if isinstance(unit, int) else f"the {unit}"
             raise ConfigError(
-                f"expected the weights of {self._name} as they were read, found {what} changed: weights that "
-                "come and go cannot be edited; load the model with room for all of them (max_memory=)"
+                f"expected the weights of {self._name} as they were read, found {unit_name} changed: weights "
+                "that come and go cannot be edited; load the model with room for all of them (max_memory=)"
             )
 
 
 class StreamedLayers(Sequence[Layer], Generic[Layer]):
-    """The layers of a model, each there when it is asked for."""
+    """Sequence of model layers; indexing reads the layer's weights from files if necessary."""
 
     def __init__(self, window: Window, count: int) -> None:
         self._window, self._count = window, count
@@ -197,10 +222,16 @@ class StreamedLayers(Sequence[Layer], Generic[Layer]):
 
 
 class StreamedWeights(Weights[Any]):
-    """All of a network's weights, of which some are in memory."""
+    """Network weights that are read from files on demand, within a memory limit."""
 
     def __init__(self, files: WeightFiles, room: int, name: str) -> None:
-        """room: bytes for everything, what is always there included."""
+        """Read the weights that stay in memory.
+
+        Arguments:
+            files: the files of the weights.
+            room: most bytes of weights in memory, including those that always are.
+            name: name of the model, for errors.
+        """
         config, sizes = files.config, bytes_of(files.config, files.dtype.itemsize)
         self._fields(_files=files, _name=name, nbytes=sizes.total, room=room)
         like = torch.empty(0, dtype=files.dtype, device=files.device)
@@ -208,7 +239,7 @@ class StreamedWeights(Weights[Any]):
             small = outer_weights(take, config, like)
             for shared in config.tensors.shared:
                 take(shared)
-        window = Window(self._made, sizes.units, room - sizes.always, name)
+        window = Window(self._read_unit, sizes.units, room - sizes.always, name)
         self._fields(**small, window=window, layers=StreamedLayers(window, config.num_layers))
         self._fields(_ends=(small, files.shared))
         self._fields(_as_read=fingerprint(self._ends))
@@ -217,21 +248,21 @@ class StreamedWeights(Weights[Any]):
         return f"StreamedWeights({self._name!r}, {self.nbytes:,} bytes)"
 
     nbytes: int
-    """Of all of them, as they are computed with."""
+    """Bytes of all weights, in the dtype the model computes in."""
     room: int
-    """Bytes those that are in memory may take."""
+    """Most bytes of weights in memory."""
     window: Window
-    """Those that come and go."""
+    """The layers, embedding and LM head in memory."""
     _files: WeightFiles
     _name: str
     _ends: tuple[dict[str, Any], dict[str, Tensor]]
     _as_read: Fingerprint
 
     def _fields(self, **values: Any) -> None:
-        vars(self).update(values)  # frozen, and no field is to be given at once
+        vars(self).update(values)  # the dataclass is frozen, and its fields are set in several steps
 
-    def _made(self, unit: Unit) -> Any:
-        """A layer's weights, or a matrix [vocab, width], read from the files."""
+    def _read_unit(self, unit: Unit) -> Any:
+        """Read the weights of a layer, or the matrix [vocab, width] of embedding or LM head."""
         config = self._files.config
         with self._files.opened() as take:
             if unit == EMBEDDING:
@@ -247,43 +278,47 @@ class StreamedWeights(Weights[Any]):
 
     @property
     def device(self) -> torch.device:
-        """See `Weights`: where they come to."""
+        """Device that weights are read to; see `Weights`."""
         return self._files.device
 
     @property
     def embed(self) -> Tensor:
-        """The whole embedding matrix [vocab, width], read unless it is in memory."""
+        """The embedding matrix [vocab, width], read if it is not in memory."""
         matrix: Tensor = self.window.get(EMBEDDING)
         return matrix
 
     @property
     def lm_head(self) -> Tensor | None:
-        """The whole of what the LM head multiplies by; None where it is the embedding."""
+        """The matrix [vocab, width] of the LM head, read if it is not in memory; None if it is the
+        embedding."""
         return None if self.head == EMBEDDING else self.window.get(HEAD)
 
     @property
     def head(self) -> Unit:
-        """What the LM head multiplies by, as it comes and goes."""
+        """The unit with the matrix of the LM head: `EMBEDDING` if the head is tied, otherwise `HEAD`."""
         outside = self._files.config.tensors.outside
         return EMBEDDING if outside["head"] == outside["embed"] else HEAD
 
     @property
     def embeds_whole(self) -> bool:
-        """Whether tokens are embedded by the whole matrix, as no file holds it as it is."""
+        """Whether embedding tokens reads the whole matrix, because no file holds it in plain form."""
         return self._files.checkpoint.mapped(self._files.config.tensors.outside["embed"].name) is None
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """See `Weights`; rows are read by themselves where the matrix is not in memory."""
+        """Embeddings of token ids (see `Weights`); reads only their rows if the matrix is not in memory."""
         if EMBEDDING not in self.window:
-            wanted, places = ids.unique(return_inverse=True)
-            rows = self._files.rows(self._files.config.tensors.outside["embed"].name, wanted)
+            unique_ids, indices = ids.unique(return_inverse=True)
+            rows = self._files.rows(self._files.config.tensors.outside["embed"].name, unique_ids)
             if rows is not None:
-                return F.embedding(places, rows)
+                return F.embedding(indices, rows)
         return super().embedded(ids)
 
     def known_by(self) -> dict[str, Any]:
-        """What tells whether they are what they were (fingerprint.py): which of those in memory are not what
-        was read, as nobody can name a model of which only some weights were changed."""
+        """State for fingerprint.py: names of the units in memory that were edited since they were read.
+
+        A value other than a tensor: a model with some weights edited, and others not read yet, has no
+        identity.
+        """
         altered = [str(unit) for unit in self.window.altered()]
         where = self._as_read.first_difference(fingerprint(self._ends))
         return {"weights": " ".join(altered if where is None else [*altered, where])}
@@ -298,7 +333,18 @@ def stream(
     room: int,
     name: str,
 ) -> StreamedWeights:
-    """The weights of an architecture from its checkpoint, within `room` bytes. Raises WeightsError as loading
-    all of them does, for what can be told before they are read, and of each when it is read."""
+    """Streamed weights of an architecture, read from a checkpoint on demand.
+
+    Arguments:
+        checkpoint: files of the weights.
+        config: architecture of the model.
+        dtype: dtype to compute in.
+        device: device to read weights to.
+        room: most bytes of weights in memory.
+        name: name of the model, for errors.
+
+    Raises:
+        WeightsError: for names or shapes that do not fit; for damaged tensors later, when they are read.
+    """
     files = WeightFiles(checked_checkpoint(checkpoint, config), config, dtype, device)
     return StreamedWeights(files, room, name)

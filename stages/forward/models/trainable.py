@@ -1,7 +1,7 @@
-"""A network over parameters that still move: a model is trained by the network that will serve it.
+"""A network over trainable parameters: a model is trained by the same network that later serves it.
 
-No file is read. An architecture is made of a configuration and the shapes a checkpoint would have; its
-network of a function that gives the tensors, through which gradients flow back to whatever it gives.
+No file is read. The architecture comes from a configuration and the shapes that a checkpoint would have; the
+network takes its tensors from a function, and gradients flow back to the tensors that this function returns.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ __all__ = ["architecture_to_train", "network_over"]
 
 
 def architecture_to_train(raw: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Architecture:
-    """The architecture of a family known by name.
+    """The architecture of a known family.
 
-    raw: what its config.json would hold. shapes: of tensors by name, for families whose config does not say
-    enough; those that decide suffice. Raises ConfigError as loading does.
+    Arguments:
+        raw: contents of its config.json.
+        shapes: shapes of tensors by their name in a checkpoint; only families whose config leaves sizes open
+            need some.
+
+    Raises:
+        ConfigError: as loading a model does.
     """
     source = "the configuration to train"
     return KNOWN[model_type_of(raw, source)].read(ConfigReader(raw, source), shapes)
 
 
 def network_over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
-    """The network of an architecture; take gives a tensor by its name in a checkpoint."""
+    """The network of an architecture; `take` returns a tensor by its name in a checkpoint."""
     from ..networks.table import over
 
     return over(architecture, take)

@@ -1,7 +1,6 @@
-"""Queries as rope turns them towards keys some positions before them, as data.
+"""Query vectors rotated by RoPE for keys at a given distance, without a forward pass.
 
-Border: an architecture and rows of numbers; no weights, no pass. Torch is imported where something turns, as
-angles must be those of the passes to the bit.
+Torch is imported when a rotation is computed, because angles must equal those of forward passes to the bit.
 """
 
 from __future__ import annotations
@@ -18,16 +17,26 @@ __all__ = ["turned_queries"]
 
 
 def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = None) -> Array:
-    """Rows [..., d_head] of what queries are made with, turned so that their product with unturned keys is
-    the score of a key `offset` positions before.
+    """Rotate query vectors, so that their dot product with unrotated keys is the score at a distance.
 
-    Scores know positions by their difference alone (Su et al. 2021, eq. 16): (R_p q)'(R_s k) =
-    (R_{p - s} q)' k. length: of the prompt, for schemes of rope that depend on it; by default the shortest
-    with such a pair. ConfigError for an offset below 0. The scale that yarn and longrope put on both sides is
-    put on the query.
+    Attention scores depend on the difference of positions alone (Su et al. 2021, eq. 16):
+    (R_p q)'(R_s k) = (R_{p - s} q)' k.
+
+    Arguments:
+        heads: head sizes and RoPE of a layer.
+        rows: [..., d_head], queries, or rows of a matrix that makes queries.
+        offset: positions from the key to the query, 0 or more.
+        length: length of the prompt, for RoPE schemes that depend on it; None for `offset + 1`.
+
+    Returns:
+        The rotated rows, float32, or `rows` itself if nothing is rotated. The magnitude that YaRN and
+        LongRoPE apply to queries and keys is applied to the queries twice.
+
+    Raises:
+        ConfigError: if `offset` is negative.
     """
     if offset < 0:
-        raise ConfigError(f"expected a key at or before its query, found it {-offset} positions behind")
+        raise ConfigError(f"expected a key at or before its query, found it {-offset} positions after it")
     if heads.rope is None or (offset == 0 and heads.rope.magnitude == 1):
         return rows
     import torch
@@ -36,9 +45,10 @@ def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = 
 
     dtype = torch.float32
     cos, sin = rope_tables(heads.rope, max(offset + 1, length or 0), torch.device("cpu"), dtype)
-    given = torch.from_numpy(rows.copy()).float()
-    found = rotate(given, cos[offset], sin[offset], interleaved=heads.rope.interleaved)
-    turning = 2 * cos.shape[-1]
-    found[..., :turning] *= heads.rope.magnitude
-    values: Array = found.numpy()
+    queries = torch.from_numpy(rows.copy()).float()
+    rotated = rotate(queries, cos[offset], sin[offset], interleaved=heads.rope.interleaved)
+    rotary_dim = 2 * cos.shape[-1]
+    # The tables hold the magnitude of one side; keys, which stay unrotated, lack theirs.
+    rotated[..., :rotary_dim] *= heads.rope.magnitude
+    values: Array = rotated.numpy()
     return values

@@ -1,1 +1,1 @@
-"""Runs and experiments: what the planner is asked, and what of it is stored."""
+"""Runs (forward passes as values) and experiments (stored measurements of runs)."""

@@ -1,12 +1,12 @@
 """Expected wall time of forward passes: from an earlier run, or from a count of operations.
 
 A pass is a product with every weight of a layer, and reads and writes of activations around these products.
-The rate of products is measured here, in a few milliseconds; the rest are constants of ordinary machines.
+The rate of products is measured here, in a few milliseconds; the other rates are constants.
 Captures of two pretrained models (135 M and 270 M parameters) on two idle cores were expected to take 1.0 to
 2.2 times what they took; runs of a second, which are mostly start, up to 7 times
 (`tests/benchmarks/bench_estimates.py`).
 
-Border: never imports torch; estimates are made while planning, which loads no model.
+Never imports torch, because estimates are made while planning.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from ..models.source import ModelSource
 __all__ = ["PassWork", "expected_duration", "load_seconds", "pass_seconds"]
 
 COMPARABLE = 4
-"""An earlier run of at least a fourth of the work tells how long the work takes; a smaller one is mostly
-overhead, so that it bounds the time from above."""
+"""Largest ratio of work to that of an earlier run which still predicts the time. A smaller earlier run is
+mostly overhead, so that it only bounds the time from above."""
 
 ACTIVATION_PASSES = 40
 """Vectors of the residual stream's width that norms, attention and activations move, per token and layer."""
 BANDWIDTH = 5e9
-"""Bytes per second at which they are moved: memory of an ordinary machine, two cores."""
+"""Bytes per second at which these vectors are moved: memory bandwidth of an ordinary machine with two
+cores."""
 WRITE_RATE = 500e6
 """Bytes per second of digesting, compressing and writing arrays."""
 IMPORT_SECONDS = 1.0
-"""Importing torch."""
+"""Seconds to import torch."""
 PLAIN, QUANTISED = 500e6, 60e6
 """Parameters read per second from safetensors, and from a quantised GGUF file."""
 
 
 @dataclass(frozen=True)
 class PassWork:
-    """What forward passes compute and keep, over all passes."""
+    """Amount of work, summed over all forward passes."""
 
     layer_positions: float
     """Tokens times layers."""
@@ -58,10 +59,16 @@ class PassWork:
 def expected_duration(
     source: ModelSource, work: PassWork, earlier: Mapping[str, Any] | None, share: float
 ) -> Estimate:
-    """Expected wall time of work with a model, from an earlier run of the kind or from a count of operations.
+    """Expected wall time of work, from a similar earlier run or from a count of operations.
 
-    earlier: the note of that run, with `seconds` and `setup_seconds`; None where there was none. share: the
-    work now over the work then. Of the estimate, `seconds` and `setup_seconds` are filled in.
+    Arguments:
+        source: the model.
+        work: the work to do.
+        earlier: provenance of the earlier run, with `seconds` and `setup_seconds`; None if there is none.
+        share: ratio of this work to that of the earlier run.
+
+    Returns:
+        An estimate with `seconds` and `setup_seconds` only; empty if neither source is available.
     """
     scaled = None if earlier is None else scaled_seconds(earlier, share)
     setup = load_seconds(source) if earlier is None else earlier.get("setup_seconds", 0.0)
@@ -69,14 +76,14 @@ def expected_duration(
         return Estimate(seconds=round(scaled, 3), setup_seconds=setup)
     counted = pass_seconds(source, work)
     candidates = [scaled, None if counted is None else counted + setup]
-    known = [seconds for seconds in candidates if seconds is not None]
-    return Estimate(seconds=round(min(known), 3), setup_seconds=setup) if known else Estimate()
+    estimates = [seconds for seconds in candidates if seconds is not None]
+    return Estimate(seconds=round(min(estimates), 3), setup_seconds=setup) if estimates else Estimate()
 
 
 def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
-    """Expected seconds on the CPU for passes, without loading the model.
+    """Expected seconds of passes on the CPU, without loading the model.
 
-    Returns None on a GPU, whose rate is not measured while planning, and behind the bridge.
+    None on a GPU, whose rate is not measured while planning, and behind the transformers bridge.
     """
     if source.device is not None and source.device != "cpu":
         return None
@@ -90,7 +97,7 @@ def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
 
 
 def load_seconds(source: ModelSource) -> float:
-    """Expected seconds to read the weights of a model; 0 where it is loaded already."""
+    """Expected seconds to load a model; 0 if it is already loaded."""
     if source.files is None:
         return 0.0
     counts = source.config.weight_counts
@@ -108,7 +115,7 @@ def product_rate() -> float:
     seconds = []
     with threadpool_limits(1, user_api="blas"):
         for _ in range(6):  # the first includes what BLAS sets up
-            begun = time.thread_time()
+            start = time.thread_time()
             rows @ weights
-            seconds.append(time.thread_time() - begun)
+            seconds.append(time.thread_time() - start)
     return 2 * rows.size * weights.shape[1] / max(min(seconds), 1e-9) * (os.cpu_count() or 1)

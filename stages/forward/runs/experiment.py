@@ -1,13 +1,12 @@
-"""Experiments: stages made of runs of a model, cut into cells that are stored one by one.
+"""Experiments: stages made of runs of a model, divided into cells that are stored one by one.
 
-An `Experiment` declares which runs its cells need, what is measured of each run, how the measurements of a
-cell become a labelled dataset, and, as a stage does, which arrays it gives. `ExperimentNode` puts it into a
-workflow's graph: it finds what is stored, hands the runs of all missing cells to the planner as one list, so
-that cells share what they have in common, and publishes each cell when its last run is measured. A killed
-experiment goes on where it was; one with one more layer computes one layer.
+An `Experiment` declares the runs of its cells, the measurement of each run, how the measurements of a cell
+become a labelled dataset, and its output arrays. `ExperimentNode` is an experiment on a model in the graph of
+a workflow: it finds stored cells, passes the runs of all missing cells to the planner as one list, so that
+cells share computation, and publishes each cell when its last run is measured. A killed experiment continues
+where it stopped; an experiment with one more layer computes one layer.
 
-Border: knows the store's keys and a model by name; what is science is in the declaration, what is shared
-between runs is in planner.py. Planning imports no torch.
+Planning imports no torch.
 """
 
 from __future__ import annotations
@@ -62,49 +61,52 @@ if TYPE_CHECKING:
 __all__ = ["CellLabels", "Experiment", "ExperimentNode"]
 
 TOGETHER = 4096
-"""Runs listed at once: enough to share what they share, few enough that what they carry fits in memory."""
+"""Runs planned together: enough to share computation, few enough that their payloads fit in memory."""
 COMPUTING = {"prepare", "runs", "measure", "measure_run", "dataset", "joined"}
-"""Methods of an experiment that do arithmetic."""
+"""Methods of an experiment that compute with torch or numpy."""
 CellLabels = Mapping[str, Any]
-"""Labels of one piece of an experiment, plain values: {"layer": 3}."""
+"""Labels of one cell of an experiment, JSON values: {"layer": 3}."""
 
 
 class Experiment(ABC):
-    """What a stage made of runs declares. A frozen dataclass of plain values, which are its parameters."""
+    """Declaration of a stage made of runs. A frozen dataclass whose fields are its parameters, plain
+    values."""
 
     name: ClassVar[str]
+    """Experiment name, part of every result key."""
     version: ClassVar[int]
-    """Moves when numbers move."""
+    """Increased whenever results change; part of its keys."""
     outputs: ClassVar[Mapping[str, Output]]
-    """Every array it may give; `outputs_on` says which these parameters do."""
+    """All arrays that the experiment can return; `outputs_on` selects those of given parameters."""
     resources: ClassVar[tuple[str, ...]] = ("model",)
-    """What it reads."""
+    """Names of the resources it reads."""
     reads_text: ClassVar[bool] = False
-    """Whether words of the model's tokenizer are in what it gives: then the tokenizer is in its key."""
+    """Whether results contain text of the tokenizer, which is then part of the key."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """What computes does so as torch does where nobody changed a setting, whoever calls it."""
+        """Make the computing methods run under torch's default settings, whatever the caller has set."""
         super().__init_subclass__(**options)
         for name in COMPUTING & vars(cls).keys():
             setattr(cls, name, plain_torch()(vars(cls)[name]))
 
     @property
     def registered(self) -> str:
-        """Name of its kind among all experiments; of many drawn side by side, that of what was drawn."""
+        """Name of the kind of experiment; for several random draws of one experiment, the name of that
+        one."""
         return self.name
 
     def params(self) -> dict[str, Any]:
-        """Plain values that, with the cell, decide every number: prompts as token ids, seeds, metrics."""
+        """JSON values that determine all results together with the cell: token ids, seeds, metrics."""
         return dict(vars(self))
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The arrays that are given for these parameters, of a model; checked when the cells are joined."""
+        """The arrays that these parameters return on a model; checked when the cells are joined."""
         return self.outputs
 
     @classmethod
     def declaration(cls) -> Declaration:
-        """What it says of itself."""
-        given = [f for f in fields(cls) if f.compare and f.name not in cls.resources]  # type: ignore[arg-type]
+        """Name, version, parameters with defaults, and outputs of the experiment."""
+        parameters = [f for f in fields(cls) if f.compare and f.name not in cls.resources]  # type: ignore[arg-type]
         return Declaration(
             "experiment",
             cls.name,
@@ -112,58 +114,63 @@ class Experiment(ABC):
             f"{cls.__module__}.{cls.__qualname__}",
             {},
             cls.resources,
-            {each.name: REQUIRED if each.default is MISSING else each.default for each in given},
+            {item.name: REQUIRED if item.default is MISSING else item.default for item in parameters},
             cls.outputs,
         )
 
     @classmethod
     def describe(cls) -> str:
-        """The declaration in a few lines."""
+        """Declaration as readable text: name, version, parameters, outputs."""
         return cls.declaration().describe()
 
     @abstractmethod
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """The pieces, in the order in which they are joined."""
+        """Cell labels, in the order in which `joined` concatenates cell datasets."""
 
     @property
     def baseline(self) -> Hashable | None:
-        """What `prepare` depends on: experiments of one kind that say the same share what it gives. None:
-        nobody knows."""
+        """Everything that `prepare` depends on, besides the model; None if unknown.
+
+        Experiments of one class with an equal baseline share one result of `prepare`.
+        """
         return None
 
     def prepare(self, model: Model) -> Any:
-        """What all cells need to make their runs and to measure them: clean activations, a baseline."""
+        """Values that all cells need for their runs and measurements, such as clean activations or a
+        baseline."""
         return None
 
     @abstractmethod
     def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
-        """The runs of one cell."""
+        """The runs of one cell. prepared: result of `prepare`."""
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
-        """Runs that act where those of a cell will, with payloads of no meaning: what a plan can be made of
-        without a model. None where nobody can say."""
+        """Runs like those of a cell but with dummy payloads, for planning without a loaded model.
+
+        None if the runs depend on the result of `prepare`.
+        """
         return None
 
     @abstractmethod
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:
-        """What is kept of one run, numbers or numpy arrays; its activations are gone afterwards."""
+        """Measurement of one run, numbers or numpy arrays; its activations are freed afterwards."""
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> Any:
-        """As `measure`, of run `number` of the cell; for cells whose runs are measured in several ways."""
+        """As `measure`, for run `number` of the cell; overridden if runs are measured differently."""
         return self.measure(prepared, cell, result)
 
     @abstractmethod
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The measurements of a cell's runs, in their order, as a labelled dataset with units."""
+        """The measurements of the runs of a cell, in order, as a labelled dataset with units."""
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The datasets of all cells, in their order, as one: of an experiment of one cell, that cell."""
+        """Join the datasets of all cells, in order. By default there must be exactly one cell."""
         (whole,) = parts
         return whole
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """What it reads besides the model, and what must not change while it runs."""
+        """Resources besides the model that must not change while the experiment runs."""
         return ()
 
     def on(
@@ -172,15 +179,17 @@ class Experiment(ABC):
         *,
         memory: int | str | None = None,
     ) -> ExperimentNode:
-        """This experiment on a model, as a node of a workflow's graph."""
+        """Bind the experiment to a model, as a workflow node.
+
+        Arguments:
+            model: a loaded model, or a reference to one.
+            memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+        """
         return ExperimentNode(self, ModelSource.of(model), memory=memory)
 
 
 class ExperimentNode(ResultNode):
-    """An experiment on a model, in a graph.
-
-    memory: bytes the passes may take, or "2GiB".
-    """
+    """Workflow node that runs an experiment on a model."""
 
     inputs: tuple[Node, ...] = ()
 
@@ -198,22 +207,22 @@ class ExperimentNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """What the experiment reads besides the model, which is looked at when it is loaded."""
+        """Resources of the experiment besides the model, which is checked when it is loaded."""
         return self._pinned
 
     # -- identity
 
     def key(self, store: Store) -> ResultKey:
-        """Of the whole: the parameters and every cell's labels."""
+        """Key of the joined result: parameters, and labels of all cells."""
         cells = [dict(cell) for cell in self.cells()]
         return self._key(self.name, {**self.experiment.params(), "cells": cells})
 
     def cells(self) -> Sequence[CellLabels]:
-        """The labels of every cell."""
+        """Labels of all cells."""
         return self.experiment.cells(self.source.config)
 
     def cell_key(self, cell: CellLabels) -> ResultKey:
-        """Of one cell: which others are asked for does not matter to it."""
+        """Result key of one cell, independent of which further cells are requested."""
         return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
 
     def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
@@ -224,14 +233,17 @@ class ExperimentNode(ResultNode):
 
     @remembered
     def missing(self, store: Store) -> list[CellLabels]:
-        """Cells that are not stored."""
+        """Labels of cells missing from the store."""
         return [cell for cell in self.cells() if store.lookup(self.cell_key(cell)) is None]
 
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run and how much of it stands already. Raises SourceChanged when the model
-        is no longer the one this node was made for."""
+        """Cache status: whether the joined result is stored, otherwise the reason and number of stored cells.
+
+        Raises:
+            SourceChanged: if the model or a resource has changed since this node was created.
+        """
         with one_look():
             check_pinned(self)
             key = self.key(store)
@@ -246,24 +258,28 @@ class ExperimentNode(ResultNode):
             return Status(False, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Memory as given, and the work as planned; seconds in proportion to the runs (cells, where those are
-        not known) of the newest result of such an experiment on this model."""
+        """Peak memory, planned work and expected seconds of the missing cells.
+
+        Seconds are scaled from the newest result of such an experiment on this model, by the number of runs,
+        or of cells if runs cannot be planned.
+        """
         if status_of(self, store).is_cached:
             return Estimate()
         planned = self.plan(store)
         work = "" if planned is None else planned.describe()
         if planned is not None and len(self.missing(store)) < len(self.cells()):
-            asked = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
-            work = f"{asked} runs asked, {asked - planned.runs} of them stored; {work}"
+            n_runs = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
+            work = f"{n_runs} runs asked, {n_runs - planned.runs} of them stored; {work}"
         return replace(self._duration(store, planned), peak_bytes=as_bytes(self.memory) or 0, work=work)
 
     def _duration(self, store: Store, planned: SweepPlan | None) -> Estimate:
-        own = json.loads(json.dumps(self.source.identity.request()))
+        # As a provenance note read back from JSON has it: tuples are lists there.
+        identity = json.loads(json.dumps(self.source.identity.request()))
 
-        def fits(note: Mapping[str, Any]) -> bool:
-            return bool(note.get("identity") == own and note.get("runs") and note.get("cells"))
+        def is_same_model(note: Mapping[str, Any]) -> bool:
+            return bool(note.get("identity") == identity and note.get("runs") and note.get("cells"))
 
-        last = last_timed(self.name, store, fits)
+        last = last_timed(self.name, store, is_same_model)
         if planned is not None:
             work = PassWork(planned.positions, planned.branches)
             return expected_duration(self.source, work, last, planned.runs / last["runs"] if last else 1.0)
@@ -273,22 +289,22 @@ class ExperimentNode(ResultNode):
         return Estimate(seconds=round(seconds, 3), setup_seconds=last.get("setup_seconds", 0.0))
 
     def plan(self, store: Store) -> SweepPlan | None:
-        """How the runs of the missing cells would be computed; None where that takes the model to say."""
+        """Plan of the runs of the missing cells; None if the runs depend on a loaded model."""
         config = self.source.config
-        wanted = []
+        resolved = []
         for cell in self.missing(store):
             sketched = self.experiment.sketch(config, cell)
             if sketched is None:
                 return None
             for run in sketched:
                 spec = (run.hooks or HookSpec()).bind(config.hook_points, self.source.name)
-                wanted.append(Wanted(self._tokens(run), spec, run.want))
+                resolved.append(Wanted(self._tokens(run), spec, run.want))
         itemsize = DTYPES[self.source.dtype].itemsize
-        return plan_runs(wanted, config, itemsize, self._budget)
+        return plan_runs(resolved, config, itemsize, self._budget)
 
     @property
     def _budget(self) -> int:
-        """Bytes that the passes may take."""
+        """Most bytes of activations."""
         budget = as_bytes(self.memory)
         return MEMORY if budget is None else budget
 
@@ -301,18 +317,18 @@ class ExperimentNode(ResultNode):
     # -- running
 
     def require_workers(self, context: Context) -> None:
-        """PlanError for a model that other processes cannot load."""
+        """Raise PlanError for a model that other processes cannot load."""
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Runs of the missing cells; each cell published when its last run is measured; then the whole."""
+        """Compute and publish the missing cells, here or on workers; then publish the joined result."""
         with measured() as took:
             runs = 0
             with one_look():
                 whole, missing = self.key(store), list(self.missing(store))
             if missing and context.has_workers:
                 needs = self.source.needs
-                groups = [Group(tuple(cells)) for cells in self._shared(missing, context.width(needs))]
+                groups = [Group(tuple(cells)) for cells in self._worker_groups(missing, context.width(needs))]
                 context.map(partial(compute_cells, expected=whole.digest), self, store, groups, needs=needs)
             elif missing:
                 task = context.progress.task(self.name, total=len(missing), unit="cells")
@@ -323,11 +339,20 @@ class ExperimentNode(ResultNode):
                 joined = self.experiment.joined(parts)
                 declared = self.experiment.outputs_on(self.source.config)
                 require_declared(f"experiment {self.name!r}", declared, joined)
-                did = {"runs": runs, "cells": len(missing)}
-                self._put(store, whole, joined, took, lambda: self.key(store), did)
+                counts = {"runs": runs, "cells": len(missing)}
+                self._put(store, whole, joined, took, lambda: self.key(store), counts)
 
     def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> int:
-        """Compute and publish some cells, as many together as make `TOGETHER` runs; returns how many."""
+        """Compute and publish cells, with about `TOGETHER` runs planned at a time.
+
+        Arguments:
+            store: where to publish.
+            cells: labels of the cells.
+            advance: called after each published cell.
+
+        Returns:
+            Number of runs.
+        """
         check_pinned(self)
         keys = [self.cell_key(cell) for cell in cells]
         model = self.source.load()
@@ -345,20 +370,23 @@ class ExperimentNode(ResultNode):
         self._sweep(store, model, prepared, waiting, listed, advance)
         return total
 
-    def _shared(self, cells: Sequence[CellLabels], width: int) -> list[Sequence[CellLabels]]:
-        """Cells as tasks for `width` workers: those of the same prompts are one, as they share a preparation
-        and the beginnings of their runs, or, where there are fewer of these than workers, several."""
+    def _worker_groups(self, cells: Sequence[CellLabels], width: int) -> list[Sequence[CellLabels]]:
+        """Divide cells into tasks for `width` workers.
+
+        Cells with the same prompts share `prepare` and the first layers of their runs, so they form one
+        task, or several if there would be fewer tasks than workers.
+        """
         config = self.source.config
-        alike: dict[Hashable, list[CellLabels]] = {}
+        by_prompts: dict[Hashable, list[CellLabels]] = {}
         for cell in cells:
             runs = self.experiment.sketch(config, cell)
             prompts = None if runs is None else frozenset(map(self._tokens, runs))
-            alike.setdefault(prompts, []).append(cell)
-        found: list[Sequence[CellLabels]] = []
-        for some in alike.values():
-            size = math.ceil(len(some) / math.ceil(width * len(some) / len(cells)))
-            found += [some[start : start + size] for start in range(0, len(some), size)]
-        return found
+            by_prompts.setdefault(prompts, []).append(cell)
+        groups: list[Sequence[CellLabels]] = []
+        for same_prompts in by_prompts.values():
+            size = math.ceil(len(same_prompts) / math.ceil(width * len(same_prompts) / len(cells)))
+            groups += [same_prompts[start : start + size] for start in range(0, len(same_prompts), size)]
+        return groups
 
     def _sweep(
         self,
@@ -369,54 +397,57 @@ class ExperimentNode(ResultNode):
         listed: Sequence[Sequence[Run]],
         advance: Any,
     ) -> None:
-        """Compute the runs of some cells together, and publish each under its key when it is complete."""
+        """Compute the runs of cells together, and publish each cell when its last run is measured."""
         experiment = self.experiment
         place = [(number, i) for number, runs in enumerate(listed) for i in range(len(runs))]
-        found: list[dict[int, Any]] = [{} for _ in cells]
+        measurements: list[dict[int, Any]] = [{} for _ in cells]
 
         def finish(number: int) -> None:
-            kept = [found[number][i] for i in range(len(listed[number]))]
-            found[number].clear()
+            in_order = [measurements[number][i] for i in range(len(listed[number]))]
+            measurements[number].clear()
             cell, key = cells[number]
-            given = experiment.dataset(prepared, cell, kept)
-            self._put(store, key, given, took, lambda: self.cell_key(cell))
+            dataset = experiment.dataset(prepared, cell, in_order)
+            self._put(store, key, dataset, took, lambda: self.cell_key(cell))
             advance()
 
         with measured() as took:
             for number, runs in enumerate(listed):
                 if not runs:
                     finish(number)
-            every = [run for runs in listed for run in runs]
-            for index, result in stream(model, every, memory=self.memory):
+            all_runs = [run for runs in listed for run in runs]
+            for index, result in stream(model, all_runs, memory=self.memory):
                 number, i = place[index]
-                found[number][i] = experiment.measure_run(prepared, cells[number][0], i, result)
-                if len(found[number]) == len(listed[number]):
+                measurements[number][i] = experiment.measure_run(prepared, cells[number][0], i, result)
+                if len(measurements[number]) == len(listed[number]):
                     finish(number)
 
     def require_unchanged(self, store: Store, expected: str) -> None:
-        """SourceChanged unless the code of its metrics is still, and here, what the key was made of."""
+        """Raise SourceChanged unless the key still has the digest `expected`.
+
+        The key contains the code of the metrics, which may have changed since, or differ on this worker.
+        """
         _require(self.name, expected, self.key(store))
 
     def _put(
         self,
         store: Store,
         key: ResultKey,
-        given: xr.Dataset,
+        dataset: xr.Dataset,
         took: Took,
-        again: Callable[[], ResultKey],
-        did: Mapping[str, int] | None = None,
+        recompute_key: Callable[[], ResultKey],
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         note = {
             **self.source.provenance(),
-            **(did or {}),
+            **(counts or {}),
             **took(),
-            "bytes_written": int(given.nbytes),
+            "bytes_written": int(dataset.nbytes),
         }
-        self.publish(store, key, given, note, lambda: _require(self.name, key.digest, again()))
+        self.publish(store, key, dataset, note, lambda: _require(self.name, key.digest, recompute_key()))
 
 
 def tokenizer_input(source: ModelSource) -> dict[str, str]:
-    """The tokenizer of a model as an input of what holds its words; nothing for a model without one."""
+    """Entry of a result key for results that contain text: {"tokenizer": digest}; {} without a tokenizer."""
     return {} if source.tokenizer_digest is None else {"tokenizer": source.tokenizer_digest}
 
 
@@ -430,9 +461,16 @@ def _require(name: str, expected: str, now: ResultKey) -> None:
 
 
 def compute_cells(node: ExperimentNode, store: Store, group: Group, expected: str) -> None:
-    """Compute and publish some cells; a task of its own on a worker elsewhere.
+    """Compute and publish cells; a task for a worker.
 
-    expected: digest of the key of the whole, as planned.
+    Arguments:
+        node: the experiment on its model.
+        store: where to publish.
+        group: the cells.
+        expected: digest of the key of the joined result, as planned.
+
+    Raises:
+        SourceChanged: if the key has another digest on this worker.
     """
     node.require_unchanged(store, expected)
     node.compute(store, group.cells)

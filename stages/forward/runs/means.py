@@ -1,7 +1,4 @@
-"""Means of activations over prompts: what mean ablation puts in their place.
-
-Border: hook points and token ids in, tensors out; what is done with them is for those who ask.
-"""
+"""Mean activations over prompts, the replacement values of mean ablation."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ __all__ = ["mean_activations", "position_axis"]
 
 
 def position_axis(point: HookPoint) -> int:
-    """Which axis of its activation, without the batch, counts positions."""
+    """Index of the position axis of an activation without batch axis."""
     return point.dims.index("position") - 1
 
 
@@ -35,10 +32,18 @@ def mean_activations(
     skip: int = 0,
     per_position: bool = False,
 ) -> dict[HookPoint, Tensor]:
-    """Mean activation at each hook point, without the batch axis, summed in float64, in the model's dtype.
+    """Mean activation at each hook point over prompts and positions.
 
-    prompts: token ids. skip: first positions of each that do not count. Over all other positions of all
-    prompts, whose axis then has size 1; per_position: over prompts of one length, position by position.
+    Arguments:
+        model: a loaded model.
+        points: hook points.
+        prompts: token ids of each prompt.
+        skip: number of first positions of each prompt to leave out, such as BOS.
+        per_position: whether to average each position separately; prompts must then have one length.
+
+    Returns:
+        Hook point -> mean without batch axis, summed in float64, in the dtype of the model. The position
+        axis has length 1, or with `per_position` one entry per position.
     """
     sums: dict[HookPoint, Tensor] = {}
     for _, cache in stream(model, [Run(ids, HookSpec().capture(*points), None) for ids in prompts]):

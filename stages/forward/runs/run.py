@@ -1,10 +1,8 @@
-"""Runs: forward passes as values, and a list of them through one model at the cost of what they change.
+"""Runs: forward passes as values, computed together at the cost of their differences.
 
-A `Run` is one prompt under one HookSpec, and what is wanted of it. Stages that need many of them (patching,
-knockout, steering, ablation, injection) do not loop over a model: they make a list of runs, and `run` or
-`stream` hands it to the planner (planner.py), which computes only what differs between them.
-
-Border: prompts, specs and results of single runs; what is shared among them is the planner's business.
+A `Run` is one prompt under one HookSpec, with the logits to return. Stages that need many of them (patching,
+knockout, steering, ablation, injection) do not loop over forward passes: they make a list of runs, and `run`
+or `stream` passes it to the planner (passes/planner.py), which computes shared layers and positions once.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ __all__ = ["Run", "plan", "run", "stream"]
 class Run:
     """One prompt under one HookSpec.
 
-    Raises PromptError for what is not one prompt.
+    Raises:
+        PromptError: unless `prompt` is a single prompt.
     """
 
     prompt: str | Sequence[int]
-    """A text or token ids: whatever `Model.tokenize` takes, of one prompt; read when the run is made, ids as
-    a tuple."""
+    """A text, or token ids in any form that `Model.tokenize` takes; ids are kept as a tuple."""
     hooks: HookSpec | None = None
-    """What to capture and change; None changes nothing."""
+    """Captures and interventions; None for neither."""
     want: Logits | None = LAST_LOGITS
-    """Which logits, by default those of the last position; None computes none."""
+    """Logits to return, by default those of the last position; None computes none."""
 
     def __post_init__(self) -> None:
         row = one_row(self.prompt)
@@ -57,22 +55,32 @@ class Run:
 def stream(
     model: Model, runs: Sequence[Run], *, memory: int | str | None = None
 ) -> Iterator[tuple[int, HookCache]]:
-    """(index, result) of every run, block by block; a result is what `Model.forward` would give for its
-    prompt alone, within rounding: logits [1, positions wanted, tokens wanted], captures with a batch axis of
-    one. Runs that are equal are computed once; each result has tensors of its own.
+    """Compute runs together, and yield each result when it is complete.
 
-    memory: bytes the passes may take, or "2GiB"; default 1 GiB.
-    Raises PromptError, HookPointNotFound, InterventionError naming what does not fit, and PlanError if a
-    single run needs more memory, all before anything is computed.
+    A result equals that of `Model.forward` for the prompt alone, within rounding. Equal runs are computed
+    once, but share no tensors.
+
+    Arguments:
+        model: a loaded model.
+        runs: the runs.
+        memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+
+    Yields:
+        (index of the run, result). The order is that of the plan, not of the list. Logits are [1, position,
+        token]; captures have a batch axis of length one.
+
+    Raises:
+        PromptError, HookPointNotFound, InterventionError: for an invalid run, before anything is computed.
+        PlanError: if one run needs more memory, before anything is computed.
     """
     from ..hooks.cache import HookCache
 
     _require_runs(model, runs)
-    wanted = [resolve(model, each) for each in runs]
-    planned = _planned(model, wanted, memory)
+    resolved = [resolve(model, item) for item in runs]
+    planned = _planned(model, resolved, memory)
     for block in planned.blocks:
-        for index, logits, captured in model.sweep(block, wanted, planned.room):
-            yield index, HookCache([list(wanted[index].tokens)], logits, captured)
+        for index, logits, captured in model.sweep(block, resolved, planned.room):
+            yield index, HookCache([list(resolved[index].tokens)], logits, captured)
 
 
 def run(
@@ -82,31 +90,38 @@ def run(
     store: Store | None = None,
     memory: int | str | None = None,
 ) -> list[HookCache]:
-    """The results of runs, in order: what `Model.forward` would give for each prompt alone, within rounding,
-    at the cost of what differs between them.
+    """Compute runs together, and return all results in order; `stream` yields them one by one.
 
-    store: read what is stored of these runs, and store the rest as it is computed. memory: bytes the passes
-    may take, or "2GiB"; default 1 GiB. All results are held at once; `stream` gives them one by one.
-    Raises PromptError, HookPointNotFound, InterventionError or PlanError before anything is computed, and
-    ConfigError for a store and a model without identity.
+    Arguments:
+        model: a loaded model.
+        runs: the runs.
+        store: store to read results from, and to write new results to; None for no store.
+        memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+
+    Returns:
+        One result per run, equal to that of `Model.forward` for the prompt alone, within rounding.
+
+    Raises:
+        PromptError, HookPointNotFound, InterventionError, PlanError: as `stream`.
+        ConfigError: for a store with a model that has no identity.
     """
     _require_runs(model, runs)
     if store is None:
-        found = dict(stream(model, runs, memory=memory))
+        results = dict(stream(model, runs, memory=memory))
     else:
         from .stored_runs import stored
 
         require_store(store)
-        wanted = [resolve(model, each) for each in runs]
-        found = stored(
-            model, wanted, store, lambda missing: stream(model, [runs[i] for i in missing], memory=memory)
+        resolved = [resolve(model, item) for item in runs]
+        results = stored(
+            model, resolved, store, lambda missing: stream(model, [runs[i] for i in missing], memory=memory)
         )
-    return [found[index] for index in range(len(runs))]
+    return [results[index] for index in range(len(runs))]
 
 
 def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> SweepPlan:
-    """How `stream` would compute these runs; computes nothing. Raises what `stream` raises."""
-    return _planned(model, [resolve(model, each) for each in runs], memory)
+    """The plan by which `stream` would compute these runs; computes nothing. Raises as `stream`."""
+    return _planned(model, [resolve(model, item) for item in runs], memory)
 
 
 def _require_runs(model: Model, runs: Sequence[Run]) -> None:
@@ -114,13 +129,13 @@ def _require_runs(model: Model, runs: Sequence[Run]) -> None:
     require_model(model)
     expected, remedy = "runs as a list of mizarr.Run", "write [mizarr.Run(prompt)]"
     require_kind(runs, Sequence, expected, remedy)
-    for one in runs:
-        require_kind(one, Run, expected, remedy)
+    for item in runs:
+        require_kind(item, Run, expected, remedy)
 
 
-def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> SweepPlan:
+def _planned(model: Model, resolved: Sequence[Wanted], memory: int | str | None) -> SweepPlan:
     budget = as_bytes(memory)
-    return plan_runs(wanted, model.config, model.dtype.itemsize, MEMORY if budget is None else budget)
+    return plan_runs(resolved, model.config, model.dtype.itemsize, MEMORY if budget is None else budget)
 
 
 def resolve(model: Model, run: Run) -> Wanted:

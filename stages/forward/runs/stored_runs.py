@@ -1,10 +1,9 @@
-"""Runs and the store: what earlier calls gave is read, the rest is computed and kept group by group.
+"""Results of runs in the store: stored ones are read, missing ones are computed and stored in groups.
 
-A group is up to `GROUP` neighbouring runs of equal shape (prompt length, logits wanted, captures): one stored
-dataset, labelled, with the axis `run` first. Groups are published as they are finished, so that a killed call
-goes on where it was; runs appended to a list leave the groups before them what they were.
-
-Border: keys, datasets and results of runs; what is computed together is the planner's business.
+A group is up to `GROUP` consecutive runs of equal shape (prompt length, logits, captures), stored as one
+labelled dataset with the axis `run` first. A group is published when its last run is computed, so that a
+killed call continues where it stopped. Appending runs to a list does not change the keys of earlier full
+groups.
 """
 
 from __future__ import annotations
@@ -34,72 +33,80 @@ if TYPE_CHECKING:
 __all__ = ["GROUP", "stored"]
 
 GROUP = 64
-"""Runs of one stored dataset: few files for many runs, and little lost when a call is killed."""
+"""Most runs of one stored dataset: few files for many runs, and little lost when a call is killed."""
 VERSION = 1
-"""Moves when the stored dataset changes."""
+"""Version of the layout of the stored dataset, part of its key."""
 
 
 Compute = Callable[[Sequence[int]], Iterable[tuple[int, HookCache]]]
+"""Computes the runs with given indices; yields (position in the argument, result) in any order."""
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Neighbouring runs of equal shape.
-
-    runs: their indices in the list.
-    """
+    """Consecutive runs of equal shape."""
 
     runs: tuple[int, ...]
+    """Indices of the runs in the list."""
     key: ResultKey
+    """Key of the stored dataset."""
     captures: tuple[Capture, ...]
+    """Captures of each run."""
 
 
-def stored(model: Model, wanted: Sequence[Wanted], store: Store, compute: Compute) -> dict[int, HookCache]:
-    """Index -> result of every run, from the store where it is there.
+def stored(model: Model, resolved: Sequence[Wanted], store: Store, compute: Compute) -> dict[int, HookCache]:
+    """Results of runs, read from the store or computed and then stored.
 
-    compute: gives (number in the list it gets, result) for the runs with these indices, in any order.
+    Arguments:
+        model: a model with an identity.
+        resolved: the runs.
+        store: store of the results.
+        compute: computes the runs with these indices; yields (position in the argument, result).
+
+    Returns:
+        Index of the run -> result.
     """
     source = ModelSource(model)
-    groups = list(_groups(source.identity.digest, wanted))
-    found: dict[int, HookCache] = {}
+    groups = list(_groups(source.identity.digest, resolved))
+    results: dict[int, HookCache] = {}
     waiting: dict[int, RunGroup] = {}
     for group in groups:
         if store.lookup(group.key) is not None:
-            found.update(_read(store, group, wanted, model))
+            results.update(_read(store, group, resolved, model))
         else:
             waiting.update(dict.fromkeys(group.runs, group))
     missing = list(waiting)
     with measured() as took:
         for number, result in compute(missing):
             index = missing[number]
-            found[index] = result
+            results[index] = result
             group = waiting[index]
-            if all(i in found for i in group.runs):
-                _keep(store, group, [found[i] for i in group.runs], source, took)
-    return found
+            if all(i in results for i in group.runs):
+                _publish(store, group, [results[i] for i in group.runs], source, took)
+    return results
 
 
-def _groups(identity: str, wanted: Sequence[Wanted]) -> Iterator[RunGroup]:
-    """The runs of a list in groups, in order."""
+def _groups(identity: str, resolved: Sequence[Wanted]) -> Iterator[RunGroup]:
+    """Split a list of runs into groups, in order."""
     start = 0
-    while start < len(wanted):
-        first = wanted[start]
+    while start < len(resolved):
+        first_run = resolved[start]
         stop = start
-        while stop < len(wanted) and stop - start < GROUP and _shape(wanted[stop]) == _shape(first):
+        while stop < len(resolved) and stop - start < GROUP and _shape(resolved[stop]) == _shape(first_run):
             stop += 1
-        digests = [_run_digest(identity, run) for run in wanted[start:stop]]
-        request = {**_shape(first), "runs": digests}
+        digests = [_run_digest(identity, run) for run in resolved[start:stop]]
+        request = {**_shape(first_run), "runs": digests}
         key = ResultKey("runs", VERSION, request, {"model": identity})
-        yield RunGroup(tuple(range(start, stop)), key, first.spec.captures)
+        yield RunGroup(tuple(range(start, stop)), key, first_run.spec.captures)
         start = stop
 
 
-def _keep(
+def _publish(
     store: Store, group: RunGroup, results: Sequence[HookCache], source: ModelSource, took: Took
 ) -> None:
-    """Publish what the runs of a group gave, if the model still is what the key says.
+    """Publish the results of a group. SourceChanged if the model no longer has the identity in the key.
 
-    took: what the runs took, and those of groups that were computed before or together with them.
+    took: time and memory since the call began; groups that are computed together cannot be told apart.
     """
     import xarray as xr
 
@@ -110,31 +117,31 @@ def _keep(
         arrays["logits"] = (("run", "want_position", "want_token"), _storable(logits), named)
     for number, capture in enumerate(group.captures):
         values = torch.cat([result.require(capture.point, when=capture.when) for result in results])
-        dims = ("run", *(_own(axis, number) for axis in capture.point.dims[1:]))
+        dims = ("run", *(_axis_name(axis, number) for axis in capture.point.dims[1:]))
         arrays[_name(capture)] = (
             dims,
             _storable(values),
             {"long_name": f"{capture.point}, {capture.when}"},
         )
     coords = {"run": np.arange(len(results))}
-    given = xr.Dataset(arrays, coords)
-    note = {**source.provenance(), **took(), "bytes_written": int(given.nbytes)}
-    store.put_result(group.key, given, provenance=note, confirm=source.check)
+    dataset = xr.Dataset(arrays, coords)
+    note = {**source.provenance(), **took(), "bytes_written": int(dataset.nbytes)}
+    store.put_result(group.key, dataset, provenance=note, confirm=source.check)
 
 
 def _read(
-    store: Store, group: RunGroup, wanted: Sequence[Wanted], model: Model
+    store: Store, group: RunGroup, resolved: Sequence[Wanted], model: Model
 ) -> Iterator[tuple[int, HookCache]]:
     """(index, result) of the runs of a stored group, on the model's device."""
     dataset = store.open_result(group.key).load()
     for row, index in enumerate(group.runs):
         logits = _tensor(dataset, "logits", row, model) if "logits" in dataset else None
         captured = {capture: _tensor(dataset, _name(capture), row, model) for capture in group.captures}
-        yield index, HookCache([list(wanted[index].tokens)], logits, captured)
+        yield index, HookCache([list(resolved[index].tokens)], logits, captured)
 
 
 def _shape(run: Wanted) -> dict[str, Any]:
-    """What runs of one group have in common, as plain values."""
+    """Prompt length, logits and captures of a run, as JSON values; equal for all runs of a group."""
     want = None if run.want is None else [_plain(run.want.positions), _plain(run.want.tokens)]
     return {
         "length": len(run.tokens),
@@ -143,8 +150,8 @@ def _shape(run: Wanted) -> dict[str, Any]:
     }
 
 
-def _plain(chosen: Sequence[int] | None) -> list[int] | None:
-    return None if chosen is None else list(chosen)
+def _plain(indices: Sequence[int] | None) -> list[int] | None:
+    return None if indices is None else list(indices)
 
 
 def _run_digest(identity: str, run: Wanted) -> str:
@@ -153,18 +160,18 @@ def _run_digest(identity: str, run: Wanted) -> str:
 
 
 def _name(capture: Capture) -> str:
-    """Name of a capture's variable: one per layer, as runs may capture any layers of any kinds."""
+    """Variable name of a capture: one per layer, because runs may capture any layers of any kind."""
     layer = "" if capture.point.layer is None else f"_{capture.point.layer}"
     return f"{capture.variable}{layer}"
 
 
-def _own(axis: str, number: int) -> str:
-    """Axes other than positions may differ in size between kinds; names keep them apart."""
+def _axis_name(axis: str, number: int) -> str:
+    """Axis name in the stored dataset; numbered by capture if the length may differ between captures."""
     return axis if axis in ("position", "query_position", "key_position", "hidden") else f"{axis}_{number}"
 
 
 def _storable(values: torch.Tensor) -> npt.NDArray[Any]:
-    """Results are stored in float32 where the model computes in bfloat16, which holds them exactly."""
+    """A numpy array of a tensor; bfloat16, which numpy lacks, as float32, which holds it exactly."""
     wide = values.float() if values.dtype == torch.bfloat16 else values
     return wide.cpu().numpy()
 

@@ -1,9 +1,9 @@
 """A pruned graph as tables and as GraphML, for other programs.
 
-Border: files; GraphML needs nothing, Parquet needs pyarrow (the extra corpora).
+Parquet needs pyarrow (the extra `corpora`).
 
-nodes: id, kind, layer, position, feature, activation, influence, cumulative; edges: source, target (ids of
-nodes) and weight, in units of the target.
+Columns of nodes: id, kind, layer, position, feature, activation, influence, cumulative. Columns of edges:
+source and target (ids of nodes), weight (in units of the target).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES = {"U": "string", "O": "string", "T": "string", "i": "long", "f": "double
 
 
 def write_graphml(pruned: WrittenPart, path: Path) -> Path:
-    """Directed GraphML, source -> target; attributes that are NaN are left out."""
+    """Write directed GraphML, edges from source to target, without NaN attributes; returns the path."""
     nodes, edges = pruned.nodes, pruned.edges
     lines = [
         '<?xml version="1.0" encoding="UTF-8"?>',
@@ -39,12 +39,12 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
     ]
     columns = {str(name): values.values.tolist() for name, values in nodes.data_vars.items()}
     for k, number in enumerate(nodes["node"].values.tolist()):
-        told = "".join(
+        data = "".join(
             f"<data key={quoteattr(name)}>{escape(str(values[k]))}</data>"
             for name, values in columns.items()
             if not (isinstance(values[k], float) and math.isnan(values[k]))
         )
-        lines.append(f'<node id="{number}">{told}</node>')
+        lines.append(f'<node id="{number}">{data}</node>')
     lines += [
         f'<edge source="{source}" target="{target}"><data key="weight">{weight!r}</data></edge>'
         for source, target, weight in zip(
@@ -57,12 +57,13 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
 
 
 def write_parquet(pruned: WrittenPart, folder: Path) -> tuple[Path, Path]:
-    """nodes.parquet and edges.parquet in a folder."""
+    """Write nodes.parquet and edges.parquet into a folder; returns their paths. MissingExtra without
+    pyarrow."""
     arrow, parquet = _pyarrow()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, table in (("nodes", pruned.nodes), ("edges", pruned.edges)):
-        columns = {str(each): values.values for each, values in table.data_vars.items()}
+        columns = {str(column): values.values for column, values in table.data_vars.items()}
         if name == "nodes":
             columns = {"id": table["node"].values, **columns}
         paths.append(folder / f"{name}.parquet")

@@ -1,10 +1,10 @@
-"""circuit-tracer's own file of a graph (`Graph.to_pt`), read and written without circuit-tracer.
+"""Reads and writes the graph files of circuit-tracer (`Graph.to_pt`), without circuit-tracer.
 
-The file is `torch.save` of a dict. It names two classes, circuit_tracer's UnifiedConfig and LogitTarget, for
-which stand-ins are used here under their names; any other class in a file is refused, and no code of a file
-is run (torch's weights-only unpickler).
+The file is the `torch.save` of a dict. It refers to two classes of circuit_tracer, UnifiedConfig and
+LogitTarget; classes of the same names replace them here. Any other class in a file is refused, and no code of
+a file runs (torch's weights-only unpickler).
 
-Border: a path and a dataset. The file holds the dense matrix, so writing one needs memory for it.
+The file contains the dense adjacency matrix, so writing one needs memory for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ARCHITECTURES = {
 
 @dataclass
 class UnifiedConfig:
-    """Stands in for circuit_tracer's class of this name: the model's axes."""
+    """Replaces circuit_tracer's class of this name: sizes and names of a model."""
 
     n_layers: int
     d_model: int
@@ -71,7 +71,7 @@ class UnifiedConfig:
 
 
 class LogitTarget(NamedTuple):
-    """Stands in for circuit_tracer's class of this name."""
+    """Replaces circuit_tracer's class of this name: text and id of an explained token."""
 
     token_str: str
     vocab_idx: int
@@ -81,8 +81,8 @@ _STAND_INS: Mapping[type[Any], str] = {UnifiedConfig: _CONFIG, LogitTarget: _TAR
 
 
 def _pickler() -> type[Any]:
-    """A pickler that writes the stand-ins under the names they stand for."""
-    base: Any = pickle._Pickler  # the one in Python, which can be told
+    """A pickler that writes the two classes above under the names of circuit_tracer's classes."""
+    base: Any = pickle._Pickler  # the pure Python one: the C pickler ignores an overridden save_global
 
     class Named(base):  # type: ignore[misc]  # its base is a value to mypy
         def save_global(self, obj: Any, name: str | None = None) -> None:
@@ -98,15 +98,23 @@ def _pickler() -> type[Any]:
 
 
 def _tokenizer_of(model: str) -> str:
-    """Where transformers finds the tokenizer, with which circuit-tracer makes the files of its viewer: the
-    built-in model has a name that only we know."""
+    """Name or folder from which transformers can load the tokenizer, as circuit-tracer does for its viewer.
+
+    The folder for the shipped specimen, whose name is no hub id.
+    """
     return str(resolve(model).directory) if model == SPECIMEN else model
 
 
 def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None = None) -> Path:
-    """Save a graph at `path`, whole or not at all; returns the path.
+    """Save a graph atomically.
 
-    scan: which transcoders these are; default what the graph says.
+    Arguments:
+        graph: the graph.
+        path: path of the new file.
+        scan: names of the transcoders; None for those of the graph.
+
+    Returns:
+        The path.
     """
     import torch
 
@@ -119,7 +127,7 @@ def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None =
         n_key_value_heads=a["n_key_value_heads"],
         dtype=torch.float32,
     )
-    found = {
+    contents = {
         "input_string": graph.prompt,
         "adjacency_matrix": torch.from_numpy(np.ascontiguousarray(graph.adjacency.values)),
         "cfg": config,
@@ -139,7 +147,7 @@ def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None =
     partial = path.with_name(f".{path.name}.partial")
     try:
         torch.save(
-            found,
+            contents,
             partial,
             pickle_module=SimpleNamespace(Pickler=_pickler(), dumps=pickle.dumps, __name__="pickle"),
         )
@@ -150,37 +158,38 @@ def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None =
 
 
 def read(path: Path) -> xr.Dataset:
-    """The graph of a file, as a dataset such as the store's.
+    """Read a file as a dataset with the layout of stored graphs.
 
-    Raises StageError for a file that is missing, holds other classes, or is no graph.
+    Raises:
+        StageError: if the file is missing, contains other classes, or is no graph.
     """
     import torch
 
     if not path.is_file():
         raise StageError(f"expected a graph saved by circuit-tracer at {path}, found no file")
-    known: list[Any] = [(kind, name) for kind, name in _STAND_INS.items()]
-    with torch.serialization.safe_globals(known):
-        found = load_pickled(path, StageError, mmap=False)
+    classes: list[Any] = [(kind, name) for kind, name in _STAND_INS.items()]
+    with torch.serialization.safe_globals(classes):
+        contents = load_pickled(path, StageError, mmap=False)
     try:
-        return _dataset(found)
+        return _dataset(contents)
     except MizarrError:
         raise
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
         raise StageError(f"{path} is no graph of circuit-tracer: {error}") from error
 
 
-def _dataset(found: Any) -> xr.Dataset:
-    """The file's dict, checked and relabelled."""
+def _dataset(contents: Any) -> xr.Dataset:
+    """Check the dict of a file, and convert it to a dataset."""
     import xarray as xr
 
-    missing = [key for key in _KEYS if not isinstance(found, Mapping) or key not in found]
+    missing = [key for key in _KEYS if not isinstance(contents, Mapping) or key not in contents]
     if missing:
         raise StageError(f"expected a graph of circuit-tracer, found no {missing[0]!r} in the file")
-    config, targets = found["cfg"], found["logit_targets"]
+    config, targets = contents["cfg"], contents["logit_targets"]
     if hasattr(targets, "tolist"):  # files older than named targets
         targets = [LogitTarget("", int(token)) for token in targets.tolist()]
-    selected, tokens = found["selected_features"].numpy(), found["input_tokens"].reshape(-1).numpy()
-    matrix = found["adjacency_matrix"].float().numpy()
+    selected, tokens = contents["selected_features"].numpy(), contents["input_tokens"].reshape(-1).numpy()
+    matrix = contents["adjacency_matrix"].float().numpy()
     features, logits = len(selected), len(targets)
     sources = features + (config.n_layers + 1) * len(tokens)
     if matrix.shape != (sources + logits, sources + logits):
@@ -195,27 +204,27 @@ def _dataset(found: Any) -> xr.Dataset:
     return xr.Dataset(
         {
             "weights": (("target", "source"), rows),
-            "active_features": (("active", "axis"), found["active_features"].numpy()),
-            "activation_values": ("active", found["activation_values"].float().numpy()),
+            "active_features": (("active", "axis"), contents["active_features"].numpy()),
+            "activation_values": ("active", contents["activation_values"].float().numpy()),
             "selected_features": ("selected", selected),
             "input_tokens": ("input_position", tokens),
             "input_text": ("input_position", np.array([""] * len(tokens), object)),
             "logit_token_ids": ("logit", np.array([target.vocab_idx for target in targets], np.int64)),
             "logit_text": ("logit", np.array([target.token_str for target in targets], object)),
-            "logit_probabilities": ("logit", found["logit_probabilities"].double().numpy()),
+            "logit_probabilities": ("logit", contents["logit_probabilities"].double().numpy()),
         },
         coords={"axis": np.array(["layer", "position", "feature"], object)},
         attrs={
             **named,
             "model": model,
             "model_type": _model_type(named.pop("original_architecture")),
-            "input_string": found.get("input_string", ""),
-            "vocab_size": int(found.get("vocab_size") or config.d_vocab),
-            "scan": found.get("scan"),
+            "input_string": contents.get("input_string", ""),
+            "vocab_size": int(contents.get("vocab_size") or config.d_vocab),
+            "scan": contents.get("scan"),
         },
     )
 
 
 def _model_type(architecture: str) -> str:
-    names = {theirs: ours for ours, theirs in _ARCHITECTURES.items()}
+    names = {class_name: model_type for model_type, class_name in _ARCHITECTURES.items()}
     return names.get(architecture, architecture)

@@ -1,11 +1,11 @@
-"""The files of circuit-tracer's graph viewer: `<slug>.json`, listed in graph-metadata.json.
+"""Files of circuit-tracer's graph viewer: `<slug>.json`, listed in graph-metadata.json.
 
-Border: a pruned graph and a folder. Field by field as circuit-tracer 0.5.0 writes them, and Neuronpedia reads
-them, but for the name of a graph over several dashboards: "custom-" and a digest that is the same in every
-process, where the original has Python's salted hash.
+All fields are as circuit-tracer 0.5.0 writes them and Neuronpedia reads them, except the name of a graph with
+features of several dashboards: "custom-" and a digest that is the same in every process, where the original
+has Python's salted hash.
 
-An error node is called 0_{layer}_{position}, which is also what a feature of layer 0 whose index is that
-layer is called. The format cannot tell them apart; a graph in which both are kept is written with a warning.
+The id of an error node is 0_{layer}_{position}, which is also the id of the feature of layer 0 with that
+layer as its index. The format cannot distinguish them; a graph that keeps both is written with a warning.
 """
 
 from __future__ import annotations
@@ -35,35 +35,44 @@ METADATA = "graph-metadata.json"
 
 
 def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
-    """Write the graph, and its line among the folder's graphs; returns the path of the former.
+    """Write a pruned graph, and add it to the list of graphs of the folder.
 
-    scan: which dashboards the features have; default what the graph says. Raises StageError without one,
-    and for a slug that is no file name.
+    Arguments:
+        pruned: the graph.
+        folder: folder of the viewer's data.
+        slug: name of the graph, and of its file.
+        scan: names of the transcoders, by which the viewer finds dashboards; None for those of the graph.
+
+    Returns:
+        Path of the file of the graph.
+
+    Raises:
+        StageError: if there is no `scan`, or `slug` is no file name.
     """
     if not slug or slug != Path(slug).name or slug.startswith("."):
         raise StageError(f"expected a slug that is a file name, found {slug!r}")
-    found = document(pruned, slug, scan=scan)
+    content = document(pruned, slug, scan=scan)
     folder.mkdir(parents=True, exist_ok=True)
     listing = folder / METADATA
     graphs = json.loads(listing.read_text("utf-8"))["graphs"] if listing.exists() else []
-    graphs = [each for each in graphs if each["slug"] != slug] + [found["metadata"]]
+    graphs = [graph for graph in graphs if graph["slug"] != slug] + [content["metadata"]]
     path = folder / f"{slug}.json"
-    _replace(path, found)
+    _replace(path, content)
     _replace(listing, {"graphs": graphs})
     return path
 
 
 def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None = None) -> dict[str, Any]:
-    """What the viewer reads, as plain JSON values."""
+    """Contents of the file of a pruned graph, JSON values. Arguments and StageError as for `write`."""
     graph = pruned.graph
     scan = graph.scan if scan is None else scan
     if not scan:
         raise StageError(
             "expected scan, which names the dashboards of the features, found none in the graph; pass scan="
         )
-    listed = [] if isinstance(scan, str) else [str(each) for each in scan]
-    chosen = np.flatnonzero(pruned.node_mask)
-    nodes = dict(zip(chosen.tolist(), _nodes(pruned, chosen), strict=True))
+    listed = [] if isinstance(scan, str) else [str(name) for name in scan]
+    numbers = np.flatnonzero(pruned.node_mask)
+    nodes = dict(zip(numbers.tolist(), _nodes(pruned, numbers), strict=True))
     ids = {number: node["node_id"] for number, node in nodes.items()}
     _warn_of_shared(ids)
     links = [
@@ -91,14 +100,14 @@ def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None
     }
 
 
-def _nodes(pruned: WrittenPart, chosen: Any) -> list[dict[str, Any]]:
-    """The kept nodes as the viewer has them."""
+def _nodes(pruned: WrittenPart, numbers: Any) -> list[dict[str, Any]]:
+    """Nodes with these numbers, int [kept node], as JSON values of the viewer."""
     graph = pruned.graph
-    labels = graph.nodes.isel(node=chosen)
+    labels = graph.nodes.isel(node=numbers)
     probability, text = graph.logit_probabilities, graph.logit_tokens
-    first, layers = graph.counts.sources, graph.counts.layers
-    found = []
-    for k, number in enumerate(chosen.tolist()):
+    first_logit, layers = graph.counts.sources, graph.counts.layers
+    nodes = []
+    for k, number in enumerate(numbers.tolist()):
         kind = str(labels["kind"].values[k])
         layer, position, feature = (int(labels[name].values[k]) for name in ("layer", "position", "feature"))
         node: dict[str, Any] = {
@@ -119,6 +128,7 @@ def _nodes(pruned: WrittenPart, chosen: Any) -> list[dict[str, Any]]:
         if kind == FEATURE:
             node |= {
                 "node_id": f"{layer}_{feature}_{position}",
+                # Cantor pairing of layer and index, as circuit-tracer has it.
                 "feature": (layer + feature) * (layer + feature + 1) // 2 + feature,
                 "feature_type": "cross layer transcoder",
                 "jsNodeId": f"{layer}_{feature}-0",
@@ -139,20 +149,20 @@ def _nodes(pruned: WrittenPart, chosen: Any) -> list[dict[str, Any]]:
                 "jsNodeId": f"E_{feature}-{position}",
             }
         elif kind == LOGIT:
-            share = float(probability[number - first])
+            share = float(probability[number - first_logit])
             node |= {
                 "node_id": f"{layers + 1}_{feature}_{position}",
                 "feature": feature,
                 "layer": str(layers + 1),
                 "feature_type": "logit",
                 "token_prob": share,
-                "is_target_logit": number == first,
+                "is_target_logit": number == first_logit,
                 "jsNodeId": f"L_{feature}-{position}",
-                "clerp": f'Output "{text[number - first]}" (p={share:.3f})',
+                "clerp": f'Output "{text[number - first_logit]}" (p={share:.3f})',
                 "influence": None,
             }
-        found.append(node)
-    return found
+        nodes.append(node)
+    return nodes
 
 
 def _warn_of_shared(ids: dict[int, str]) -> None:
@@ -167,7 +177,7 @@ def _warn_of_shared(ids: dict[int, str]) -> None:
 
 
 def _replace(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False), "utf-8")
@@ -177,33 +187,34 @@ def _replace(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
-    """A graph as the viewer has it, written here or by circuit-tracer: nodes and edges, as `PrunedGraph`
-    gives them.
+    """Read a file of the viewer, written by mizarr or circuit-tracer.
 
-    nodes over node: id, kind, layer, position, feature, activation, cumulative, probability; the file's
-    metadata and qParams as attributes. edges over edge: source and target, numbers of nodes, and weight.
-    Raises StageError for a file that is no graph, or whose links name nodes it does not have.
+    Returns:
+        (nodes, edges), laid out as in `PrunedGraph`. Nodes have id, kind, layer, position, feature,
+        activation, cumulative and probability, [node], and the metadata and qParams of the file as
+        attributes. Edges have source and target (numbers of nodes) and weight, [edge].
+
+    Raises:
+        StageError: if the file is no graph, or a link refers to a node that it does not contain.
     """
     import xarray as xr
 
     try:
-        found = json_file(path, StageError)
-        nodes, links = found["nodes"], found["links"]
+        content = json_file(path, StageError)
+        nodes, links = content["nodes"], content["links"]
         number = {node["node_id"]: k for k, node in enumerate(nodes)}
         columns = {name: [node[field] for node in nodes] for name, field in _READ.items()}
         kinds = [_KINDS[node["feature_type"]] for node in nodes]
         features = [_feature(node) for node in nodes]
         ends = [(link["source"], link["target"], link["weight"]) for link in links]
-        metadata = found["metadata"]
+        metadata = content["metadata"]
     except MizarrError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StageError(f"expected the JSON of a graph at {path}, found none ({error!r:.200})") from error
-    stranger = next(
-        (end for source, target, _ in ends for end in (source, target) if end not in number), None
-    )
-    if stranger is not None:
-        raise StageError(f"{path} has a link with {stranger!r}, which is no node of it")
+    unknown = next((end for source, target, _ in ends for end in (source, target) if end not in number), None)
+    if unknown is not None:
+        raise StageError(f"{path} has a link with {unknown!r}, which is no node of it")
     layers = [-1 if layer == "E" else int(layer) for layer in columns.pop("layer")]
     # The viewer puts logits one layer further up than the last stream.
     layers = [at - 1 if kind == LOGIT else at for at, kind in zip(layers, kinds, strict=True)]
@@ -216,7 +227,7 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
                 name: ("node", np.array(values, _DTYPES.get(name, float))) for name, values in columns.items()
             },
         },
-        attrs={"metadata": metadata, "qParams": found.get("qParams", {})},
+        attrs={"metadata": metadata, "qParams": content.get("qParams", {})},
     )
     edges = {
         "source": ("edge", np.array([number[source] for source, _, _ in ends], np.int64)),
@@ -244,6 +255,7 @@ _DTYPES: dict[str, Any] = {"id": str, "position": np.int64}
 
 
 def _feature(node: dict[str, Any]) -> int:
-    """Index of a feature, id of a token: in the name, where the field has something else."""
+    """Index of a feature or id of a token, from the id of the node: the field "feature" encodes it
+    otherwise."""
     kind = _KINDS[node["feature_type"]]
     return -1 if kind == ERROR else int(node["node_id"].split("_")[1])

@@ -1,8 +1,5 @@
-# ruff: noqa: D102 - what each is, the docstrings of the graph say
-"""What the files of a graph are written from.
-
-Border: what writers ask of a graph, no more; the graph itself is graph.py's.
-"""
+# ruff: noqa: D102 - the properties are documented in `AttributionGraph` and `PrunedGraph`
+"""Protocols of the graphs that writers of files accept: the properties they use, and no more."""
 
 from __future__ import annotations
 
@@ -13,16 +10,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import xarray as xr
 
-    from ..pruning import Kept
+    from ..pruning import KeptPart
     from ..rows.nodes import NodeCounts
 
 __all__ = ["WrittenGraph", "WrittenPart"]
 
 
 class WrittenGraph(Protocol):
-    """A whole graph; the properties are AttributionGraph's."""
+    """A whole graph; its properties are those of `AttributionGraph`."""
 
     dataset: xr.Dataset
+    """Stored dataset of the graph."""
 
     @property
     def counts(self) -> NodeCounts: ...
@@ -51,10 +49,12 @@ class WrittenGraph(Protocol):
 
 
 class WrittenPart(Protocol):
-    """The part of a graph that matters at two thresholds; the properties are PrunedGraph's."""
+    """A pruned graph; its properties are those of `PrunedGraph`."""
 
-    kept: Kept
+    kept: KeptPart
+    """The kept nodes and edges."""
     node_threshold: float
+    """Share of the influence that the kept nodes carry."""
 
     @property
     def graph(self) -> WrittenGraph: ...

@@ -1,17 +1,15 @@
-"""Rows of the adjacency matrix: what every source adds to a target, by the target's gradient.
+"""Rows of the adjacency matrix: the direct effect of every source on a target.
 
-The edge from source s to target t is what t's pre-activation (or logit) would gain if s were added once more,
-with everything else frozen: the source's vector in the stream after each layer it writes to, met by the
-gradient of t there (circuit-tracer 0.5.0; spec section C.3 of Ameisen et al. 2025's construction). Positive
-or negative, in units of the target; not normalised.
+The edge from source s to target t is the change of t's pre-activation (or logit) if s were added once more,
+with everything else frozen: the sum, over the layers that s writes to, of the dot product of its vector with
+the gradient of t in the residual stream (circuit-tracer 0.5.0; Ameisen et al. 2025, section C.3). It is
+signed, in units of the target, and not normalised.
 
-Targets are taken by layer and position, so that a batch has gradients only below its layer and up to its last
-position: the causal cone. What a row is does not depend on its batch.
+Targets are batched by layer and position, so that a batch needs gradients only below its layer and up to its
+last position (the causal cone). A row does not depend on its batch.
 
-Batches are independent. Where maps and decoder vectors are in memory, as in small models, batches run side by
-side, each on one thread (threads.py). Large products, and a GPU, have one batch at a time.
-
-Border: which rows, in which order, and where they are kept is node.py's and selection.py's.
+Batches are independent. If maps and decoder vectors are in memory, as for small models, several batches run
+at the same time, each on one thread (threads.py). Large models, and a GPU, run one batch at a time.
 """
 
 from __future__ import annotations
@@ -37,30 +35,42 @@ if TYPE_CHECKING:
 __all__ = ["Attributor"]
 
 LANES = 64
-"""Targets in a batch, where memory allows; measured on 2 cores, 32 to 128 are equal."""
+"""Targets per batch, if memory allows; measured on 2 cores, 32 to 128 are equally fast."""
 FEWEST = 16
-"""Targets in a batch below which batches are not made smaller to run side by side."""
+"""Fewest targets per batch when batches are made smaller to run several at the same time."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetBatch:
-    """Targets of one layer: where their rows go, their positions, the vectors they read with."""
+    """Targets of one layer."""
 
     rows: npt.NDArray[np.int64]
+    """Index of each target's row in the result, [target]."""
     layer: int
+    """Layer whose read hook they read; the number of layers for logits."""
     positions: Tensor
+    """Position of each target, [target]."""
     vectors: Tensor
+    """Encoder vector of a feature, or unembedding vector of a logit, [target, hidden]."""
 
 
 class Attributor:
-    """Computes rows of one prompt's graph.
-
-    room: bytes for the gradients and rows of a batch. Raises PlanError if one target does not fit.
-    """
+    """Computes rows of the graph of one prompt."""
 
     def __init__(
         self, replacement: Replacement, sources: Sources, targets: Targets, *, room: int = 1 << 28
     ) -> None:
+        """Plan the size of batches.
+
+        Arguments:
+            replacement: the local replacement model.
+            sources: features, errors and tokens.
+            targets: logits.
+            room: bytes for the gradients and rows of a batch.
+
+        Raises:
+            PlanError: if one target does not fit in `room`.
+        """
         self.replacement, self.sources, self.targets = replacement, sources, targets
         config, positions = replacement.config, replacement.n_positions
         heads = config.axis_sizes["head"] + config.axis_sizes["kv_head"]
@@ -75,44 +85,48 @@ class Attributor:
         is_small = sources.is_kept and replacement.is_kept and replacement.device.type == "cpu"
         self._side_by_side = max(1, self._most // FEWEST) if is_small else 1
 
-    def rows(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Rows [n, source] of some targets, columns in the order of the graph before selection: all active
-        features, errors, tokens.
+    def rows(self, items: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Compute rows of the adjacency matrix.
 
-        chosen: active features by index; from their number on, logits.
+        Arguments:
+            items: indices of active features, or their number plus the index of a logit, [n].
+
+        Returns:
+            float32 [n, source], columns for all active features, errors and tokens.
         """
         workers = min(torch.get_num_threads(), self._side_by_side)
-        # Decoder vectors that are read anew for every batch are worth batches as large as can be.
+        # Decoder vectors that are read again for every batch call for batches as large as possible.
         most = self._most // workers
         lanes = min(LANES, most) if self.sources.is_kept else most
-        items = torch.from_numpy(np.ascontiguousarray(chosen)).to(self.replacement.device)
-        batches = self._batches(items, lanes)
-        found = np.empty((len(items), self.sources.n_columns), np.float32)
+        item_tensor = torch.from_numpy(np.ascontiguousarray(items)).to(self.replacement.device)
+        batches = self._batches(item_tensor, lanes)
+        rows = np.empty((len(items), self.sources.n_columns), np.float32)
 
         def compute(batch: TargetBatch) -> None:
             out = self.batch(batch.layer, batch.positions, batch.vectors)
-            found[batch.rows] = out.float().cpu().numpy()
+            rows[batch.rows] = out.float().cpu().numpy()
 
         if workers == 1:
             for batch in batches:
                 compute(batch)
-            return found
+            return rows
         self.sources.fill()
         with one_thread_each(), ThreadPoolExecutor(workers) as pool:
             for _ in pool.map(compute, batches):
                 pass
-        return found
+        return rows
 
     def _batches(self, items: Tensor, lanes: int) -> Iterator[TargetBatch]:
-        """Logits, then features layer by layer, by position; so many targets at a time."""
+        """Batches of at most `lanes` targets: logits first, then features by layer and position."""
         active, count = self.sources.active, self.sources.n_features
-        last = self.replacement.n_positions - 1
+        last_position = self.replacement.n_positions - 1
         is_logit = items >= count
-        for some in is_logit.nonzero().squeeze(1).split(lanes):
-            vectors = self.targets.vectors[items[some] - count]
-            rows = some.cpu().numpy()
-            if len(rows):  # split gives one empty piece of nothing
-                yield TargetBatch(rows, self.replacement.n_layers, torch.full_like(some, last), vectors)
+        for part in is_logit.nonzero().squeeze(1).split(lanes):
+            vectors = self.targets.vectors[items[part] - count]
+            rows = part.cpu().numpy()
+            if len(rows):  # split of an empty tensor returns one empty part
+                positions = torch.full_like(part, last_position)
+                yield TargetBatch(rows, self.replacement.n_layers, positions, vectors)
         layers = torch.full_like(items, -1)
         layers[~is_logit] = active.layer[items[~is_logit]]
         for layer in layers.unique().tolist():
@@ -121,20 +135,28 @@ class Attributor:
             places = (layers == layer).nonzero().squeeze(1)
             places = places[torch.argsort(active.position[items[places]], stable=True)]
             features = self.replacement.dictionary.layer(layer)
-            for some in places.split(lanes):
-                chosen = items[some]
-                vectors = features.encoder_rows(active.feature[chosen].cpu())
-                yield TargetBatch(some.cpu().numpy(), layer, active.position[chosen], vectors)
+            for part in places.split(lanes):
+                indices = items[part]
+                vectors = features.encoder_rows(active.feature[indices].cpu())
+                yield TargetBatch(part.cpu().numpy(), layer, active.position[indices], vectors)
 
     def batch(self, layer: int, positions: Tensor, vectors: Tensor) -> Tensor:
-        """Rows [target, source], in the dtype of the arithmetic, of targets that read with these vectors at
-        the read hook of a layer (or, at the number of layers, behind the final norm), at these positions."""
+        """Compute the rows of one batch.
+
+        Arguments:
+            layer: layer whose read hook the targets read; the number of layers for the final norm's output.
+            positions: position of each target, [target].
+            vectors: vector that each target reads with, [target, d_in].
+
+        Returns:
+            [target, source], in the dtype of the arithmetic.
+        """
         model, sources = self.replacement, self.sources
         vectors = vectors.to(model.device, model.dtype)
-        walking = model.start(layer, positions, model.read_gradient(layer, vectors, positions))
+        gradient = model.start(layer, positions, model.read_gradient(layer, vectors, positions))
         out = vectors.new_zeros(len(positions), sources.n_columns)
         for below in range(min(layer, model.n_layers) - 1, -1, -1):
-            sources.contract(below, walking, out)
-            model.back(below, walking)
-        sources.contract_tokens(walking, out)
+            sources.contract(below, gradient, out)
+            model.back(below, gradient)
+        sources.contract_tokens(gradient, out)
         return out.index_select(1, sources.order)

@@ -1,11 +1,11 @@
-"""Taps that set features to other values while a forward pass runs.
+"""Taps that set features to other values during a forward pass.
 
-At a layer's read hook the features are encoded; what a set feature changes, (new value - present one) times
-its decoder vectors, is added at the write hook of every layer it writes to. What is frozen is replaced at its
-own hook point. The change depends on the pass itself, so it cannot be a HookSpec's payload, made before the
-pass begins; everything around it is the forward room's.
+At the read hook of a layer the features are encoded. The change of a set feature, (new value - present value)
+times its decoder vectors, is added at the write hook of every layer it writes to. Frozen activations replace
+those at their hook points. The change depends on activations of the pass itself, so it cannot be the payload
+of a HookSpec, which exists before the pass.
 
-Border: one prompt, or the newest position of it; which passes are made is interventions.py's.
+A pass covers one prompt, or only its newest position.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ __all__ = ["FeatureTaps", "Frozen", "SetFeature"]
 
 @dataclass(frozen=True)
 class SetFeature:
-    """A feature set to a value at a position, or at a slice of positions; values are absolute."""
+    """Sets a feature to a value."""
 
     layer: int
+    """Layer of the feature."""
     position: int | slice
+    """Position or positions; negative ones count from the end."""
     feature: int
+    """Index of the feature in its layer."""
     value: float
+    """The new activation, not a difference."""
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether it goes on for tokens to come."""
+        """Whether it also applies to tokens that are generated later."""
         return isinstance(self.position, slice) and self.position.stop is None
 
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """What is held at the values of a clean pass.
-
-    values: hook point -> activation. activations: layer -> [position, feature], clean. reads: layer -> what
-    was read, where a skip must be corrected. layers: those that are constrained.
-    """
+    """Values of a clean pass that stay fixed."""
 
     values: Mapping[HookPoint, Tensor] = field(default_factory=dict)
+    """Hook point -> activation that replaces the one of the pass."""
     activations: Mapping[int, Tensor] = field(default_factory=dict)
+    """Layer -> clean feature activations [position, feature]; set features change relative to these."""
     reads: Mapping[int, Tensor] = field(default_factory=dict)
+    """Layer -> clean input of a transcoder with a linear skip, whose output changes with its input."""
     layers: frozenset[int] | None = None
+    """Constrained layers; None if set features change relative to the running pass."""
 
 
 class FeatureTaps:
-    """Taps of a pass of one prompt (batch axis of one) in which features are set.
-
-    zero_positions: the first positions of the pass at which features count as 0. keep: layers whose
-    activations are kept; before: kept before the activation function, not after.
-    """
+    """Taps of a pass over one prompt (batch axis of one) in which features are set."""
 
     def __init__(
         self,
@@ -70,6 +70,16 @@ class FeatureTaps:
         keep: Sequence[int],
         before: bool = False,
     ) -> None:
+        """Prepare one pass.
+
+        Arguments:
+            dictionary: the features.
+            settings: features to set.
+            frozen: values of a clean pass that stay fixed.
+            zero_positions: number of first positions of the pass at which features count as 0.
+            keep: layers whose feature activations are kept.
+            before: whether to keep them before the activation function.
+        """
         self._dictionary, self._frozen = dictionary, frozen
         self._zero, self._keep, self._before = zero_positions, frozenset(keep), before
         self._settings: dict[int, list[SetFeature]] = {}
@@ -81,10 +91,10 @@ class FeatureTaps:
         self._writes = {(write, layer) for layer in dictionary.write_layers}
         self._pending: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
-        """Activations [position, feature] by layer."""
+        """Layer -> feature activations [position, feature], of the layers in `keep`."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point."""
+        """The value to continue with at a hook point; see `AttentionTaps`."""
         place = (kind, layer)
         x = self._pinned.get(place, x)
         if layer is not None and place in self._reads:
@@ -94,15 +104,15 @@ class FeatureTaps:
         return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether features read one of these points."""
+        """Whether features read one of these hook points."""
         return any((kind, layer) in self._reads for kind in kinds)
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these points is frozen or written to."""
+        """Whether one of these hook points is frozen, or features write to it."""
         return any((kind, layer) in self._pinned or (kind, layer) in self._writes for kind in kinds)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these points is read or changed."""
+        """Whether one of these hook points is read or changed."""
         return self.captures(layer, *kinds) or self.changes(layer, *kinds)
 
     def changes_attention(self, layer: int) -> bool:
@@ -110,22 +120,22 @@ class FeatureTaps:
         return ("pattern", layer) in self._pinned
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """No attention edge is cut."""
+        """None: no attention edge is cut."""
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> None:
-        """No state is read or changed."""
+        """None: no recurrent state is read or changed."""
 
     def _read(self, layer: int, x: Tensor) -> None:
-        """Encode what is read at a layer, and prepare what its set features change further up."""
+        """Encode the input of a layer's features, and queue the changes that set features write."""
         settings, frozen = self._settings.get(layer, ()), self._frozen
         features = self._dictionary.layer(layer)
         if layer in self._keep or (settings and frozen.layers is None):
             pre = features.preactivations(x[0])
-            kept = pre if self._before else features.activation(pre)
-            kept[: self._zero] = 0
+            activations = pre if self._before else features.activation(pre)
+            activations[: self._zero] = 0
             if layer in self._keep:
-                self.kept[layer] = kept
+                self.kept[layer] = activations
         if layer in frozen.reads:
             clean = frozen.reads[layer]
             self._add(layer, features.skip(x[0]) - features.skip(clean))
@@ -133,12 +143,14 @@ class FeatureTaps:
             if frozen.layers is not None:
                 current = frozen.activations[layer]
             else:
-                current = features.activation(kept) if self._before else kept
+                current = features.activation(activations) if self._before else activations
             self._set(layer, settings, current)
 
     def _set(self, layer: int, settings: Sequence[SetFeature], current: Tensor) -> None:
-        """Decode the changes of a layer's features into the layers they write to; the last of several
-        settings of one feature counts."""
+        """Queue the decoded changes of a layer's features at the layers they write to.
+
+        Of several settings of one feature at one position the last one counts.
+        """
         change: dict[tuple[int, int], float] = {}
         for setting in settings:
             for position in _positions(setting.position, len(current)):
@@ -151,8 +163,8 @@ class FeatureTaps:
             if self._frozen.layers is not None and target not in self._frozen.layers:
                 continue
             rows = self._dictionary.layer(layer).decoder_rows(feature, target) * amount[:, None]
-            found = rows.new_zeros(len(current), rows.shape[1])
-            self._add(target, found.index_add_(0, places, rows))
+            by_position = rows.new_zeros(len(current), rows.shape[1])
+            self._add(target, by_position.index_add_(0, places, rows))
 
     def _add(self, layer: int, change: Any) -> None:
         self._pending[layer] = self._pending[layer] + change if layer in self._pending else change

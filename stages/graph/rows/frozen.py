@@ -1,6 +1,4 @@
-"""One forward pass of one prompt, with everything that the local replacement model holds constant.
-
-Border: runs the model once and keeps tensors; what they are constants of is replacement.py's.
+"""One forward pass over a prompt, which records everything that the local replacement model freezes.
 
 Axes: position, head, query_position, key_position, hidden.
 """
@@ -28,38 +26,43 @@ if TYPE_CHECKING:
 __all__ = ["READS", "WRITES", "FrozenPass", "frozen_pass", "require_attention", "require_transcoders"]
 
 READS = ("resid_mid", "ln2_normalized", "mlp_pre")
+"""Kinds of hook points that transcoders of a graph may read."""
 WRITES = ("mlp_out", "mlp_post")
+"""Kinds of hook points that transcoders of a graph may write."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenPass:
-    """What one prompt gave, in the model's dtype.
-
-    read, written: layer -> [position, d_in], [position, d_out], at the dictionary's hook points. patterns:
-    layer -> [head, query_position, key_position]. scales: hook point -> [position], divisors of norms.
-    embed [position, hidden], after the family's embedding scale. logits [vocab], after the soft cap.
-    """
+    """Activations of one prompt, in the dtype of the model."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     read: Mapping[int, Tensor]
+    """Layer -> input of the transcoder, [position, d_in]."""
     written: Mapping[int, Tensor]
+    """Layer -> output of the MLP at the write hook, [position, d_out]."""
     patterns: Mapping[int, Tensor]
+    """Layer -> attention pattern, [head, query_position, key_position]."""
     scales: Mapping[HookPoint, Tensor]
+    """Hook point -> divisors of a norm, [position]."""
     embed: Tensor
+    """Input of the first layer, [position, hidden], after the family's embedding scale."""
     logits: Tensor
+    """Logits of the last position, [vocab], after the soft cap."""
 
     @property
     def n_positions(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.tokens)
 
 
 def require_attention(config: Architecture, model: str) -> None:
-    """Raise ConfigError unless every layer is attention and then an MLP, each behind a norm of its own."""
-    others = {layer.mixer.kind for layer in config.layers} - {"attention"}
-    if others:
+    """Raise ConfigError unless every layer is causal attention followed by an MLP, each after its own
+    norm."""
+    other_mixers = {layer.mixer.kind for layer in config.layers} - {"attention"}
+    if other_mixers:
         raise ConfigError(
-            f"expected attention in every layer, found {' and '.join(sorted(others))} in {model}: "
+            f"expected attention in every layer, found {' and '.join(sorted(other_mixers))} in {model}: "
             "attribution graphs follow attention heads"
         )
     if config.looks_ahead:
@@ -70,15 +73,15 @@ def require_attention(config: Architecture, model: str) -> None:
     config.require_linear_head()
     for layer in config.layers:
         if layer.is_parallel or layer.norms not in ("before", "around"):
-            found = "an MLP beside it" if layer.is_parallel else f"norms {layer.norms}"
+            layout = "an MLP beside it" if layer.is_parallel else f"norms {layer.norms}"
             raise ConfigError(
-                f"expected norms before attention and before the MLP behind it, found {found} in {model}; "
+                f"expected norms before attention and before the MLP after it, found {layout} in {model}; "
                 "attribution graphs do not follow such layers"
             )
 
 
 def require_transcoders(dictionary: Dictionary, config: Architecture, model: str) -> None:
-    """Raise DictionaryError unless the features of every layer read before its MLP and write what it adds."""
+    """Raise DictionaryError unless a dictionary has transcoders for the MLP of every layer of the model."""
     dictionary.require_fit(config, model)
     read, write = dictionary.layout.read, dictionary.layout.write
     if dictionary.kind in ("sae", "crosscoder") or read not in READS or write not in WRITES:
@@ -96,10 +99,12 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
 
 @plain_torch()
 def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> FrozenPass:
-    """Run a prompt once.
+    """Run a prompt once, and record the activations that are frozen.
 
-    Raises DictionaryError for a dictionary that does not fit the model, PromptError for states that are not
-    finite.
+    Raises:
+        ConfigError: for a model that attribution graphs do not support.
+        DictionaryError: for a dictionary that does not fit the model.
+        PromptError: for logits that are not finite.
     """
     require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
@@ -108,18 +113,18 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     patterns = [HookPoint.pattern(layer) for layer in layers]
     reads, writes = dictionary.read_hooks, tuple(dictionary.write_hook(layer) for layer in layers)
     spec = HookSpec().capture(HookPoint.embed(), *scales, *patterns, *reads, *writes)
-    found = model.forward([list(tokens)], spec, want=LAST_LOGITS)
-    if not bool(found.logits.isfinite().all()):
+    captured = model.forward([list(tokens)], spec, want=LAST_LOGITS)
+    if not bool(captured.logits.isfinite().all()):
         raise PromptError(
             f"{model.name} gives logits that are not finite for this prompt in {model.dtype}; compute in "
             "float32, or check its weights"
         )
     return FrozenPass(
         tokens=tuple(tokens),
-        read={layer: found[dictionary.read_hook(layer)][0] for layer in dictionary.layers},
-        written={layer: found[writes[layer]][0] for layer in layers},
-        patterns={layer: found[patterns[layer]][0] for layer in layers},
-        scales={point: found[point][0, :, 0] for point in scales},
-        embed=found[HookPoint.embed()][0],
-        logits=found.logits[0, 0],
+        read={layer: captured[dictionary.read_hook(layer)][0] for layer in dictionary.layers},
+        written={layer: captured[writes[layer]][0] for layer in layers},
+        patterns={layer: captured[patterns[layer]][0] for layer in layers},
+        scales={point: captured[point][0, :, 0] for point in scales},
+        embed=captured[HookPoint.embed()][0],
+        logits=captured.logits[0, 0],
     )

@@ -1,15 +1,14 @@
-"""How much every node matters for the logits, and how much of that is explained; row block by row block.
-
-Border: rows of edges and counts of nodes; numpy only.
+"""Influence of every node on the logits, and scores of the whole graph, computed in blocks of rows. Numpy
+only.
 
 With M the magnitudes of the edges, each row divided by its sum, and w the weights of the logits, influence is
 w M + w M^2 + ... = w ((1 - M)^-1 - 1) (Ameisen et al. 2025, "Circuit Tracing", appendix; circuit-tracer
 `compute_influence`). Features read before their layer writes, so edges run from lower to higher layers only:
-rows taken from the last layer down are complete when their turn comes, and one pass over the rows, in
-reverse, gives the sum. No N x N matrix exists, and rows may lie on disk.
+processing rows from the last layer down, the influence of a node is complete before its row is used, and one
+pass over the rows suffices. No N x N matrix exists, and rows may be on disk.
 
-Scores, of the unpruned graph: replacement = influence of tokens / influence of tokens and errors.
-completeness = share of what enters nodes, weighted by their influence, that does not come from errors.
+Scores of the unpruned graph: replacement = influence of tokens / influence of tokens and errors.
+completeness = share of the input of nodes, weighted by their influence, that does not come from errors.
 """
 
 from __future__ import annotations
@@ -32,27 +31,28 @@ if TYPE_CHECKING:
 __all__ = ["Influence", "GraphRows", "influence", "partial_influence", "scores"]
 
 BLOCK_BYTES = 1 << 23
-"""Of rows, as float64, that exist at a time."""
+"""Bytes of rows, as float64, that are in memory at a time."""
 _SMALLEST = 1e-10  # as in circuit-tracer: an empty row stays empty
 
 
 @dataclass(frozen=True)
 class GraphRows:
-    """The edges of a graph: rows that may lie on disk, read in blocks.
-
-    weights: [target, source], an array on disk or in memory. layer: of each row, ascending, logits last.
-    logit_weights [logit]. kept: bool [node]; edges of the others count as zero.
-    """
+    """The edges of a graph, read in blocks of rows."""
 
     weights: xr.DataArray
+    """Weights [target, source], in memory or on disk."""
     counts: NodeCounts
+    """Number of nodes of each kind."""
     layer: npt.NDArray[np.int64]
+    """Layer of each row, ascending; the number of layers for logits, [target]."""
     logit_weights: Floats
+    """Weight of each logit, [logit]."""
     kept: Bools | None = None
+    """Bool [node]; edges of nodes that are False count as zero. None keeps all."""
 
     @classmethod
     def of(cls, graph: xr.Dataset) -> GraphRows:
-        """The rows of a graph's dataset."""
+        """The rows of the dataset of a graph."""
         count = counts_of(graph)
         layer = graph["active_features"].values[graph["selected_features"].values, 0]
         ends = np.full(count.logits, count.layers)
@@ -63,15 +63,15 @@ class GraphRows:
         """Magnitudes of the edges of a range of rows, block by block: (rows, float64 [row, source])."""
         step = max(1, BLOCK_BYTES // (8 * max(1, self.counts.sources)))
         for start in range(rows.start, rows.stop, step):
-            here = slice(start, min(start + step, rows.stop))
-            block = np.abs(np.asarray(self.weights[here].values, np.float64))
+            block_rows = slice(start, min(start + step, rows.stop))
+            block = np.abs(np.asarray(self.weights[block_rows].values, np.float64))
             if self.kept is not None:
                 block *= self.kept[: self.counts.sources]
-                block *= self.kept[self.counts.target_nodes[here], None]
-            yield here, block
+                block *= self.kept[self.counts.target_nodes[block_rows], None]
+            yield block_rows, block
 
     def layers(self) -> Iterator[slice]:
-        """Ranges of rows of one layer, the logits first, then from the last layer down."""
+        """Range of rows of each layer: the logits first, then from the last layer down."""
         ends = np.flatnonzero(np.diff(self.layer)) + 1
         cuts = [0, *ends.tolist(), len(self.layer)]
         for start, stop in reversed(list(itertools.pairwise(cuts))):
@@ -81,23 +81,27 @@ class GraphRows:
 
 @dataclass(frozen=True)
 class Influence:
-    """node [node]: influence. row_sum [target]: of magnitudes. error_share [target]: of it, from errors."""
+    """Influence of the nodes of a graph."""
 
     node: Floats
+    """Influence of each node, [node]; 0 for logits."""
     row_sum: Floats
+    """Sum of the magnitudes of each row, [target]."""
     error_share: Floats
+    """Share of `row_sum` that comes from errors, [target]."""
 
     def with_logits(self, weights: Floats) -> Floats:
-        """Influence, with the logits' own weights added: [node]."""
-        found = self.node.copy()
-        found[len(found) - len(weights) :] += weights
-        return found
+        """Influence [node] plus the weights [logit] of the logits themselves."""
+        total = self.node.copy()
+        total[len(total) - len(weights) :] += weights
+        return total
 
 
 def influence(rows: GraphRows) -> Influence:
-    """Influence of every node; see the module's docstring.
+    """Compute the influence of every node, as the docstring of this module describes.
 
-    Raises ShapeError if edges run from a layer to itself or a lower one.
+    Raises:
+        ShapeError: if an edge runs from a layer to itself or a lower one.
     """
     counts = rows.counts
     total = np.zeros(counts.nodes)
@@ -105,25 +109,25 @@ def influence(rows: GraphRows) -> Influence:
     row_sum, error_share = np.zeros(counts.targets), np.zeros(counts.targets)
     nodes = counts.target_nodes
     for layer in rows.layers():
-        found = np.zeros(counts.sources)
-        for here, block in rows.blocks(layer):
-            row_sum[here] = block.sum(1)
-            divisor = np.maximum(row_sum[here], _SMALLEST)
-            error_share[here] = block[:, counts.error_nodes].sum(1) / divisor
-            found += (total[nodes[here]] / divisor) @ block
-        if found[layer.start : counts.features].any():
+        through_layer = np.zeros(counts.sources)
+        for block_rows, block in rows.blocks(layer):
+            row_sum[block_rows] = block.sum(1)
+            divisor = np.maximum(row_sum[block_rows], _SMALLEST)
+            error_share[block_rows] = block[:, counts.error_nodes].sum(1) / divisor
+            through_layer += (total[nodes[block_rows]] / divisor) @ block
+        if through_layer[layer.start : counts.features].any():
             raise ShapeError(
                 "expected edges from lower to higher layers only, found one into layer "
                 f"{rows.layer[layer.start]} from a feature of the same layer or a later one; is this matrix "
                 "transposed?"
             )
-        total[: counts.sources] += found
+        total[: counts.sources] += through_layer
     total[counts.sources :] = 0
     return Influence(total, row_sum, error_share)
 
 
 def scores(rows: GraphRows, found: Influence) -> Mapping[str, float]:
-    """replacement_score and completeness_score, both 0 to 1; NaN where nothing has influence."""
+    """replacement_score and completeness_score, both 0 to 1; NaN if no node has influence."""
     counts = rows.counts
     tokens = float(found.node[counts.token_nodes].sum())
     errors = float(found.node[counts.error_nodes].sum())
@@ -137,11 +141,16 @@ def scores(rows: GraphRows, found: Influence) -> Mapping[str, float]:
 
 
 def partial_influence(blocks: Sequence[tuple[npt.NDArray[np.int64], Any]], start: Floats) -> Floats:
-    """Influence [node] of all nodes by way of the rows there are so far.
+    """Influence of all nodes through the rows computed so far.
 
-    blocks: (node of each row, weights [row, source], in memory or not). start [node]: the weights of the
-    logits. Rows come in any order, so the series is summed term by term (circuit-tracer
-    `compute_partial_influences`).
+    Rows are in any order, so the series is summed term by term (circuit-tracer `compute_partial_influences`).
+
+    Arguments:
+        blocks: (node of each row, weights [row, source], in memory or on disk).
+        start: weights of the logits, 0 for all other nodes, [node].
+
+    Returns:
+        Influence [node].
     """
     divisors = [np.maximum(np.abs(_read(weights)).sum(1, dtype=np.float64), 1e-8) for _, weights in blocks]
     total, step = np.zeros_like(start), start
@@ -158,5 +167,5 @@ def partial_influence(blocks: Sequence[tuple[npt.NDArray[np.int64], Any]], start
 
 
 def _read(weights: Any) -> npt.NDArray[np.float32]:
-    """Rows of a block; those on disk are read, and not held."""
+    """Rows of a block as a numpy array; rows on disk are read at every call, to save memory."""
     return np.asarray(weights[:], np.float32)

@@ -1,10 +1,9 @@
-"""The nodes of a graph: how many of each kind, in which order, and their labels.
+"""Nodes of a graph: their number, order and labels. Never imports torch.
 
-Border: counts and labels; never imports torch.
-
-Order, as in circuit-tracer: selected features by (layer, position, index); errors by (layer, position);
-tokens; logits. Only features and logits have incoming edges, only features, errors and tokens outgoing ones,
-so the stored matrix has a row for each of the former and a column for each of the latter.
+The order is that of circuit-tracer: selected features by (layer, position, index); errors by (layer,
+position); tokens; logits. Only features and logits have incoming edges, and only features, errors and tokens
+have outgoing edges, so the stored matrix has one row per feature and logit, and one column per feature, error
+and token.
 
 Axes: target = features, then logits; source = features, errors, tokens; node = all of them in order.
 """
@@ -29,51 +28,55 @@ FEATURE, ERROR, TOKEN, LOGIT = "feature", "error", "token", "logit"
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """How many nodes there are of each kind."""
+    """Number of nodes of each kind."""
 
     features: int
+    """Features that are nodes."""
     layers: int
+    """Layers of the model."""
     positions: int
+    """Tokens of the prompt."""
     logits: int
+    """Logits that are explained."""
 
     @property
     def errors(self) -> int:
-        """One per layer and position."""
+        """Error nodes: one per layer and position."""
         return self.layers * self.positions
 
     @property
     def sources(self) -> int:
-        """Columns: nodes that may have outgoing edges."""
+        """Columns of the stored matrix: features, errors and tokens."""
         return self.features + self.errors + self.positions
 
     @property
     def targets(self) -> int:
-        """Rows: nodes that may have incoming edges."""
+        """Rows of the stored matrix: features and logits."""
         return self.features + self.logits
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are of all kinds."""
+        """All nodes."""
         return self.sources + self.logits
 
     @property
     def error_nodes(self) -> slice:
-        """Errors among nodes, or sources."""
+        """Range of the errors among the nodes, and among the columns."""
         return slice(self.features, self.features + self.errors)
 
     @property
     def token_nodes(self) -> slice:
-        """Tokens among nodes, or sources."""
+        """Range of the tokens among the nodes, and among the columns."""
         return slice(self.features + self.errors, self.sources)
 
     @property
     def target_nodes(self) -> Ints:
-        """Node of every row: int64 [target]."""
+        """Number of the node of each row, int64 [target]."""
         return np.concatenate([np.arange(self.features), np.arange(self.sources, self.nodes)])
 
 
 def counts_of(graph: xr.Dataset) -> NodeCounts:
-    """The counts of a graph's dataset."""
+    """Counts of the dataset of a graph."""
     sizes = graph.sizes
     return NodeCounts(
         sizes["selected"], int(graph.attrs["n_layers"]), sizes["input_position"], sizes["logit"]
@@ -81,25 +84,27 @@ def counts_of(graph: xr.Dataset) -> NodeCounts:
 
 
 def node_labels(graph: xr.Dataset) -> dict[str, npt.NDArray[Any]]:
-    """kind, layer, position, feature, activation of every node, each [node].
+    """Labels of every node, each [node].
 
-    layer: -1 for tokens, the number of layers for logits. feature: index in its layer, or the token's id, or
-    -1 for errors. activation: NaN for all but features.
+    Returns:
+        "kind": `FEATURE`, `ERROR`, `TOKEN` or `LOGIT`. "layer": -1 for tokens, the number of layers for
+        logits. "position". "feature": index in its layer; token id for tokens and logits; -1 for errors.
+        "activation": NaN for all kinds but features.
     """
     count = counts_of(graph)
-    chosen = graph["selected_features"].values
-    features = graph["active_features"].values[chosen]
-    last = count.positions - 1
+    selected = graph["selected_features"].values
+    features = graph["active_features"].values[selected]
+    last_position = count.positions - 1
     error_layer, error_position = np.divmod(np.arange(count.errors), max(count.positions, 1))
     sizes = (count.features, count.errors, count.positions, count.logits)
-    no = np.full(count.nodes - count.features, np.nan)
+    no_activation = np.full(count.nodes - count.features, np.nan)
     return {
         "kind": np.repeat(np.array([FEATURE, ERROR, TOKEN, LOGIT], object), sizes).astype(str),
         "layer": np.concatenate(
             [features[:, 0], error_layer, np.full(sizes[2], -1), np.full(sizes[3], count.layers)]
         ),
         "position": np.concatenate(
-            [features[:, 1], error_position, np.arange(count.positions), np.full(sizes[3], last)]
+            [features[:, 1], error_position, np.arange(count.positions), np.full(sizes[3], last_position)]
         ),
         "feature": np.concatenate(
             [
@@ -109,5 +114,5 @@ def node_labels(graph: xr.Dataset) -> dict[str, npt.NDArray[Any]]:
                 graph["logit_token_ids"].values,
             ]
         ),
-        "activation": np.concatenate([graph["activation_values"].values[chosen], no]),
+        "activation": np.concatenate([graph["activation_values"].values[selected], no_activation]),
     }

@@ -1,17 +1,18 @@
 """The local replacement model of one prompt: linear maps between residual streams, applied backwards.
 
-With attention patterns and norm divisors held at what the prompt gave, and MLPs replaced by what they wrote,
-the residual stream is a linear function of embeddings, features and errors (Ameisen et al. 2025, "Circuit
-Tracing", section 3; spec in circuit-tracer 0.5.0). A gradient at one place is carried down the layers by the
-transposed maps: through attention (patterns, V and O projections, norm gains), through the linear skip of
-skip transcoders, and along the stream itself. No autograd: nothing is retained, and a batch of targets costs
-what its causal cone costs.
+With attention patterns and norm divisors frozen at their values for the prompt, and MLPs replaced by their
+recorded outputs, the residual stream is a linear function of embeddings, features and errors (Ameisen et al.
+2025, "Circuit Tracing", section 3; circuit-tracer 0.5.0). A gradient is propagated down the layers by
+transposed
+maps: through attention (patterns, V and O projections, norm gains), through the linear skip of skip
+transcoders, and along the residual stream. Without autograd, no activations are retained, and a batch of
+targets costs only its causal cone.
 
-Everything that is diagonal is folded in beforehand: gains and the centring of LayerNorm into the V and O
-matrices, divisors into the patterns.
+Diagonal factors are folded in beforehand: gains and the centring of LayerNorm into the V and O matrices,
+divisors into the patterns.
 
-Axes: gradients are [position, target, hidden], so that one position is one matrix; positions 0 to the last
-one anybody asks for.
+Axes: gradients are [position, target, hidden], so that one position is one matrix; positions run from 0 to
+the last position of a target.
 """
 
 from __future__ import annotations
@@ -34,44 +35,48 @@ __all__ = ["LayerMaps", "NormMap", "Replacement"]
 
 @dataclass(frozen=True, eq=False)
 class NormMap:
-    """A norm with its divisors frozen: x -> gain * (x - mean, where centred) / scale, which is linear.
-
-    gain [hidden], scale [position].
-    """
+    """A norm with frozen divisors, which is linear: x -> gain * (x - mean) / scale."""
 
     gain: Tensor
+    """Gain, [hidden]."""
     scale: Tensor
+    """Divisor of each position, [position]."""
     centred: bool
+    """Whether the mean is subtracted (LayerNorm), or not (RMSNorm)."""
 
     def columns(self, matrix: Tensor) -> Tensor:
-        """matrix [out, hidden] of what reads the norm, to be applied to what the norm reads, but for the
-        divisor."""
-        found = matrix * self.gain
-        return found - found.mean(-1, keepdim=True) if self.centred else found
+        """Fold gain and centring into a matrix [out, hidden] that reads the output of the norm.
+
+        The result reads the input of the norm, except that the divisor is still missing.
+        """
+        folded = matrix * self.gain
+        return folded - folded.mean(-1, keepdim=True) if self.centred else folded
 
     def forward(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """x [..., hidden] through the norm, at these positions, one for each row."""
+        """Apply the norm to x [..., hidden], whose rows are at these positions."""
         x = x - x.mean(-1, keepdim=True) if self.centred else x
         return x * self.gain / self.scale[positions, None]
 
     def backward(self, gradient: Tensor, positions: Tensor) -> Tensor:
-        """Gradients [target, hidden] at the norm's output, at these positions, to its input."""
+        """Propagate gradients [target, hidden], at these positions, from the output of the norm to its
+        input."""
         return self.columns(gradient) / self.scale[positions, None]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """One layer's transposed maps, divisors and gains folded in.
-
-    out [hidden, head * d_head], values [kv_head * d_head, hidden]. mix [kv_head, key_position, heads of the
-    group, query_position]. skip [hidden, hidden] with skip_scale [position], where there is a linear skip.
-    """
+    """Transposed maps of one layer, with divisors and gains folded in."""
 
     out: Tensor
+    """Output projection, [hidden, head * d_head]."""
     values: Tensor
+    """Value projection, [kv_head * d_head, hidden]."""
     mix: Tensor
+    """Attention patterns, [kv_head, key_position, head of the group, query_position]."""
     skip: Tensor | None = None
+    """Linear skip of the transcoder, [hidden, hidden]; None without one."""
     skip_scale: Tensor | None = None
+    """Norm divisors of the linear skip, [position]; None without skip."""
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +85,7 @@ class LayerMaps:
 
 
 class Replacement:
-    """The replacement model of a prompt."""
+    """The local replacement model of a prompt."""
 
     def __init__(
         self,
@@ -91,8 +96,15 @@ class Replacement:
         dtype: torch.dtype = torch.float64,
         room: int = 1 << 30,
     ) -> None:
-        """dtype: of the arithmetic. room: bytes for maps that are kept; others are made when they are
-        needed."""
+        """Prepare the maps; each is computed at its first use.
+
+        Arguments:
+            model: a loaded model.
+            dictionary: transcoders of the model.
+            frozen: activations of the prompt.
+            dtype: dtype of the arithmetic.
+            room: bytes for cached maps; maps that do not fit are computed at every use.
+        """
         self.config, self.network = model.config, model.network
         self._heads, self._kv_heads, self._d_head = (
             self.config.axis_sizes[axis] for axis in ("head", "kv_head", "d_head")
@@ -100,7 +112,7 @@ class Replacement:
         self.dictionary, self.frozen, self.dtype = dictionary, frozen, dtype
         self.n_layers, self.n_positions = self.config.num_layers, frozen.n_positions
         self.device = model.device
-        self._room, self._kept = room, dict[int, LayerMaps]()
+        self._room, self._cache = room, dict[int, LayerMaps]()
 
     # -- the pieces
 
@@ -114,15 +126,19 @@ class Replacement:
         return HookPoint(f"{name}_scale", layer) in self.config.known_points
 
     def written(self, layer: int, vectors: Tensor, positions: Tensor | slice) -> Tensor:
-        """What vectors [n, d_out] at the write hook of a layer, at these positions, add to the stream."""
+        """Contribution to the residual stream of vectors [n, d_out] at the write hook of a layer.
+
+        positions: position of each vector, for the divisors of a norm after the MLP.
+        """
         if self.dictionary.layout.write == "mlp_post" and self._has_norm("ln2_post", layer):
             return self.norm("ln2_post", layer).forward(vectors, positions)
         return vectors
 
     def read_gradient(self, layer: int, vectors: Tensor, positions: Tensor) -> Tensor:
-        """Vectors [target, d_in] that read at the read hook, as gradients at resid_mid of the layer.
+        """Gradients at resid_mid of a layer, for targets that read its read hook with vectors [target, d_in].
 
-        At `n_layers`: vectors that read the final norm's output, as gradients at the last stream.
+        For `layer == n_layers`: gradients at the final residual stream, for vectors that read the output of
+        the final norm.
         """
         if layer == self.n_layers:
             return self.norm("ln_final", None).backward(vectors, positions)
@@ -136,21 +152,21 @@ class Replacement:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the maps of all layers are in memory; makes them."""
+        """Whether the maps of all layers fit in the cache; computes them."""
         for layer in range(self.n_layers):
             self.maps(layer)
-        return len(self._kept) == self.n_layers
+        return len(self._cache) == self.n_layers
 
     def maps(self, layer: int) -> LayerMaps:
-        """The maps of a layer, made or kept."""
-        found = self._kept.get(layer)
-        if found is None:
-            found = self._made(layer)
-            if sum(each.nbytes for each in self._kept.values()) + found.nbytes <= self._room:
-                self._kept[layer] = found
-        return found
+        """The maps of a layer, from the cache or computed now."""
+        maps = self._cache.get(layer)
+        if maps is None:
+            maps = self._compute_maps(layer)
+            if sum(cached.nbytes for cached in self._cache.values()) + maps.nbytes <= self._room:
+                self._cache[layer] = maps
+        return maps
 
-    def _made(self, layer: int) -> LayerMaps:
+    def _compute_maps(self, layer: int) -> LayerMaps:
         before = self.norm("ln1", layer)
         values = before.columns(self.network.value_matrix(layer).to(self.dtype))
         out = self.network.output_matrix(layer).to(self.dtype)
@@ -163,7 +179,7 @@ class Replacement:
         return LayerMaps(out.contiguous(), values, grouped, *self._skip(layer))
 
     def _skip(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The skip's matrix from gradients after the layer to resid_mid, and its divisor by position."""
+        """(matrix from gradients after the layer to resid_mid, divisors [position]) of the linear skip."""
         if layer not in self.dictionary.layers:
             return None, None
         matrix = self.dictionary.layer(layer).W_skip
@@ -184,27 +200,33 @@ class Replacement:
     # -- the walk
 
     def start(self, layer: int, positions: Tensor, gradient: Tensor) -> Tensor:
-        """Gradients at the stream that enters a layer, from gradients [target, hidden] at its resid_mid, each
-        at one position: [position, target, hidden], positions up to the last one.
+        """Start the backward walk at the attention of a layer.
 
-        At `n_layers`: gradients of the last stream itself.
+        Arguments:
+            layer: layer of the targets; `n_layers` for the final residual stream.
+            positions: position of each target, [target].
+            gradient: gradient of each target at resid_mid of the layer, [target, hidden].
+
+        Returns:
+            Gradients at the input of the layer, [position, target, hidden], up to the last position of a
+            target. For `n_layers`, at the final residual stream.
         """
         count, targets = int(positions.max()) + 1, len(positions)
         lane = torch.arange(targets, device=self.device)
         if layer == self.n_layers:
-            found = gradient.new_zeros(count, targets, gradient.shape[-1])
+            start_gradient = gradient.new_zeros(count, targets, gradient.shape[-1])
         else:
             maps = self.maps(layer)
-            # One position per target: what its query mixed, [target, kv_head, key, group] @ [.., d_head].
+            # Each target has one query position: [target, kv_head, key, group] @ [.., group, d_head].
             z = (gradient @ maps.out).unflatten(-1, (self._kv_heads, -1, self._d_head))
-            seen = maps.mix[:, :count].permute(3, 0, 1, 2)[positions]
-            mixed = torch.matmul(seen, z).permute(2, 0, 1, 3).reshape(count * targets, -1)
-            found = (mixed @ maps.values).view(count, targets, -1)
-        found[positions, lane] += gradient
-        return found
+            weights = maps.mix[:, :count].permute(3, 0, 1, 2)[positions]
+            mixed = torch.matmul(weights, z).permute(2, 0, 1, 3).reshape(count * targets, -1)
+            start_gradient = (mixed @ maps.values).view(count, targets, -1)
+        start_gradient[positions, lane] += gradient
+        return start_gradient
 
     def back(self, layer: int, gradient: Tensor) -> Tensor:
-        """Gradients after a layer to gradients before it, in place: [position, target, hidden]."""
+        """Propagate gradients [position, target, hidden] from after a layer to before it, in place."""
         maps = self.maps(layer)
         count, targets, hidden = gradient.shape
         flat = gradient.view(count * targets, hidden)
@@ -214,7 +236,7 @@ class Replacement:
         group = self._heads // self._kv_heads
         z = (flat @ maps.out).view(count, targets, self._kv_heads, group, self._d_head)
         stacked = z.permute(2, 3, 0, 1, 4).reshape(self._kv_heads, group * count, targets * self._d_head)
-        seen = maps.mix[:, :count, :, :count].reshape(self._kv_heads, count, group * count)
-        mixed = torch.bmm(seen, stacked).view(self._kv_heads, count, targets, self._d_head)
+        weights = maps.mix[:, :count, :, :count].reshape(self._kv_heads, count, group * count)
+        mixed = torch.bmm(weights, stacked).view(self._kv_heads, count, targets, self._d_head)
         flat.addmm_(mixed.permute(1, 2, 0, 3).reshape(count * targets, -1), maps.values)
         return gradient

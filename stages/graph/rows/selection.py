@@ -1,10 +1,8 @@
 """Which rows of a graph are computed, and in which order.
 
-All of them where all features may have a row: features in order, then logits. Otherwise greedily, as
-circuit-tracer does: the logits first; then, again and again, the features that have most influence by way of
-the rows there are, until as many as are wanted have been chosen.
-
-Border: numbers of nodes and rows that exist; knows no tensors and no store.
+If all features may have a row: all features in order, then logits. Otherwise greedily, as circuit-tracer
+does: the logits first; then repeatedly the features with most influence through the rows computed so far,
+until the requested number of features have a row.
 """
 
 from __future__ import annotations
@@ -28,11 +26,12 @@ Blocks = Sequence[tuple[Ints, Any]]
 
 @dataclass(frozen=True)
 class RowSelection:
-    """How many features get a row of their own: at most `most` (None for all), `at_once` of them between two
-    rankings."""
+    """How many features get a row, and how often features are ranked."""
 
     most: int | None = None
+    """Maximum number of features with a row; None for all active features."""
     at_once: int = 2048
+    """Features that get a row between two rankings."""
 
     def __post_init__(self) -> None:
         for value, name in ((self.most, "max_feature_nodes"), (self.at_once, "batch_size")):
@@ -45,24 +44,30 @@ class RowSelection:
             )
 
     def canonical(self) -> dict[str, int] | None:
-        """Plain values for a key; None for all features."""
+        """JSON values for the key; None if all features get a row."""
         return None if self.most is None else {"most": self.most, "at_once": self.at_once}
 
     def is_complete(self, features: int) -> bool:
-        """Whether this many features all get a row."""
+        """Whether all of this many features get a row."""
         return self.most is None or self.most >= features
 
     def rows(self, features: int, logits: int) -> int:
-        """How many rows there will be."""
+        """Number of rows of a graph with this many active features and logits."""
         return logits + (features if self.most is None else min(self.most, features))
 
     def visits(
         self, features: int, weights: npt.NDArray[np.float64], sources: int, so_far: Callable[[], Blocks]
     ) -> Iterator[Ints]:
-        """What is computed next, group by group: features by index, logits from `features` on.
+        """Yield the items to compute, group by group.
 
-        weights [logit]: of the logits. sources: columns of a row. so_far: rows of all groups before, as
-        (item of each row, weights [row, source]).
+        Arguments:
+            features: number of active features.
+            weights: weight of each logit, [logit].
+            sources: columns of a row.
+            so_far: returns the rows of all earlier groups, as (item of each row, weights [row, source]).
+
+        Yields:
+            Items of the next group: index of a feature, or `features` plus the index of a logit.
         """
         logits = np.arange(features, features + len(weights))
         if self.is_complete(features):
@@ -73,12 +78,12 @@ class RowSelection:
         visited = np.zeros(features, bool)
         start = np.zeros(sources + len(weights))
         start[sources:] = weights
-        while (left := self.most - int(visited.sum())) > 0:
-            # Logits lie behind all sources, so an item is its node but for the columns that are no features.
+        while (remaining := self.most - int(visited.sum())) > 0:
+            # Items of logits follow the features, but their nodes follow all columns.
             blocks = [
                 (np.where(items < features, items, items - features + sources), w) for items, w in so_far()
             ]
             rank = np.argsort(-partial_influence(blocks, start)[:features], kind="stable")
-            chosen = rank[~visited[rank]][: min(self.at_once, left)]
-            visited[chosen] = True
-            yield chosen
+            group = rank[~visited[rank]][: min(self.at_once, remaining)]
+            visited[group] = True
+            yield group

@@ -1,9 +1,7 @@
-"""What the sources of a graph add to the residual stream: features after each layer, errors, tokens.
+"""Vectors that the sources of a graph (features, errors, tokens) add to the residual stream.
 
-Sources of a position lie side by side, and those that write after one layer are neighbours among them, so
-that their edges to a batch of targets are one matrix product per layer and position: no gather of gradients.
-
-Border: vectors and columns; gradients come from replacement.py's walk.
+Sources of one position have neighbouring columns, and among them those that write after the same layer. So
+their edges to a batch of targets are one matrix product per layer and position, without gathering gradients.
 
 Axes: column = features by (position, layer, index), then errors by (layer, position), then tokens. `order`
 brings columns into the order of the graph, where features go by (layer, position, index).
@@ -28,24 +26,30 @@ __all__ = ["Sources", "error_vectors"]
 
 @dataclass(frozen=True, eq=False)
 class SourceBlock:
-    """Sources of one position that write after one layer: columns [first, first + rows), vectors [rows,
-    hidden]."""
+    """Features of one position that write after one layer."""
 
     position: int
+    """The position."""
     first: int
+    """Column of the first feature; the others follow."""
     vectors: Tensor
+    """Contribution of each feature to the residual stream, [feature, hidden]."""
 
 
 class Sources:
-    """The sources of a prompt's graph.
-
-    active: features, sorted by layer, position, index. errors [layer, position, d_out], at the write hook.
-    room: bytes for decoder vectors that are kept; when they do not fit they are read for every batch.
-    """
+    """The sources of the graph of a prompt."""
 
     def __init__(
         self, replacement: Replacement, active: Active, errors: Tensor, *, room: int = 1 << 30
     ) -> None:
+        """Arrange the columns.
+
+        Arguments:
+            replacement: the local replacement model.
+            active: active features, sorted by layer, position, index.
+            errors: error vectors at the write hook, [layer, position, d_out].
+            room: bytes for cached decoder vectors; if they do not fit, they are read for every batch.
+        """
         self.replacement = replacement
         self.active = active = type(active)(*(part.to(replacement.device) for part in _columns(active)))
         self.n_features, layers = len(active), replacement.n_layers
@@ -62,83 +66,91 @@ class Sources:
             [replacement.written(layer, errors[layer], slice(None)) for layer in range(layers)]
         )
         self._embed = replacement.frozen.embed.to(replacement.dtype)
-        self._kept: dict[int, list[SourceBlock]] | None = {}
+        self._cache: dict[int, list[SourceBlock]] | None = {}
         if self._nbytes() > room:
-            self._kept = None
+            self._cache = None
         self._piece = max(1, room // (self._embed.shape[1] * self._embed.itemsize))
 
     @property
     def is_kept(self) -> bool:
-        """Whether decoder vectors are in memory from batch to batch."""
-        return self._kept is not None
+        """Whether decoder vectors are cached in memory."""
+        return self._cache is not None
 
     def fill(self) -> None:
-        """Read the decoder vectors that are kept now, so that threads may share them."""
+        """Read all decoder vectors into the cache, if enabled, before several threads use it."""
         for layer in range(self.replacement.n_layers if self.is_kept else 0):
             for _ in self._blocks(layer, self.replacement.n_positions):
                 pass
 
     def contract(self, layer: int, gradient: Tensor, out: Tensor) -> None:
-        """Add to `out` [target, column] what is written after a layer, met by gradients there [position,
-        target, hidden]."""
+        """Add the effects of features and errors that write after a layer.
+
+        Arguments:
+            layer: the layer.
+            gradient: gradients of the targets after this layer, [position, target, hidden].
+            out: rows so far, [target, column], changed in place.
+        """
         count = len(gradient)
         for block in self._blocks(layer, count):
-            here = out[:, block.first : block.first + len(block.vectors)]
-            here.addmm_(gradient[block.position], block.vectors.T)
+            columns = out[:, block.first : block.first + len(block.vectors)]
+            columns.addmm_(gradient[block.position], block.vectors.T)
         start = self.n_features + layer * self.replacement.n_positions
         out[:, start : start + count] = _dots(gradient, self._errors[layer, :count])
 
     def contract_tokens(self, gradient: Tensor, out: Tensor) -> None:
-        """Set in `out` what tokens do, met by gradients at the embedding."""
+        """Set the effects of tokens in `out` [target, column], from gradients at the embedding."""
         start = self.n_columns - self.replacement.n_positions
         out[:, start : start + len(gradient)] = _dots(gradient, self._embed[: len(gradient)])
 
     def _blocks(self, layer: int, count: int) -> Iterator[SourceBlock]:
-        """Blocks of the first `count` positions."""
-        if self._kept is None:
-            found: Iterator[SourceBlock] = self._made(layer)
+        """Blocks of the first `count` positions, from the cache or read now."""
+        if self._cache is None:
+            blocks: Iterator[SourceBlock] = self._read_blocks(layer)
         else:
-            if layer not in self._kept:
-                self._kept[layer] = list(self._made(layer))
-            found = iter(self._kept[layer])
-        for block in found:
+            if layer not in self._cache:
+                self._cache[layer] = list(self._read_blocks(layer))
+            blocks = iter(self._cache[layer])
+        for block in blocks:
             if block.position >= count:
                 return
             yield block
 
-    def _made(self, layer: int) -> Iterator[SourceBlock]:
-        """Blocks of all positions, by position; at most `_piece` vectors exist at a time."""
+    def _read_blocks(self, layer: int) -> Iterator[SourceBlock]:
+        """Read the blocks of all positions, in order; at most `_piece` vectors are in memory at a time."""
         layers, writers = self.replacement.n_layers, self._writers(layer)
         if not writers:
             return
         for position in range(self.replacement.n_positions):
             ends = torch.tensor([position * layers + writers[0], position * layers + writers[-1] + 1])
-            first, last = torch.searchsorted(self._place, ends.to(self._place)).tolist()
-            for start in range(first, last, self._piece):
-                chosen = self._sorted[start : min(start + self._piece, last)]
-                yield SourceBlock(position, start, self._vectors(layer, chosen))
+            begin, end = torch.searchsorted(self._place, ends.to(self._place)).tolist()
+            for start in range(begin, end, self._piece):
+                indices = self._sorted[start : min(start + self._piece, end)]
+                yield SourceBlock(position, start, self._vectors(layer, indices))
 
     def _writers(self, layer: int) -> list[int]:
         """Layers whose features write after `layer`."""
         dictionary = self.replacement.dictionary
         return [source for source in dictionary.layers if layer in dictionary.targets(source)]
 
-    def _vectors(self, layer: int, chosen: Tensor) -> Tensor:
-        """What features (places among the active ones, sorted by layer) add to the stream after `layer`."""
+    def _vectors(self, layer: int, indices: Tensor) -> Tensor:
+        """Contributions [feature, hidden] of features to the residual stream after `layer`.
+
+        indices: indices of active features, sorted by layer.
+        """
         parts, active = [], self.active
-        sources, counts = active.layer[chosen].unique_consecutive(return_counts=True)
-        for source, some in zip(sources.tolist(), chosen.split(counts.tolist()), strict=True):
+        sources, counts = active.layer[indices].unique_consecutive(return_counts=True)
+        for source, of_source in zip(sources.tolist(), indices.split(counts.tolist()), strict=True):
             if layer not in self.replacement.dictionary.targets(source):
-                parts.append(self._embed.new_zeros(len(some), self._embed.shape[1]))
+                parts.append(self._embed.new_zeros(len(of_source), self._embed.shape[1]))
                 continue
             features = self.replacement.dictionary.layer(source)
-            rows = features.decoder_rows(active.feature[some].cpu(), layer).to(self._embed)
-            rows *= active.value[some, None].to(rows)
-            parts.append(self.replacement.written(layer, rows, active.position[some]))
+            rows = features.decoder_rows(active.feature[of_source].cpu(), layer).to(self._embed)
+            rows *= active.value[of_source, None].to(rows)
+            parts.append(self.replacement.written(layer, rows, active.position[of_source]))
         return torch.cat(parts)
 
     def _nbytes(self) -> int:
-        """Of all decoder vectors, one per feature and layer it writes to."""
+        """Bytes of all decoder vectors: one per active feature and layer it writes to."""
         counts = torch.bincount(self.active.layer, minlength=self.replacement.n_layers).tolist()
         dictionary = self.replacement.dictionary
         vectors = sum(counts[layer] * len(dictionary.targets(layer)) for layer in dictionary.layers)
@@ -150,9 +162,9 @@ def _columns(active: Active) -> tuple[Tensor, ...]:
 
 
 def error_vectors(replacement: Replacement, active: Active, *, zero_positions: int) -> Tensor:
-    """What features leave over of the model's own outputs: [layer, position, d_out], at the write hook.
+    """MLP outputs minus their reconstruction by features, at the write hook, [layer, position, d_out].
 
-    Zero at the first `zero_positions`.
+    Zero at the first `zero_positions` positions.
     """
     frozen, dictionary = replacement.frozen, replacement.dictionary
     states = {layer: read.to(replacement.dtype) for layer, read in frozen.read.items()}

@@ -1,11 +1,11 @@
-"""The logits a graph explains: the likeliest next tokens, given ones, or directions of one's own.
+"""The logits that a graph explains: the likeliest next tokens, given tokens, or custom directions.
 
-Border: `choose` is planning and imports no torch; `Choice.resolve` meets the model's logits and unembedding.
-
-As in circuit-tracer: a token's target is its unembedding row minus the mean row over the vocabulary, which
-reads the normalised last residual stream, before any soft cap; its weight is its probability after the cap.
-Directions of one's own are taken as they are, with their own weights, and get ids from the number of logits
+As in circuit-tracer: the vector of a token is its unembedding row minus the mean row over the vocabulary. It
+reads the normalised final residual stream, before any soft cap; its weight is the token's probability after
+the cap. Custom directions are used unchanged, with their own weights, and get ids from the vocabulary size
 on.
+
+`choose` imports no torch, for planning; `TargetChoice.resolve` needs the logits and unembedding of the model.
 """
 
 from __future__ import annotations
@@ -35,69 +35,85 @@ _ROLES = ("bos_token", "pad_token", "eos_token", "unk_token", "sep_token", "cls_
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A target of one's own: what reads the normalised last stream, float32 [hidden], and its weight."""
+    """A custom target."""
 
     label: str
+    """Name of the target."""
     weight: float
+    """Its weight among the targets, in place of a probability."""
     vector: npt.NDArray[np.float32]
+    """Vector that reads the normalised final residual stream, float32 [hidden]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Logit nodes: ids int64 [logit], labels, weights float64 [logit], vectors [logit, hidden]."""
+    """The logit nodes of a graph."""
 
     ids: Tensor
+    """Token ids, int64 [logit]; from the vocabulary size on for custom directions."""
     labels: tuple[str, ...]
+    """Text of each token, or label of each direction."""
     weights: Tensor
+    """Probability of each token, or weight of each direction, float64 [logit]."""
     vectors: Tensor
+    """Vectors that read the normalised final residual stream, [logit, hidden]."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetChoice:
-    """Which logits: `tokens`, or `directions`, or else at most `most` of the likeliest tokens, as many as
-    reach `probability` together."""
+    """Which logits a graph explains: `tokens`, or `directions`, or if both are empty the likeliest tokens."""
 
     tokens: tuple[int, ...] = ()
+    """Token ids."""
     directions: tuple[Direction, ...] = ()
+    """Custom directions."""
     most: int = 10
+    """Most of the likeliest tokens."""
     probability: float = 0.95
+    """Total probability at which no further likeliest token is added."""
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values for a key."""
+        """JSON values for the key."""
         if self.tokens:
             return {"tokens": list(self.tokens)}
         if self.directions:
-            told = [(d.label, d.weight, array_digest(d.vector)) for d in self.directions]
-            return {"directions": [list(each) for each in told]}
+            directions = [[d.label, d.weight, array_digest(d.vector)] for d in self.directions]
+            return {"directions": directions}
         return {"most": self.most, "probability": self.probability}
 
     def resolve(
         self, logits: Tensor, unembed: Tensor, tokenizer: Tokenizer | None, dtype: torch.dtype
     ) -> Targets:
-        """The targets of a prompt with these logits [vocab], by an unembedding [vocab, hidden]."""
+        """The targets of a prompt.
+
+        Arguments:
+            logits: logits of its last position, [vocab].
+            unembed: unembedding matrix, [vocab, hidden].
+            tokenizer: decodes the labels; None for empty labels.
+            dtype: dtype of the vectors.
+        """
         import torch
 
         if self.directions:
-            first = len(logits)
+            first_id = len(logits)
+            vectors = torch.stack([torch.from_numpy(direction.vector) for direction in self.directions])
             return Targets(
-                torch.arange(first, first + len(self.directions)),
-                tuple(each.label for each in self.directions),
-                torch.tensor([each.weight for each in self.directions], dtype=torch.float64),
-                torch.stack([torch.from_numpy(each.vector) for each in self.directions]).to(
-                    unembed.device, dtype
-                ),
+                torch.arange(first_id, first_id + len(self.directions)),
+                tuple(direction.label for direction in self.directions),
+                torch.tensor([direction.weight for direction in self.directions], dtype=torch.float64),
+                vectors.to(unembed.device, dtype),
             )
-        shares = logits.double().softmax(-1).cpu()
+        probabilities = logits.double().softmax(-1).cpu()
         if self.tokens:
             ids = torch.tensor(self.tokens)
         else:
-            ranked, order = shares.sort(descending=True, stable=True)
+            ranked, order = probabilities.sort(descending=True, stable=True)
             reached = int(torch.searchsorted(ranked[: self.most].cumsum(0), self.probability))
             ids = order[: min(reached + 1, self.most)]
         place = ids.to(unembed.device)
         vectors = unembed[place].to(dtype) - unembed.mean(0, dtype=dtype)
         labels = tuple(token_text(int(i), tokenizer) for i in ids)
-        return Targets(ids, labels, shares[ids], vectors)
+        return Targets(ids, labels, probabilities[ids], vectors)
 
 
 def choose(
@@ -109,10 +125,21 @@ def choose(
     most: int = 10,
     probability: float = 0.95,
 ) -> TargetChoice:
-    """A choice from None, token ids, strings of one token each, or (label, weight, vector) triples.
+    """Check and convert the option `targets`.
 
-    Raises PromptError for ids out of range and an empty list, TokenizerError for strings that are not one
-    token, ShapeError for vectors of another width.
+    Arguments:
+        given: None for the likeliest tokens, token ids, strings of one token each, or (label, weight, vector)
+            triples.
+        tokenizer: encodes strings.
+        vocab_size: size of the vocabulary.
+        hidden_size: width of the residual stream.
+        most: most of the likeliest tokens.
+        probability: total probability of the likeliest tokens to reach.
+
+    Raises:
+        PromptError: for ids out of range, an empty list, or invalid numbers.
+        TokenizerError: for a string that is not one token.
+        ShapeError: for a vector of another width.
     """
     most, probability = (
         as_count(most, "max_n_logits", least=-LARGEST, error=PromptError),
@@ -141,11 +168,11 @@ def choose(
 
 
 def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
-    """Ids of a prompt, with a special token first: the position whose activations are out of all proportion,
-    and which has no features in a graph.
+    """Token ids of a prompt that begins with a special token.
 
-    A text that does not begin with a special token gets BOS in front, or the first of pad, EOS and others
-    that the tokenizer names. Ids are taken as they are. Raises PromptError for several prompts.
+    The first position of a prompt has unusually large activations, and no features in a graph; so it should
+    be a special token. A text that does not begin with one gets BOS, or else the first of pad, EOS and others
+    that the tokenizer has. Token ids are used unchanged. PromptError for several prompts.
     """
     row = one_row(prompt)
     if not isinstance(row, str):
@@ -158,14 +185,14 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """A prompt decoded, special tokens included; ids without a token are left out."""
+    """Decode a prompt, including special tokens; ids that the tokenizer does not know are left out."""
     if tokenizer is None:
         return ""
     return tokenizer.decode([token for token in tokens if tokenizer.decode_token(token)])
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """A token decoded by itself, as circuit-tracer shows it; "" where there is no text for it."""
+    """Decode a single token, as circuit-tracer shows it; "" without a tokenizer, or for an unknown id."""
     if tokenizer is None or not tokenizer.decode_token(token):
         return ""
     return tokenizer.decode([token])

@@ -1,10 +1,8 @@
-"""Torch on one thread, for work made of many small operations.
+"""Runs torch on one thread, for work made of many small operations.
 
-Threads that share an operation of less than a millisecond mostly wait for one another, at full load (measured
-on two busy cores: four to eight times the processor time for the same graph). Small work runs on one thread,
-or several pieces of it side by side, each on its own.
-
-Border: the number of torch's threads in this process; knows no graphs.
+Threads that share an operation of less than a millisecond mostly wait for each other, busily (measured on two
+busy cores: four to eight times the processor time for the same graph). So small work runs on one thread, or
+several pieces of it run at the same time, each on one thread.
 """
 
 from __future__ import annotations
@@ -22,10 +20,11 @@ _LOCK = threading.Lock()  # torch has one number of threads for the whole proces
 
 @contextmanager
 def one_thread_each(*, when: bool = True) -> Iterator[None]:
-    """Operations of torch on one thread, in threads that are started within too; nothing changes unless
-    `when`.
+    """In this block each torch operation runs on one thread, also in threads started inside.
 
-    One at a time, so that the number before comes back; not to be nested.
+    Blocks exclude each other, so that the previous number of threads is restored; do not nest them.
+
+    when: False changes nothing.
     """
     if not when:
         yield

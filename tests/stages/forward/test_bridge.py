@@ -485,8 +485,8 @@ def test_what_is_stored_is_found_in_another_process_without_torch(saved, tmp_pat
 def test_a_model_is_looked_into_once(saved, tmp_path, monkeypatch):
     folder, _ = saved("bloom", "causal")
     looked = []
-    look = bridge_case.BridgeCase._look
-    monkeypatch.setattr(bridge_case.BridgeCase, "_look", lambda case: looked.append(case) or look(case))
+    look = bridge_case.BridgeCase._probe
+    monkeypatch.setattr(bridge_case.BridgeCase, "_probe", lambda case: looked.append(case) or look(case))
     one, two = (resolve(folder, backend="transformers").architecture() for _ in range(2))
     assert len(looked) <= 1 and one == two
     assert BridgeConfig.from_json(json.loads(json.dumps(one.to_json()))) == one

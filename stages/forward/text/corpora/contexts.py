@@ -1,6 +1,6 @@
-"""Documents as prompts: each by itself, cut into contexts, or packed into them end to end.
+"""Turns documents into prompts: one prompt each, cut into contexts, or packed into contexts end to end.
 
-Border: token ids in, token ids out; knows no tokenizer and no file.
+Works on token ids; knows no tokenizer and no file.
 """
 
 from __future__ import annotations
@@ -13,41 +13,46 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
 ROW = 1 << 14
-"""Tokens that are gathered before they are cut: a copy for each document would take longer than its
-tokens."""
+"""Fewest tokens of packed documents collected before they are cut into prompts, to save copies per
+document."""
 
 __all__ = ["Framing", "Ids", "framed_prompts"]
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How documents become prompts.
-
-    before, after: special tokens around each prompt. context: tokens of a prompt with these; None for a
-    prompt per document. separator: behind each document where several share a prompt; None for a document
-    that is cut where it is longer, and never shares one.
-    """
+    """How documents become prompts. All fields are part of the key of the tokens."""
 
     before: tuple[int, ...] = ()
+    """Special tokens at the start of each prompt."""
     after: tuple[int, ...] = ()
+    """Special tokens at the end of each prompt."""
     context: int | None = None
+    """Most tokens of a prompt, special tokens included; None for one prompt per document."""
     separator: tuple[int, ...] | None = None
+    """Tokens after each document where documents are packed into prompts; None if prompts are not shared."""
 
     @property
     def room(self) -> int | None:
-        """Tokens of documents in a prompt."""
+        """Most tokens of a prompt without its special tokens; None for no limit."""
         return None if self.context is None else self.context - len(self.before) - len(self.after)
 
 
 def framed_prompts(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
-    """Prompts, each with the number of the document its first own token is of. Documents without a token are
-    left out; the last prompt of packed ones may be shorter."""
-    cut = _packed if framing.separator is not None else _apart
+    """Yield (token ids of a prompt, number of the document that its first token belongs to).
+
+    Empty documents are left out. The last prompt of packed documents may be shorter than the others.
+
+    Arguments:
+        documents: token ids of each document.
+        framing: how to cut and frame them.
+    """
+    cut = _packed if framing.separator is not None else _cut_separately
     for ids, number in cut(documents, framing):
         yield np.concatenate([_ids(framing.before), ids, _ids(framing.after)]), number
 
 
-def _apart(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
+def _cut_separately(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
     for number, document in enumerate(documents):
         ids = _ids(document)
         room = framing.room or max(len(ids), 1)
@@ -56,19 +61,19 @@ def _apart(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterat
 
 
 def _packed(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
-    """Documents in one row, cut every so many tokens."""
+    """Concatenate documents, and cut them every `framing.room` tokens."""
     room, separator = framing.room, framing.separator or ()
     assert room is not None
     waiting: list[int] = []
-    starts: list[int] = []  # in what is waiting, of the documents it is of
-    numbers: list[int] = []
+    starts: list[int] = []  # index in `waiting` at which each document begins
+    numbers: list[int] = []  # number of each of these documents
 
     def cut(upto: int) -> Iterator[tuple[Ids, int]]:
-        row, begun = _ids(waiting[:upto]), np.array(starts)
+        row, document_starts = _ids(waiting[:upto]), np.array(starts)
         for start in range(0, upto, room):
-            owner = int(np.searchsorted(begun, start, side="right")) - 1
+            owner = int(np.searchsorted(document_starts, start, side="right")) - 1
             yield row[start : start + room], numbers[owner]
-        last = int(np.searchsorted(begun, upto, side="right")) - 1
+        last = int(np.searchsorted(document_starts, upto, side="right")) - 1
         starts[:] = [max(start - upto, 0) for start in starts[last:]]
         numbers[:] = numbers[last:]
         del waiting[:upto]

@@ -53,16 +53,16 @@ _TAKEN = {
     *("token", "token_id", "token_string", "position", "layer", "hidden", "char_start", "char_end"),
 }
 _NAMEABLE = re.compile(r"(?!\.|__|zarr\.json$)[^/\\\0]+")
-"""Names of arrays in a Zarr group: of files are made none that lead elsewhere."""
+"""Names that are valid for arrays of a Zarr group: no path separators, no hidden or reserved file names."""
 _LARGEST_ID = int(np.iinfo(np.int32).max)
 _MOST_EXACT = 1 << 53
-"""Whole numbers up to which float64 has all."""
+"""Largest integer up to which float64 represents every integer."""
 LARGE = 1 << 28
-"""Bytes of token ids from which they are kept in a file rather than in memory."""
+"""Fewest bytes of token ids that are mapped from a temporary file instead of held in memory."""
 AT_ONCE = 1 << 22
 """Tokens read at a time: a chunk of a large result."""
 LARGEST_TEXTS = 4 << 20
-"""Bytes of files whose texts are kept beside their token ids."""
+"""Most bytes of files whose texts are stored with their token ids."""
 
 
 @dataclass(frozen=True)
@@ -115,52 +115,63 @@ class Corpus:
             raise PromptError(f"expected a share of the documents in (0, 1], found {self.share}")
         for name in self.labels:
             if name in _TAKEN or not _NAMEABLE.fullmatch(name):
-                why = "which is taken" if name in _TAKEN else "by which no array can be stored"
-                raise PromptError(f"expected labels by names of their own, found {name!r}, {why}")
+                reason = "which is taken" if name in _TAKEN else "by which no array can be stored"
+                raise PromptError(f"expected labels by names of their own, found {name!r}, {reason}")
 
     @property
     def files(self) -> list[Path]:
-        """Every file there is now. Raises PromptError for a source that is not there, or holds none."""
-        found: list[Path] = []
+        """The files of all sources that exist now. PromptError for a source without files of documents."""
+        files: list[Path] = []
         for source in self.sources:
             path = Path(source)
             if path.is_dir():
-                held = [each for each in sorted(path.rglob("*")) if _is_document_file(each, path)]
+                of_source = [file for file in sorted(path.rglob("*")) if _is_document_file(file, path)]
             elif has_magic(source) and not path.exists():
                 matches = iglob(source, recursive=True)  # noqa: PTH207 - a pattern may begin at any root
-                held = [path for path in map(Path, sorted(matches)) if path.is_file()]
+                of_source = [path for path in map(Path, sorted(matches)) if path.is_file()]
             else:
-                held = [path] if path.is_file() else []
-            if not held:
+                of_source = [path] if path.is_file() else []
+            if not of_source:
                 formats = ", ".join(FORMATS)
                 raise PromptError(
                     f"expected files of documents at {source!r}, found none; name files, globs or folders "
                     f"with files of {formats}"
                 )
-            found += held
-        return found
+            files += of_source
+        return files
 
     def nodes(self, tokenizer: Tokenizer | None) -> list[SourceNode]:
-        """The tokens of each file, as nodes of a graph."""
+        """One node per file, which computes its tokens."""
         framing = self.framing(tokenizer)
         return [self._node(path, tokenizer, framing) for path in self.files]
 
     def tokens(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True) -> PackedTokens:
-        """Token ids of all prompts, computed where they are not stored.
+        """Token ids of all prompts; tokens of each file are computed once and stored.
 
-        Raises PromptError for a corpus without a token, TokenizerError for texts without a tokenizer.
+        Arguments:
+            tokenizer: encodes texts; None if documents are token ids.
+            store: store of the tokens.
+            quiet: whether to show no progress.
+
+        Raises:
+            PromptError: for a corpus without a token.
+            TokenizerError: for texts without a tokenizer.
         """
         return self.read(tokenizer, store, quiet=quiet)[0]
 
     def about(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True) -> xr.Dataset:
-        """Of each prompt [prompt_id] the document its first token is of (`document`, counted over all files),
-        and that document's labels. Raises as `tokens`."""
+        """Document of each prompt, and labels of that document, [prompt_id]. Arguments and errors as
+        `tokens`.
+
+        `document` is the number, over all files, of the document that the first token of the prompt belongs
+        to.
+        """
         return self.read(tokenizer, store, quiet=quiet)[1]
 
     def read(
         self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True
     ) -> tuple[PackedTokens, xr.Dataset]:
-        """`tokens` and `about`, of the same look at the files."""
+        """(`tokens`, `about`), from one reading of the files."""
         nodes = self.nodes(tokenizer)
         run(nodes, store, quiet=quiet)
         parts = [node.open(store) for node in nodes]
@@ -192,7 +203,7 @@ class Corpus:
         return packed if packed == tokens else tokens
 
     def _labelled(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Documents and labels of the prompts of all files."""
+        """Document numbers and labels of the prompts of all files, [prompt_id]."""
         import xarray as xr
 
         columns: dict[str, list[Any]] = {DOCUMENT: [], **{name: [] for name in self.labels}}
@@ -224,14 +235,18 @@ class Corpus:
         return SourceNode("corpus_tokens", VERSION, params, make, Estimate(size, size, 4 * size), (pinned,))
 
     def framing(self, tokenizer: Tokenizer | None) -> Framing:
-        """Special tokens as the tokenizer adds them to any text, and what parts documents."""
+        """How documents become prompts: special tokens of the tokenizer, context length, separator.
+
+        Raises:
+            PromptError: if the context has no room beside the special tokens.
+        """
         before: tuple[int, ...] = ()
         after: tuple[int, ...] = ()
         separator: tuple[int, ...] | None = () if self.pack else None
         if tokenizer is not None:
             example = tokenizer.encode("a")
-            own = [place for place, special in enumerate(example.special) if not special]
-            before, after = tuple(example.ids[: own[0]]), tuple(example.ids[own[-1] + 1 :])
+            of_text = [place for place, special in enumerate(example.special) if not special]
+            before, after = tuple(example.ids[: of_text[0]]), tuple(example.ids[of_text[-1] + 1 :])
             if self.pack and tokenizer.eos_id is not None:
                 separator = (tokenizer.eos_id,)
         framing = Framing(before, after, self.context, separator)
@@ -244,12 +259,12 @@ class Corpus:
 
 
 def end_to_end(parts: Sequence[xr.DataArray]) -> Ids:
-    """Ids of all parts, int32 [token], read a block at a time.
+    """Concatenate token ids, int32 [token], reading a block at a time.
 
-    Those of a large corpus lie in a file that is gone when nobody has them any more, so that they are as much
-    in memory as the system likes: as arrays that are joined a billion tokens took 8 GB.
+    Ids of a large corpus are mapped from a temporary file, so that the system may evict them from memory:
+    concatenating arrays of a billion tokens took 8 GB.
     """
-    ids = _room(sum(part.size for part in parts))
+    ids = _empty_ids(sum(part.size for part in parts))
     at = 0
     for part in parts:
         for start in range(0, part.size, AT_ONCE):
@@ -259,11 +274,11 @@ def end_to_end(parts: Sequence[xr.DataArray]) -> Ids:
     return ids
 
 
-def _room(count: int) -> Ids:
-    """Ids to be filled in: in a file of its own where they are many, and the disk has room."""
+def _empty_ids(count: int) -> Ids:
+    """An uninitialised array of ids; mapped from a temporary file if it is large and the disk has room."""
     if count * 4 >= LARGE:
         with suppress(OSError, AttributeError), TemporaryFile() as file:
-            # A disk that fills up while a map is written to would end the process.
+            # Reserve the bytes: writing to a map of a full disk kills the process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, count * 4)
             return np.memmap(file, np.int32, "r+", shape=(count,))
     return np.empty(count, np.int32)
@@ -271,8 +286,8 @@ def _room(count: int) -> Ids:
 
 def _is_document_file(path: Path, root: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    known = ending(path).removesuffix(".gz") in FORMATS
-    return known and not hidden and path.is_file()
+    has_format = ending(path).removesuffix(".gz") in FORMATS
+    return has_format and not hidden and path.is_file()
 
 
 def _tokenised(
@@ -283,7 +298,8 @@ def _tokenised(
     share: float,
     seed: int,
 ) -> xr.Dataset:
-    """The prompts of one file, and of which documents they are."""
+    """Tokenise one file: token ids [token], prompt lengths and document of each prompt, labels of
+    documents."""
     import xarray as xr
 
     labels: dict[str, list[Any]] = {name: [] for name in reading.labels}
@@ -312,23 +328,32 @@ def _tokenised(
 
 
 def _drawn(documents: Iterator[Document], share: float, seed: int) -> Iterator[Document]:
-    """Those a seeded draw takes; the same whatever else is drawn, or stands behind them."""
+    """Select a share of the documents with a seed.
+
+    Each document is selected by a hash of its number and content, so documents appended later, or another
+    share, do not change the others: a larger share contains the smaller one.
+    """
     if share == 1:
         yield from documents
         return
     below = share * 2.0**64
     for place, document in enumerate(documents):
-        held = json.dumps([seed, place, document.content]).encode()
-        if int.from_bytes(blake2b(held, digest_size=8).digest(), "little") < below:
+        data = json.dumps([seed, place, document.content]).encode()
+        if int.from_bytes(blake2b(data, digest_size=8).digest(), "little") < below:
             yield document
 
 
 def encoded(
     documents: Iterator[Document], tokenizer: Tokenizer | None, path: Path
 ) -> Iterator[Sequence[int] | Ids]:
-    """Token ids of each document, texts tokenised many at a time."""
+    """Token ids of each document, in order; texts are tokenised in batches of about `BATCH` characters.
+
+    Raises:
+        TokenizerError: for a text without a tokenizer.
+        PromptError: for ids out of range.
+    """
     texts: list[str] = []
-    held = 0
+    n_characters = 0
     for document in documents:
         if isinstance(document.content, str):
             if tokenizer is None:
@@ -336,21 +361,21 @@ def encoded(
                     f"expected token ids in {path}, as the model has no tokenizer, found text"
                 )
             texts.append(document.content)
-            held += len(document.content)
-            if held >= BATCH:
+            n_characters += len(document.content)
+            if n_characters >= BATCH:
                 yield from tokenizer.ids_of(texts)
-                texts, held = [], 0
+                texts, n_characters = [], 0
         else:
             if texts and tokenizer is not None:
                 yield from tokenizer.ids_of(texts)
-                texts, held = [], 0
+                texts, n_characters = [], 0
             yield _as_ids(document.content, path)
     if texts and tokenizer is not None:
         yield from tokenizer.ids_of(texts)
 
 
 def _as_ids(content: list[int], path: Path) -> Ids:
-    """Token ids of a document; whether the model has them is asked when it is known."""
+    """Token ids of a document as int32. PromptError for ids out of range; the vocabulary is checked later."""
     low, high = min(content, default=0), max(content, default=0)
     if low < 0 or high > _LARGEST_ID:
         raise PromptError(
@@ -360,7 +385,7 @@ def _as_ids(content: list[int], path: Path) -> Ids:
 
 
 def _column(values: list[Any]) -> np.ndarray[Any, Any]:
-    """Labels of documents: whole numbers, numbers, or text; anything else as JSON."""
+    """Labels of documents as int64, float64 or strings; other values as JSON strings."""
     kinds = {type(value) for value in values}
     whole = [value for value in values if type(value) is int]
     largest = max(map(abs, whole), default=0)
@@ -368,23 +393,26 @@ def _column(values: list[Any]) -> np.ndarray[Any, Any]:
         return np.array(values, np.int64)
     if kinds <= {int, float} and largest <= _MOST_EXACT:
         return np.array(values, np.float64)
-    return np.array([_told(value) for value in values], np.dtypes.StringDType())
+    return np.array([_as_text(value) for value in values], np.dtypes.StringDType())
 
 
 def _joined(columns: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """The labels of all files, as one would hold them: those of a file without any decide nothing."""
-    held = [column for column in columns if column.size]
-    kinds = {column.dtype.kind for column in held}
+    """Concatenate the labels of all files, with the dtype that `_column` would give to all of them.
+
+    Empty columns do not affect the dtype.
+    """
+    non_empty = [column for column in columns if column.size]
+    kinds = {column.dtype.kind for column in non_empty}
     exact = all(
-        abs(int(end)) <= _MOST_EXACT for c in held if c.dtype.kind == "i" for end in (c.min(), c.max())
+        abs(int(end)) <= _MOST_EXACT for c in non_empty if c.dtype.kind == "i" for end in (c.min(), c.max())
     )
     if len(kinds) == 1 or (kinds == {"i", "f"} and exact):
         return np.concatenate(
-            [c if c.dtype.kind in "if" else c.astype(np.dtypes.StringDType()) for c in held]
+            [c if c.dtype.kind in "if" else c.astype(np.dtypes.StringDType()) for c in non_empty]
         )
-    texts = [_told(value) for column in held for value in column.tolist()]
+    texts = [_as_text(value) for column in non_empty for value in column.tolist()]
     return np.array(texts, np.dtypes.StringDType())
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)

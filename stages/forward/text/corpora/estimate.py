@@ -1,4 +1,4 @@
-"""About how large a corpus is, from the sizes of its files and a look at some of them."""
+"""Estimates the number of tokens and prompts of a corpus from samples of some of its files."""
 
 from __future__ import annotations
 
@@ -22,44 +22,54 @@ if TYPE_CHECKING:
 __all__ = ["CorpusSize", "estimated_size"]
 
 FILES = 8
-"""Files that are looked into, evenly among all."""
+"""Most files that are sampled, evenly spaced among all."""
 LOOK = 1 << 18
-"""Characters, or token ids, that are read of each."""
+"""Characters, or token ids, read from each sampled file."""
 PLACES = 8
-"""Places of a large file of lines that are looked at, as lines may get longer from one end to the other."""
+"""Places at which a large file of lines is sampled, because line lengths may change within a file."""
 LINES = (".txt", ".jsonl", ".ndjson")
-"""Files whose lines can be read from any place on."""
+"""Endings of files of lines, which can be read from any offset."""
 
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """tokens, prompts: about as many. files, bytes: of all that would be read. looked_at: bytes of these.
-    sample: the prompts that were found there."""
+    """Estimated size of a corpus."""
 
     tokens: int
+    """Estimated number of tokens."""
     prompts: int
+    """Estimated number of prompts."""
     files: int
+    """Number of files."""
     bytes: int
+    """Bytes of all files."""
     looked_at: int
+    """Bytes of the samples."""
     sample: PackedTokens
+    """Prompts of the samples."""
 
 
 def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
-    """Tokens and prompts of a corpus, in seconds whatever its size. Raises what reading its files does."""
+    """Estimate the size of a corpus in seconds, whatever its size. Raises as reading the files does."""
     paths = corpus.files
     sizes = [path.stat().st_size for path in paths]
-    chosen = np.unique(np.linspace(0, len(paths) - 1, min(FILES, len(paths))).round().astype(int))
+    sampled = np.unique(np.linspace(0, len(paths) - 1, min(FILES, len(paths))).round().astype(int))
     framing, looked_at = corpus.framing(tokenizer), 0.0
     prompts: list[Ids] = []
-    for place in chosen:
-        path, size = paths[place], sizes[place]
+    for file_index in sampled:
+        path, size = paths[file_index], sizes[file_index]
         with path.open("rb") as raw:
             reading = Reading(corpus.column, tuple(corpus.labels), corpus.whole_files)
             is_lines = path.suffix in LINES and not corpus.whole_files
-            part: IO[bytes] = _some_lines(raw, size) if is_lines and size > 2 * LOOK else raw
-            some = _some(documents_in(part, ending(path), reading, str(path)))
-            prompts += (ids for ids, _ in framed_prompts(encoded(iter(some), tokenizer, path), framing))
-            looked_at += size * _share_of_rows(path, len(some)) if path.suffix == ".parquet" else part.tell()
+            part: IO[bytes] = _sample_lines(raw, size) if is_lines and size > 2 * LOOK else raw
+            sample_documents = _first_documents(documents_in(part, ending(path), reading, str(path)))
+            token_ids = encoded(iter(sample_documents), tokenizer, path)
+            prompts += (ids for ids, _ in framed_prompts(token_ids, framing))
+            # Parquet is read from its end, so the offset in the file says nothing.
+            if path.suffix == ".parquet":
+                looked_at += size * _share_of_rows(path, len(sample_documents))
+            else:
+                looked_at += part.tell()
     if not prompts:
         raise PromptError(f"expected at least one token at the beginning of {paths[0]}, found none")
     sample, times = PackedTokens.from_lists(prompts), sum(sizes) / max(looked_at, 1.0) * corpus.share
@@ -67,26 +77,26 @@ def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
     return CorpusSize(tokens, count, len(paths), sum(sizes), round(looked_at), sample)
 
 
-def _some_lines(raw: IO[bytes], size: int) -> BytesIO:
+def _sample_lines(raw: IO[bytes], size: int) -> BytesIO:
     """`LOOK` bytes of whole lines, from evenly spaced places of a file of `size` bytes."""
     sample = BytesIO()
     for place in range(PLACES):
         raw.seek(size * (2 * place + 1) // (2 * PLACES) - LOOK // PLACES // 2)
-        raw.readline(LOOK)  # the end of a line that began before
+        raw.readline(LOOK)  # skip the rest of a line that began earlier
         sample.writelines(raw.readlines(LOOK // PLACES))
     sample.seek(0)
     return sample
 
 
-def _some(documents: Iterator[Document]) -> list[Document]:
-    """The first documents of a file."""
-    found, held = [], 0
+def _first_documents(documents: Iterator[Document]) -> list[Document]:
+    """The first documents of a file, with `LOOK` characters or token ids in total."""
+    sample, n_characters = [], 0
     for document in documents:
-        found.append(document)
-        held += len(document.content)
-        if held >= LOOK:
+        sample.append(document)
+        n_characters += len(document.content)
+        if n_characters >= LOOK:
             break
-    return found
+    return sample
 
 
 def _share_of_rows(path: Path, rows: int) -> float:

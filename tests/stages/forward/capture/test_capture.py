@@ -523,7 +523,7 @@ def test_a_run_that_somebody_else_has_just_made_keeps_the_length_of_their_segmen
 ):
     """The entry is laid out in memory while it is made; if another came first, theirs stands."""
     theirs = CaptureNode(folder, prompts, RESID, segment_tokens=64)
-    planned, made, outrun = CaptureNode._planned, CaptureNode._made, threading.Event()
+    planned, made, outrun = CaptureNode._planned_entry, CaptureNode._create_entry, threading.Event()
 
     def plan_first(node, where):
         entry = planned(node, where)
@@ -535,8 +535,8 @@ def test_a_run_that_somebody_else_has_just_made_keeps_the_length_of_their_segmen
         assert outrun.wait(60)
         return made(node, where, begun)
 
-    monkeypatch.setattr(CaptureNode, "_planned", plan_first)
-    monkeypatch.setattr(CaptureNode, "_made", make_second)
+    monkeypatch.setattr(CaptureNode, "_planned_entry", plan_first)
+    monkeypatch.setattr(CaptureNode, "_create_entry", make_second)
     mine = mizarr.capture(folder, prompts, RESID, store=store, segment_tokens=16, progress=False)
     entry = store.entry(theirs.run_key)
     assert entry.segment_tokens == 64

@@ -18,7 +18,7 @@ import mizarr
 from mizarr import Dictionary, HookSpec, Model, capture, open_store
 from mizarr.stages.features.corpus.encode import encode_corpus
 from mizarr.stages.forward.capture.capture import CaptureNode
-from mizarr.stages.forward.capture.of_run import counted
+from mizarr.stages.forward.capture.run_reductions import count_features
 from mizarr.stages.forward.hooks.reductions import features
 from mizarr.store.errors import HookPointNotFound, SourceChanged
 from mizarr.store.runs.packed import PackedTokens
@@ -157,7 +157,7 @@ def test_features_below_zero_count_and_have_a_largest_activation():
             return row, feature, rows[row, feature]
 
     rows = torch.tensor([[-2.0, 0.0, 1.0], [-1.0, 0.0, -4.0], [9.0, 9.0, 9.0]])
-    made = counted(Layer(), rows, torch.tensor([True, True, False]))
+    made = count_features(Layer(), rows, torch.tensor([True, True, False]))
     assert made["count"].tolist() == [2, 0, 2]
     assert mean_of_parts(made["sum"].numpy()[None], 1).tolist() == [-3.0, 0.0, -3.0]
     assert made["max"].tolist() == [-1.0, -np.inf, 1.0]

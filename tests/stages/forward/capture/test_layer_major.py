@@ -73,15 +73,15 @@ def stores(tmp_path):
 @contextmanager
 def interrupted_at_layer(layer):
     """As by Ctrl-C when this layer, or the head behind the last, is about to be gone through."""
-    through = layer_major._Way.through
+    run_layers = layer_major._LayerSweep.run_layers
 
-    def interrupted(way, courses, group):
+    def interrupted(sweep, passes, group):
         if group[0] == layer:
             raise KeyboardInterrupt
-        through(way, courses, group)
+        run_layers(sweep, passes, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_major._Way, "through", interrupted)
+        patch.setattr(layer_major._LayerSweep, "run_layers", interrupted)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -200,13 +200,13 @@ def test_as_many_layers_as_fit_are_in_memory_together(tmp_path, prompts, stores,
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=5)
     sizes = bytes_of(Model.from_pretrained(tmp_path / "m").config, 4)
     model = Model.from_pretrained(tmp_path / "m", max_memory=sizes.always + 2 * sizes.units[0])
-    groups, through = [], layer_major._Way.through
+    groups, run_layers = [], layer_major._LayerSweep.run_layers
     monkeypatch.setattr(
-        layer_major._Way,
-        "through",
-        lambda way, courses, group: groups.append(list(group)) or through(way, courses, group),
+        layer_major._LayerSweep,
+        "run_layers",
+        lambda sweep, passes, group: groups.append(list(group)) or run_layers(sweep, passes, group),
     )
-    monkeypatch.setattr(layer_major._Way, "buffers", lambda way, courses: {})
+    monkeypatch.setattr(layer_major._LayerSweep, "buffers", lambda sweep, passes: {})
     capture(model, prompts, "blocks.*.hook_resid_post", stores[0])
     assert groups == [[0, 1], [2, 3], [4]]
 
@@ -216,8 +216,8 @@ def test_a_limit_decides_the_order_and_provenance_tells_it(tmp_path, prompts, st
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=6, intermediate_size=2000)
     options = {"segment_tokens": 128, "batch_tokens": 64}
     node = CaptureNode(tmp_path / "m", prompts, "blocks.*.hook_resid_post", **options)
-    sizes, beside = bytes_of(node.source.config, 4), node._beside()
-    limit = sizes.always + 2 * sizes.units[0] + beside.of_pass + beside.buffers
+    sizes, working = bytes_of(node.source.config, 4), node._working_memory()
+    limit = sizes.always + 2 * sizes.units[0] + working.batch + working.buffers
     for store, allowed, expected in zip(stores, ("100MB", limit), ("batch", "layer"), strict=True):
         mizarr.capture(
             tmp_path / "m", prompts, "blocks.*.hook_resid_post", store=store, memory_limit=allowed, **options
@@ -281,7 +281,7 @@ def test_a_disk_without_room_for_what_is_carried_is_told_before_anything_is_comp
     written = CaptureNode(few, prompts, "hook_embed").estimate(stores[0]).bytes_written
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * written))
     hooks = "blocks.1.ln1.hook_scale"
-    with pytest.raises(StoreFull, match="what is carried from layer to layer"):
+    with pytest.raises(StoreFull, match="activations between layers"):
         capture(few, prompts * 40, hooks, stores[0])
     assert few.streamed.window.reads == {}
 
@@ -502,7 +502,7 @@ def test_two_processes_take_turns(tmp_path, prompts, stores):
     save_random_model(tmp_path / "m", "llama", 2)
     few = one_layer_at_a_time(tmp_path / "m")
     node = CaptureNode(few, prompts, "blocks.*.hook_resid_post", segment_tokens=128)
-    entry = node._made(stores[1])
+    entry = node._create_entry(stores[1])
     folder = stores[1].path / entry.path / "seg"
     (folder / "layers.claim").write_text(f"{os.uname().nodename} 999999 left")
     capture(few, prompts, "blocks.*.hook_resid_post", stores[1])

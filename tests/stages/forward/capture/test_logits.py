@@ -111,7 +111,7 @@ def of(logits, *asked) -> list[np.ndarray]:
 
     found = [each for told in asked for each in (as_reduction(told), *as_reduction(told).companions)]
     network: Network = Given(torch.from_numpy(logits))  # type: ignore[assignment]
-    made = vocabulary.of_logits(network, torch.empty(1, len(logits), 1), found)
+    made = vocabulary.reduce_logits(network, torch.empty(1, len(logits), 1), found)
     return [made[each][0].numpy() for each in found]
 
 

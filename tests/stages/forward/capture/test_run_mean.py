@@ -16,7 +16,7 @@ import xarray as xr
 from mizarr import HookSpec, Model, capture, open_store
 from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 from mizarr.stages.forward.capture.capture import CaptureNode
-from mizarr.stages.forward.capture.of_run import sums_in_parts
+from mizarr.stages.forward.capture.run_reductions import sums_in_parts
 from mizarr.store.errors import HookPointNotFound, ShapeError
 from mizarr.store.runs.entries import Entry
 from mizarr.store.runs.run_sums import BELOW, QUANTA, mean_of_parts

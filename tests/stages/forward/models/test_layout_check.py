@@ -258,7 +258,7 @@ def test_a_failure_of_transformers_is_a_refusal_that_is_not_remembered(saved, mo
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(layout_check.LayoutCase, "_theirs", fails)
+        broken.setattr(layout_check.LayoutCase, "_transformers_outputs", fails)
         with pytest.raises(ConfigError, match=r"found that it cannot \(RuntimeError: out of memory\)"):
             resolve(folder).identity()
     assert resolve(folder).identity().forward == ComposedArchitecture.version

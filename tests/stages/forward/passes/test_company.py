@@ -123,7 +123,7 @@ def test_an_experiment_stores_the_same_bits_however_its_cells_are_shared_and_res
             node = experiment.on(str(folder))
             if name == "resumed":
                 node.compute(store, node.missing(store)[1:2])
-            for cells in node._shared(node.missing(store), 100) if name == "shared" else ():
+            for cells in node._worker_groups(node.missing(store), 100) if name == "shared" else ():
                 node.compute(store, cells)
             run(node, store)
         return {record.key: record.content for record in store.records()}
