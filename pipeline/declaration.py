@@ -78,7 +78,7 @@ class Declaration:
     inputs: Mapping[str, Dims | None]
     """Dims of each input array; None for a whole dataset."""
     resources: tuple[str, ...]
-    """Names of inputs that are not arrays, such as a model."""
+    """Names of inputs other than arrays, such as a model."""
     params: Mapping[str, Any]
     """Default of each parameter; `REQUIRED` for a parameter without one."""
     outputs: Mapping[str, Output]
@@ -92,7 +92,7 @@ class Declaration:
         return arrays | dict.fromkeys(self.resources, "resource")
 
     def describe(self) -> str:
-        """The declaration in a few lines."""
+        """The declaration as text: a title line, then one line per input, parameter and output."""
         cut = f", cut by {' and '.join(self.cells)}" if self.cells else ""
         lines = [f"{self.name} (version {self.version}{cut})"]
         lines += [f"  in  {name} [{label}]" for name, label in self.input_labels.items()]

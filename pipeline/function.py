@@ -164,7 +164,7 @@ class StageFunction:
         )
 
     def describe(self) -> str:
-        """The declaration in a few lines."""
+        """The declaration as text: a title line, then one line per input, parameter and output."""
         return self.declaration().describe()
 
 

@@ -74,7 +74,16 @@ class Estimate:
 
 
 class Part:
-    """A piece of a node's result: its content digest, its size, and a function that loads it."""
+    """A piece of a node's result: its content digest, its size, and a function that loads it.
+
+    Arguments:
+        content: Digest of everything that `load` returns, labels included; or a function that computes the
+            digest when it is first used. Two parts with equal content are interchangeable.
+        load: Returns the piece as a dataset that is read lazily.
+        nbytes: Bytes of its arrays, or a function that computes them.
+        parents: Content digests of the stored results that the piece is cut from, for lineage.
+        check: Raises SourceChanged if `load` no longer returns the digested content.
+    """
 
     def __init__(
         self,
@@ -84,13 +93,6 @@ class Part:
         parents: Sequence[str] = (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Arguments: content: Digest of everything that `load` returns, labels included; or a function that
-        computes the
-                digest when it is first used. Two parts with equal content are interchangeable.
-            load: Returns the piece as a dataset that is read lazily.
-            nbytes: Bytes of its arrays, or a function that computes them.
-            parents: Content digests of the stored results that the piece is cut from, for lineage.
-            check: Raises SourceChanged if `load` no longer returns the digested content."""
         self._content, self._nbytes = content, nbytes
         self.load, self.check = load, check
         self.parents = tuple(parents)
@@ -310,7 +312,7 @@ class ResultNode(Ports, ABC):
 
     @remembered
     def record(self, store: Store) -> Record | None:
-        """The record published under the key; None if there is none."""
+        """Store record published under the key; None while the result is not stored."""
         key = self.key(store)
         return None if key is None else store.lookup(key)
 

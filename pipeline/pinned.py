@@ -31,7 +31,7 @@ class Pinned(Protocol):
     """Protocol of a resource (files, or weights in memory) that must not change while a command runs."""
 
     def check(self) -> None:
-        """Raise SourceChanged if its content is no longer that in the keys of the command."""
+        """Raise SourceChanged if the content differs from the digest in the keys of the running command."""
         ...
 
 
@@ -69,12 +69,13 @@ class PinnedFiles:
 
     Each file is fingerprinted before it is first read, so everything read until `check` is of one content. A
     change that was undone is detected too, because it moves the file's time stamp.
+
+    Arguments:
+        name: Owner of the files, for messages.
+        advice: Next step for the user if a file has changed.
     """
 
     def __init__(self, name: str, advice: str = "start again with the files as they are now") -> None:
-        """Arguments:
-        name: Owner of the files, for messages.
-        advice: Next step for the user if a file has changed."""
         self.name, self.advice = name, advice
         self._fingerprints: dict[Path, _Fingerprint] = {}
         self._digests: dict[Path, str] = {}
@@ -108,13 +109,13 @@ class PinnedFiles:
         return all(fingerprint.content is None for fingerprint in self._fingerprints.values())
 
     def check(self) -> None:
-        """Raise SourceChanged, naming a file, unless all are as they were when they were noted."""
+        """Raise SourceChanged, naming a file, if a file no longer has the fingerprint that `note` took."""
         if (path := self._first_changed()) is not None:
             raise SourceChanged(f"expected {self.name} as it was, found another {path.name}: {self.advice}")
 
     @property
     def have_changed(self) -> bool:
-        """Whether `check` would raise."""
+        """Whether `check` would raise SourceChanged."""
         return self._first_changed() is not None
 
     def _first_changed(self) -> Path | None:
@@ -191,7 +192,7 @@ class FileResource(ABC):
         self.check()
 
     def check(self) -> None:
-        """Raise SourceChanged unless its files are as they were when this resource was opened."""
+        """Raise SourceChanged if a file has changed since this resource was opened."""
         self._opened.files.check()
 
     @property

@@ -42,7 +42,16 @@ NOTHING = Estimate()
 
 
 class SourceNode(ResultNode):
-    """A dataset made by a function from declared parameters, e.g. a model's readout from its files."""
+    """A dataset made by a function from declared parameters, e.g. a model's readout from its files.
+
+    Arguments:
+        name: Name in keys.
+        version: Raise it when the result changes.
+        params: Plain values that identify the result; digests of files instead of their names.
+        make: Computes the dataset; called in the main process, and only while the result is not stored.
+        estimate: Cost of calling `make`.
+        pinned: Resources that `make` reads.
+    """
 
     def __init__(
         self,
@@ -53,13 +62,6 @@ class SourceNode(ResultNode):
         estimate: Estimate = NOTHING,
         pinned: Sequence[Pinned] = (),
     ) -> None:
-        """Arguments:
-        name: Name in keys.
-        version: Raise it when the result changes.
-        params: Plain values that identify the result; digests of files instead of their names.
-        make: Computes the dataset; called in the main process, and only while the result is not stored.
-        estimate: Cost of calling `make`.
-        pinned: Resources that `make` reads."""
         self.name, self.version, self.params = name, version, parameter_records(params)
         self._make, self._estimate, self._pinned = make, estimate, pinned
 
@@ -121,6 +123,7 @@ class ConstantNode(Ports):
         from ..store.content import content_of
 
         self.name = name
+        # A deep copy: the original may be changed in place after its content was digested.
         self._dataset: xr.Dataset | None = dataset.copy(deep=True)
         self.content = content_of(dataset)
         self._is_lazy = any(not variable._in_memory for variable in dataset.variables.values())

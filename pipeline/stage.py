@@ -84,8 +84,8 @@ class Stage(StageFunction):
         return _named_as_function(replace(self, name=name, inputs=self.forms[name]))
 
     def _form_of(self, arguments: Mapping[str, Any]) -> str:
-        """Name of the only form with exactly these inputs; of this form if it has them, or if there is no
-        single one."""
+        """Name of the single form with exactly these inputs; this form's name if it matches or the choice is
+        ambiguous."""
         all_inputs = {name for inputs in self.forms.values() for name in inputs}
         input_names = all_inputs & set(arguments)
         fitting = [name for name, inputs in self.forms.items() if set(inputs) == input_names]

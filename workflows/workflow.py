@@ -94,7 +94,7 @@ class Workflow:
 
     def open_results(self, store: Store) -> Self:
         """Open the results of all nodes, which are stored."""
-        from ..pipeline.memory import most_held
+        from ..pipeline.memory import highest_peaks
         from ..pipeline.nodes import one_look
 
         self.store = store
@@ -104,7 +104,7 @@ class Workflow:
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
         told = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
-        self._memory = most_held(told)
+        self._memory = highest_peaks(told)
         return self
 
     @property
