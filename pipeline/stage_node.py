@@ -309,8 +309,8 @@ class StageNode(ResultNode):
         if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"stage {self.name!r}: expected the code it was planned with ({key.version}), found "
-                f"{current}: something its function reads changed meanwhile, is changed by the function itself, "
-                "or is another one on this worker; nothing was stored; make it constant and run again"
+                f"{current}: something its function reads changed meanwhile, is changed by the function "
+                "itself, or is another one on this worker; nothing was stored; make it constant and run again"
             )
 
 

@@ -21,8 +21,8 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
+from ..dictionary_experiment import DictionaryExperiment
 from ..layers.active import Active
-from ..of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,7 +39,7 @@ _ROWS = 1024  # decoder rows gathered at a time
 
 
 @dataclass(frozen=True)
-class FeatureActivity(OfDictionary):
+class FeatureActivity(DictionaryExperiment):
     """Everything active in a prompt.
 
     tokens: the prompt. dictionary: its name, no part of the key; features: its identity. zero_positions:
@@ -114,7 +114,7 @@ class FeatureActivity(OfDictionary):
 
 
 @dataclass(frozen=True)
-class FeatureTrace(OfDictionary):
+class FeatureTrace(DictionaryExperiment):
     """How active some features are along a prompt; only their layers are opened.
 
     tokens: the prompt. dictionary: its name, no part of the key; features: its identity. chosen: (layer,

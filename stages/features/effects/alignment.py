@@ -25,8 +25,8 @@ from ...causal.effects import array
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..layers.layout import FeatureId, told
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
+from ..layers.layout import FeatureId, layers_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -68,7 +68,7 @@ def align(
     sources = [layer for layer in dictionary.layers if target in dictionary.targets(layer)]
     if not sources:
         raise DictionaryError(
-            f"{dictionary.name} writes to {told(dictionary.write_layers)}, found target {target}"
+            f"{dictionary.name} writes to {layers_text(dictionary.write_layers)}, found target {target}"
         )
     found = [_scores(dictionary, layer, target, given, cosine) for layer in sources]
     return [_ranked(sources, [scores[i] for scores in found], top_k) for i in range(len(given))]
@@ -132,7 +132,7 @@ def _ranked(layers: Sequence[int], scores: Sequence[Floats], top_k: int) -> list
 
 
 @dataclass(frozen=True)
-class DecoderSearch(OfDictionary):
+class DecoderSearch(DictionaryExperiment):
     """Features that write along a token's embedding.
 
     token: its id. dictionary: its name, no part of the key; features: its identity. target: layer written

@@ -40,7 +40,7 @@ from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import BLOCK_BYTES, Dictionary
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
 from .activity import as_rows
 from .injection import added_at
 
@@ -94,7 +94,7 @@ class Attributed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfPair(OfDictionary):
+class OfPair(DictionaryExperiment):
     """What a dictionary writes in one run is added to another.
 
     clean, corrupted: token ids of equal length. metric: with a gradient (`Recovery` of one that has).

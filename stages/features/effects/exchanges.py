@@ -31,7 +31,7 @@ from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
 from .doses import Dose
 from .injection import injected
 
@@ -72,7 +72,7 @@ def _outputs() -> dict[str, Output]:
 
 
 @dataclass(frozen=True)
-class FeatureExchanges(OfDictionary):
+class FeatureExchanges(DictionaryExperiment):
     """Every exchange at every place and strength, measured at the last position of the place's prompt.
 
     Raises PromptError and InterventionError for what is out of range.

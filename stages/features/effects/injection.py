@@ -29,7 +29,7 @@ from ...forward.hooks.interventions import Add, AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ..dictionary import Dictionary
 from ..layers.active import Active
-from ..layers.layout import FeatureId, told
+from ..layers.layout import FeatureId, layers_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
         targets = dictionary.targets(feature.layer)
         first = targets[0] if injection.from_layer is None else injection.from_layer
         if not targets[0] <= first <= targets[-1]:
-            raise DictionaryError(f"{feature} writes to {told(targets)}, not from layer {first} on")
+            raise DictionaryError(f"{feature} writes to {layers_text(targets)}, not from layer {first} on")
         for target in targets:
             if target >= first:
                 vector = injection.strength * dictionary.decoder_vector(feature, target)

@@ -26,8 +26,8 @@ from ...causal.effects import array
 from ...causal.random_pushes import RandomPushes, Undisturbed
 from ...forward.runs.experiment import CellLabels
 from ..dictionary import Dictionary
+from ..dictionary_experiment import DictionaryExperiment
 from ..layers.layout import FeatureId
-from ..of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -59,7 +59,7 @@ def written(dictionary: Dictionary, feature: Feature, n_layers: int) -> Array:
 
 
 @dataclass(frozen=True)
-class FeatureVectors(OfDictionary, ContrastiveVectors):
+class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
     """What one unit of a feature writes, by layer, and the undisturbed states where it is added.
 
     positive, positive_positions: the prompt, and where it is pushed; there is no other side. dictionary: its
@@ -107,7 +107,7 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
 
 
 @dataclass(frozen=True)
-class _AlongFeature(OfDictionary):
+class _AlongFeature(DictionaryExperiment):
     """What pushes along a feature and their null have in common; beside a base that says what is measured."""
 
     positive: PromptTokens = ()

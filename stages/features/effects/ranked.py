@@ -25,7 +25,7 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
 from .activity import as_rows
 from .alignment import Scored, align, align_over_targets
 from .doses import Dose, in_place_of
@@ -45,7 +45,7 @@ _ALL: CellLabels = {}
 
 
 @dataclass(frozen=True)
-class _Ranked(OfDictionary):
+class _Ranked(DictionaryExperiment):
     """What both share.
 
     tokens: the prompt. dictionary: its name, no part of the key; features: its identity. word: token id whose

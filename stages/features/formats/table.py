@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened, told
+from ..layers.layout import Opened, layers_text
 from ..layers.names import hook_name, parse_hook
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _require_layer(opened: Opened, read: str | None, write: str | None) -> None:
         layer = parse_hook(name).layer if name else None
         if layer is not None and opened.layout.layers != (layer,):
             raise DictionaryError(
-                f"expected {field}= at {told(opened.layout.layers)}, as the files in "
+                f"expected {field}= at {layers_text(opened.layout.layers)}, as the files in "
                 f"{opened.files.directory} say, found {name!r}; leave the layer out, for example "
                 f"{field}={hook_name(parse_hook(str(name)).kind)!r}"
             )
