@@ -213,7 +213,8 @@ def _circuit_tracer(dictionary: Dictionary, folder: Path, dtype: torch.dtype | N
 
     if dictionary.layers != tuple(range(len(dictionary.layers))):
         raise DictionaryError(
-            f"circuit-tracer reads dictionaries of every layer from 0 on, found {layers_text(dictionary.layers)}"
+            "circuit-tracer reads dictionaries of every layer from 0 on, found "
+            f"{layers_text(dictionary.layers)}"
         )
     config: dict[str, Any] = {
         "model_name": dictionary.model_name,

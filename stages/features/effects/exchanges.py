@@ -1,16 +1,16 @@
-"""Exchanges of features: sets of doses injected at positions of prompts, and the next-token predictions then.
+"""Exchanges of features: doses injected at positions of prompts, and the next-token predictions that follow.
 
 The protocol of "planning in poems" (Lindsey et al. 2025, "On the Biology of a Large Language Model", section
-4): suppress the features of the word that is planned, inject those of another, and see at which position that
-changes the end of the line. Null distributions come from the same experiment: random features, parts of the
-exchange, other prompts. Runs of one strength are one cell, because storing a cell costs more than a short
+4): suppress the features of the planned word, inject those of another word, and find the position at which
+that changes the end of the line. Null distributions come from the same experiment: random features, parts of
+the exchange, other prompts. Runs of one strength are one cell, because storing a cell costs more than a short
 run.
 
-The dictionary is named, and opened only to compute.
+The dictionary is given by name, and opened only to compute.
 
 Axes: strength; place = a prompt and the position of the exchange; exchange = doses injected together; word =
-tokens followed; layer, head, of the attention from the last position to the position of the exchange. Units:
-nats, logits; attention weights have none.
+tokens whose logits are stored; layer, head, of the attention from the last position to the position of the
+exchange. Units: nats, logits; attention weights have none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _outputs() -> dict[str, Output]:
 class FeatureExchanges(DictionaryExperiment):
     """Every exchange at every place and strength, measured at the last position of the place's prompt.
 
-    Raises PromptError and InterventionError for what is out of range.
+    Raises:
+        PromptError: A token is out of range.
+        InterventionError: A position is out of range, or there are no places, strengths or exchanges.
     """
 
     name: ClassVar[str] = "feature_exchanges"
@@ -83,6 +85,7 @@ class FeatureExchanges(DictionaryExperiment):
     outputs: ClassVar[Mapping[str, Output]] = _outputs()
 
     places: tuple[Place, ...]
+    """Prompts with the position of the exchange."""
     dictionary: str
     """Name of the dictionary, not part of the key."""
     features: str
@@ -90,13 +93,14 @@ class FeatureExchanges(DictionaryExperiment):
     exchanges: tuple[tuple[Dose, ...], ...]
     """Doses injected together, one tuple per exchange."""
     strengths: tuple[float, ...]
+    """Strengths of the runs, one cell each; see `Dose`."""
     words: tuple[int, ...]
     """Token ids whose logits are kept."""
     edge: bool = False
     """Whether the attention from the last position to the place is kept."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the dictionary's name; the strengths are labels of the cells."""
+        """All fields except the dictionary's name and the strengths, which are labels of the cells."""
         doses = [[dose.params() for dose in exchange] for exchange in self.exchanges]
         params = {name: value for name, value in super().params().items() if name != "strengths"}
         return {**params, "exchanges": doses}
@@ -116,7 +120,7 @@ class FeatureExchanges(DictionaryExperiment):
         return [{"strength": float(strength)} for strength in self.strengths]
 
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
-        """The dictionary, and the untouched run of each place's prompt."""
+        """The dictionary, and the measurements of an untouched run for each place."""
         dictionary = self.opened(model)
         untouched = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)
@@ -135,7 +139,7 @@ class FeatureExchanges(DictionaryExperiment):
         ]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
-        """The same runs with vectors of zeros; the headers of the dictionary say which layers are written."""
+        """The same runs with vectors of zeros, for planning; only headers of the dictionary are read."""
         dictionary = self.resource.opened
         zeros = np.zeros(dictionary.d_out, np.float32)
         written = [
@@ -185,8 +189,8 @@ class FeatureExchanges(DictionaryExperiment):
             values = np.stack([run[name] for run in measured])
             variables[name] = self.outputs[name].variable(values.reshape(*shape, *values.shape[1:]))
             if name not in _COMPARISONS:
-                baseline, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
-                variables[baseline] = self.outputs[baseline].variable(untouched)
+                baseline_name, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
+                variables[baseline_name] = self.outputs[baseline_name].variable(untouched)
         coords = {
             "strength": [cell["strength"]],
             "position": ("place", [position for _, position in self.places]),
@@ -195,7 +199,7 @@ class FeatureExchanges(DictionaryExperiment):
         return xr.Dataset(variables, coords=coords)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The cells of all strengths, along `strength`."""
+        """The results of all cells, concatenated along `strength`."""
         import xarray as xr
 
         joined: xr.Dataset = xr.concat(

@@ -89,8 +89,8 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
     missing = sorted(set(range(config.num_layers)) - set(dictionary.layers))
     if missing:
         raise DictionaryError(
-            f"expected features of all {config.num_layers} layers of {model}, found none of {layers_text(missing)} "
-            f"in {dictionary.name}; an attribution graph replaces every MLP"
+            f"expected features of all {config.num_layers} layers of {model}, found none of "
+            f"{layers_text(missing)} in {dictionary.name}; an attribution graph replaces every MLP"
         )
 
 
