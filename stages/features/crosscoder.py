@@ -260,12 +260,9 @@ def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Datase
 
     Returns:
         fvu [place]: fraction of variance unexplained. density [feature]: share of rows in which a feature is
-            active.
-        norm [place, feature]: decoder norms. For two models or places also relative_norm and decoder_cosine
-            [feature],
-        and the attributes alive, first_alone, second_alone: number of features that fire at all, and of those
-            that
-        are exclusive to each side.
+        active. norm [place, feature]: decoder norms. For two models or places also relative_norm and
+        decoder_cosine [feature], and the attributes alive, first_alone, second_alone: number of features that
+        fire at all, and of those that are exclusive to each side.
 
     Raises:
         DictionaryError: There are no rows.

@@ -128,8 +128,7 @@ def contexts(
 
     Returns:
         token_id int32 [feature, rank, window], -1 outside the prompt; activation float32 of the same dims;
-            prompt and
-        position [feature, rank] of the example, -1 for none. window counts from -before.
+        prompt and position [feature, rank] of the example, -1 for none. window counts from -before.
     """
     import xarray as xr
 

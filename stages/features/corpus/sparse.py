@@ -97,9 +97,8 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
         encoded: Encoded layers by layer number.
 
     Returns:
-        activation [active], lazy if it is large, with the coordinates layer, prompt, position, token (its
-            number in
-        the corpus), token_id and feature.
+        activation [active], lazy if it is large, with the coordinates layer, prompt, position, token (number
+        in the corpus), token_id and feature.
 
     Raises:
         ShapeError: `encoded` is empty.

@@ -70,9 +70,7 @@ def random_like(
     Returns:
         Fewer than `count` doses if the layer has fewer features.
     """
-    excluded = [
-        excluded_dose.index for excluded_dose in (dose, *without) if excluded_dose.layer == dose.layer
-    ]
+    excluded = [skipped.index for skipped in (dose, *without) if skipped.layer == dose.layer]
     drawn = chosen_at_random(range(n_features), count, seed=seed, without=excluded)
     return [replace(dose, index=index, like=str(FeatureId(dose.layer, dose.index))) for index in drawn]
 
@@ -90,7 +88,8 @@ def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Do
         indices = list(dict.fromkeys(dose.index for dose in doses if dose.layer == layer))
         if 2 * len(indices) > n_features:
             raise InterventionError(
-                f"expected {len(indices)} other features of layer {layer} to draw, found {n_features - len(indices)}"
+                f"expected {len(indices)} other features of layer {layer} to draw, found "
+                f"{n_features - len(indices)}"
             )
         drawn = chosen_at_random(range(n_features), len(indices), seed=seed, without=indices)
         replacements |= {

@@ -64,8 +64,7 @@ def direct_effects(
 
     Returns:
         raised, lowered: token ids int32 [feature, rank], strongest first. raised_by, lowered_by: logits per
-            unit of
-        activation, float32 [feature, rank].
+        unit of activation, float32 [feature, rank].
 
     Raises:
         ShapeError: The readout has another width than the decoder.
