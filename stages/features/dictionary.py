@@ -484,7 +484,7 @@ class StoredDictionary(FileResource):
     features: str
     """Identity that the files must have (`Dictionary.identity`)."""
     device: str | None = field(default=None, compare=False)
-    """Device of the arithmetic, not part of the key; None for a GPU if there is one."""
+    """Device of the arithmetic, which enters no key; None for a GPU, or the CPU without one."""
 
     def identity(self) -> dict[str, Any]:
         """Identity and hook points, as they enter a key."""

@@ -160,8 +160,8 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
             )
             if expected != actual:
                 raise DictionaryError(
-                    f"expected dictionaries of one kind in {files.directory}, found {attribute} {expected!r} in "
-                    f"{reference.where} and {actual!r} in {part.where}; open one of them"
+                    f"expected dictionaries of one kind in {files.directory}, found {attribute} "
+                    f"{expected!r} in {reference.where} and {actual!r} in {part.where}; open one of them"
                 )
     by_layer = {part.layer: part for part in ordered}
     layout = DictionaryLayout(

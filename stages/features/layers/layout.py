@@ -52,7 +52,7 @@ class CrosscoderPlace:
     model: str
     hook: str
     scale: float
-    """Factor that brings the states of this place to the same size as those of the other places."""
+    """Factor that normalises the states of this place, so that all places have states of equal size."""
 
     def __str__(self) -> str:
         return f"{self.model} {self.hook}"

@@ -38,7 +38,8 @@ HOOKS_ADVICE = (
     "either, with it: blocks.3.hook_resid_post"
 )
 """How the caller gives hook points that the files do not state; the end of error messages."""
-# Names that only circuit-tracer has. hook_mlp_in, also in older files, is TransformerLens's copy of resid_mid.
+# Names that only circuit-tracer has. hook_mlp_in (also in older files) is TransformerLens's copy of
+# resid_mid.
 _CIRCUIT_TRACER_NAMES = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
 _OUTSIDE = ("blocks.", "hook_embed", "ln_final.")
 _BLOCK = re.compile(r"^blocks\.(\d{1,9})\.(.+)$")
