@@ -96,9 +96,9 @@ class Crosscoder:
         return self.features()
 
     def features(self, device: torch.device | str = "cpu") -> LayerFeatures:
-        """The features as those of a dictionary, for states of all places in one row [row, place * width].
+        """The crosscoder as plain features that read all places joined to one row [row, place * width].
 
-        They belong to the last layer that they read, and write to the layers of the first model.
+        Layer number: the last layer that is read. Targets: the layers of the first model.
         """
         from .layers.layer import LayerFeatures
 

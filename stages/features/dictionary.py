@@ -163,7 +163,7 @@ class Dictionary:
 
     @property
     def model_name(self) -> str | None:
-        """Name of the model that it was trained on, from its configuration; None if not stated."""
+        """Model name in the configuration; None if absent."""
         return self.layout.model_name
 
     @property
@@ -219,13 +219,13 @@ class Dictionary:
         return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
     def _copy(self) -> Dictionary:
-        """A copy with its own tensors, which no user holds and could edit."""
+        """A copy with separate tensors, so that user edits cannot reach it."""
         copy = Dictionary(self.files, self.layout, self._open_layer)
         copy.reference, copy.device = self.reference, self.device
         return copy
 
     def on(self, device: torch.device | str | None) -> Dictionary:
-        """This dictionary with arithmetic on a device (None: a GPU if there is one, else the CPU)."""
+        """This dictionary computing on another device; None selects a GPU, or the CPU without one."""
         if device is None:
             import torch
 
@@ -239,8 +239,7 @@ class Dictionary:
 
     @property
     def places(self) -> tuple[CrosscoderPlace, ...]:
-        """Places that the features of a crosscoder read and write, in the order of their rows; empty for
-        other kinds."""
+        """Hook points of a crosscoder's models, in row order; empty for other kinds."""
         return self.layout.places
 
     def reads(self, layers: Sequence[int] | None = None) -> tuple[tuple[HookPoint, ...], ...]:
@@ -457,7 +456,7 @@ class Dictionary:
             out.index_add_(0, active.position[block], active.value[block, None] * rows)
 
     def _checked_layer(self, layer: int) -> int:
-        """The layer as an int; DictionaryError if the dictionary has no features of it."""
+        """Validate a layer number; DictionaryError if no features read that layer."""
         layer = as_index(layer, "layers", DictionaryError)
         if layer not in self.layout.targets:
             raise DictionaryError(
@@ -480,11 +479,11 @@ class StoredDictionary(FileResource):
     """A dictionary in files as a pinned resource of nodes."""
 
     name: str
-    """Name that opens it; not part of the key."""
+    """Reference that opens the dictionary; no key contains it."""
     features: str
     """Identity that the files must have (`Dictionary.identity`)."""
     device: str | None = field(default=None, compare=False)
-    """Device of the arithmetic, which enters no key; None for a GPU, or the CPU without one."""
+    """Device for the arithmetic, contained in no key; None selects a GPU, or the CPU without one."""
 
     def identity(self) -> dict[str, Any]:
         """Identity and hook points, as they enter a key."""
@@ -529,7 +528,7 @@ class StoredDictionary(FileResource):
 
 @dataclass(frozen=True, eq=False)
 class DictionaryInMemory:
-    """A dictionary without files, such as one in training, as a pinned resource."""
+    """A pinned resource for a dictionary without files, such as a dictionary in training."""
 
     opened: Dictionary
     features: str
@@ -560,6 +559,5 @@ class DictionaryInMemory:
 
 
 def _point(kind: str, layer: int) -> HookPoint:
-    """The hook point of a kind at a layer; without a layer for kinds outside the blocks, such as the
-    embedding."""
+    """Hook point of this kind; kinds outside the blocks, such as the embedding, get no layer."""
     return HookPoint(kind, layer if BY_NAME[kind].per_layer else None)

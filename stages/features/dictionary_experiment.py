@@ -26,7 +26,7 @@ class DictionaryExperiment(Experiment):
     resources: ClassVar[tuple[str, ...]] = ("model", "dictionary")
 
     dictionary: str
-    """Name of the dictionary, as for `Dictionary.from_pretrained`; not part of the key."""
+    """Dictionary name for `Dictionary.from_pretrained`, excluded from the key."""
     features: str
     """Identity that the dictionary must have (`Dictionary.identity`); part of the key."""
 

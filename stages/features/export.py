@@ -331,7 +331,7 @@ def _recentred(features: LayerFeatures) -> LayerFeatures:
 
 
 def _threshold(activation: Any, size: int, *, rectified: bool) -> Tensor:
-    """Thresholds [feature] with the same effect in a format that does, or does not, rectify activations.
+    """Equivalent thresholds [feature] for a format that rectifies activations, or that does not.
 
     A JumpReLU with rectification equals one whose thresholds are at least 0.
     """

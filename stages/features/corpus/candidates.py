@@ -15,9 +15,9 @@ __all__ = ["Candidates"]
 
 
 class Candidates:
-    """Candidates for tables [row, place], collected until they are as many as the tables have places.
+    """Buffer of candidates for tables [row, place], until their number reaches the tables' size.
 
-    Ranking after every block would rank the entries of the tables again and again.
+    Ranking after every block would rank the table entries again and again.
 
     Arguments:
         places: Number of places of a table; at least BLOCK candidates are collected.
@@ -38,12 +38,13 @@ class Candidates:
         return self._count >= self._enough
 
     def take_with(self, *tables: Array) -> list[Array]:
-        """Rows and columns of all table entries followed by all candidates; removes the candidates, of which
-        there must be at least one.
+        """Concatenate table entries and buffered candidates, and empty the buffer, which must not be empty.
 
         Arguments:
-            tables: Tables [row, place] in the order of the columns; -1 in the first table marks an empty
-                place.
+            tables: Tables [row, place] in column order; -1 in the first table marks an empty place.
+
+        Returns:
+            Row indices, then the columns.
         """
         row, *columns = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
         self._waiting, self._count = [], 0

@@ -54,7 +54,7 @@ class FeatureActivity(DictionaryExperiment):
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     dictionary: str
-    """Name of the dictionary; not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary."""
     zero_positions: int = 0
@@ -115,8 +115,7 @@ class FeatureActivity(DictionaryExperiment):
 
 @dataclass(frozen=True)
 class FeatureTrace(DictionaryExperiment):
-    """Activations of some features at every position of a prompt; only the layers of these features are
-    read."""
+    """Activations of selected features along a prompt; only layers of these features are read."""
 
     name: ClassVar[str] = "feature_trace"
     version: ClassVar[int] = 1
@@ -127,7 +126,7 @@ class FeatureTrace(DictionaryExperiment):
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     dictionary: str
-    """Name of the dictionary; not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary."""
     chosen: tuple[tuple[int, int], ...]

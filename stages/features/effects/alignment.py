@@ -160,7 +160,7 @@ class DecoderSearch(DictionaryExperiment):
     token: int
     """Id of the token."""
     dictionary: str
-    """Name of the dictionary; not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary."""
     target: int | None = None
@@ -171,7 +171,7 @@ class DecoderSearch(DictionaryExperiment):
     """Whether scores are cosines; else dot products."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell. Raises PromptError for a token that the model does not have."""
+        """A single cell; PromptError for a token id outside the vocabulary."""
         if not 0 <= self.token < config.vocab_size:
             raise PromptError(f"expected a token id in 0..{config.vocab_size - 1}, found {self.token}")
         return [{}]

@@ -66,7 +66,7 @@ class PairAttribution:
 
     dictionary: Dictionary
     heads: int | None
-    """Number of attention heads of the model; None if it has none."""
+    """Number of attention heads; None for models without heads."""
     clean: Floats
     """Wanted logits of the clean run."""
     corrupted: Floats
@@ -143,7 +143,7 @@ class PromptPairExperiment(DictionaryExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureAttribution(PromptPairExperiment):
-    """Attribution of every feature that is active in either run, at each position, and of every remainder."""
+    """Attribution of all active features, at each position of the prompts, and of remainders."""
 
     name: ClassVar[str] = "feature_attribution"
     version: ClassVar[int] = 1
@@ -247,8 +247,8 @@ class FeatureAttribution(PromptPairExperiment):
         )
 
     def runs(self, prepared: PairAttribution, cell: CellLabels) -> Sequence[Run]:
-        """One run for each verified cell, then one with a random direction in place of each of the
-        largest."""
+        """Runs that patch each verified cell, then runs that patch a random direction instead of each largest
+        cell."""
         verified, count = self._verified_cells(prepared)
         patches: list[tuple[Any, dict[int, Tensor]]] = [
             (number, prepared.written(number)) for number in verified

@@ -76,9 +76,10 @@ def random_like(
 
 
 def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Dose]:
-    """The doses with every feature replaced by a random feature of its layer that is in none of `doses`.
+    """Doses in which random features of the same layer replace all features; features of `doses` are never
+    drawn.
 
-    A feature with several doses is replaced by one feature.
+    Several doses of a feature get the same replacement.
 
     Raises:
         InterventionError: A layer has too few features.

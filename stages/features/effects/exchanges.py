@@ -58,7 +58,7 @@ _MEASURES: Mapping[str, Output] = {
 }
 """Measurements of one run at the last position of its prompt."""
 _COMPARISONS = ("kl", "distance")
-"""Measurements that compare with the untouched run, which therefore has none of them."""
+"""Measurements relative to the untouched run; the untouched run itself lacks them."""
 
 
 def _outputs() -> dict[str, Output]:
@@ -87,7 +87,7 @@ class FeatureExchanges(DictionaryExperiment):
     places: tuple[Place, ...]
     """Prompts with the position of the exchange."""
     dictionary: str
-    """Name of the dictionary, not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary: the digest of its files."""
     exchanges: tuple[tuple[Dose, ...], ...]
@@ -97,7 +97,7 @@ class FeatureExchanges(DictionaryExperiment):
     words: tuple[int, ...]
     """Token ids whose logits are kept."""
     edge: bool = False
-    """Whether the attention from the last position to the place is kept."""
+    """Whether to store attention weights from the last position to the place."""
 
     def params(self) -> dict[str, Any]:
         """All fields except the dictionary's name and the strengths, which are labels of the cells."""
@@ -120,7 +120,7 @@ class FeatureExchanges(DictionaryExperiment):
         return [{"strength": float(strength)} for strength in self.strengths]
 
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
-        """The dictionary, and the measurements of an untouched run for each place."""
+        """Opens the dictionary and measures an untouched run per place."""
         dictionary = self.opened(model)
         untouched = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)

@@ -39,7 +39,7 @@ __all__ = ["Injection", "added", "added_at", "clamped", "injected", "written_nor
 
 @dataclass(frozen=True)
 class Injection:
-    """A feature and the number of units of it to add."""
+    """A feature with a strength."""
 
     feature: FeatureId | str
     """A FeatureId, or text such as "L14:13043"."""
@@ -77,8 +77,8 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
 
 @plain_torch()
 def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: int | None = None) -> float:
-    """Norm of the vectors that one unit of a feature writes, over all its layers from `from_layer` on (None:
-    all).
+    """Norm of one feature unit's decoder vectors, summed in quadrature over layers from `from_layer` on
+    (None: all layers).
 
     Raises:
         DictionaryError: As for `added`.
@@ -159,7 +159,7 @@ def _require_some(features: Sized, positions: Sequence[int]) -> None:
 
 
 def _activation(active: Active, feature: FeatureId, position: int) -> float:
-    """Activation of a feature at a position; 0 if it is not active."""
+    """A feature's activation at a position; 0 if inactive."""
     matches = (
         (active.layer == feature.layer) & (active.position == position) & (active.feature == feature.index)
     )

@@ -80,7 +80,7 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
 
     negative: PromptTokens = ()
     dictionary: str = ""
-    """Name of the dictionary; not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str = ""
     """Identity of the dictionary."""
     feature: Feature = (0, 0)
@@ -108,7 +108,7 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
         return states.assign({name: self.outputs[name].variable(values) for name, values in vectors.items()})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The result of the only cell."""
+        """Result of the single cell, unchanged."""
         return parts[0]
 
     def computed(self, model: Model) -> xr.Dataset:

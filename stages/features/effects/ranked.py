@@ -52,7 +52,7 @@ class _RankedFeatures(DictionaryExperiment):
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     dictionary: str
-    """Name of the dictionary; not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary."""
     word: int
@@ -91,8 +91,8 @@ class RankedExchanges(_RankedFeatures):
     suppress: int = 5
     """Number of the best features that are suppressed."""
     inject: Literal["", "ranked", "same_layer"] = ""
-    """Feature that is injected: none, the best of the same ranking, or the best by what is written to
-    `target`. A feature that is suppressed as well cancels."""
+    """Injected feature: "" for none, "ranked" for the best feature of the ranking, "same_layer" for the best
+    feature at layer `target`. A feature that is also suppressed cancels out."""
     strength: float = 10.0
     words: tuple[int, ...] = ()
     """Token ids followed."""
@@ -121,7 +121,7 @@ class RankedExchanges(_RankedFeatures):
         return exchanges, exchanges.prepare(model), exchanged
 
     def _ranking(self, model: Model) -> tuple[Dictionary, list[Scored], list[Dose]]:
-        """The dictionary, and the features that are suppressed, then injected, with their doses."""
+        """The dictionary, suppressed features followed by the injected feature, and their doses."""
         dictionary, direction = self._opened(model)
         (ranked_at_target,) = align(dictionary, direction, self.target, max(self.suppress, 1))
         ranked = ranked_at_target

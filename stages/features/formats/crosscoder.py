@@ -29,7 +29,7 @@ __all__ = ["read", "recognises"]
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether the configuration has the kind of a crosscoder."""
+    """Whether config.json states the kind "mizarr crosscoder"."""
     return {CONFIG, WEIGHTS} <= set(files.listing) and files.json(CONFIG).get("kind") == KIND
 
 

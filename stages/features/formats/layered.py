@@ -74,7 +74,7 @@ def require_shapes(
     expected: Mapping[str, Sequence[int | None]],
     optional: Mapping[str, Sequence[int | None]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Check the shapes of the tensors of a file, and return all shapes; None stands for any size.
+    """Check tensor shapes of a file, where None allows any size; returns the shapes of all tensors.
 
     Arguments:
         files: Files of the dictionary.

@@ -39,7 +39,7 @@ _LAYER = re.compile(r"layer_(\d{1,9})")
 
 
 class Reference:
-    """One entry of the list: a file of the hub, or a path."""
+    """List entry: a hub file or a local path."""
 
     def __init__(self, text: str) -> None:
         self.text = text

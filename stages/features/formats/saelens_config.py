@@ -120,7 +120,7 @@ class SaeLensConfig:
 
 
 def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The fields in the form of version 6, after checking that all are supported."""
+    """Convert fields to version 6, after checking that every field is supported."""
     metadata = fields.get("metadata") or fields.get("meta") or {}
     if not isinstance(metadata, Mapping):
         raise DictionaryError(f"expected metadata to be names and values in {place}, found {metadata!r:.80}")

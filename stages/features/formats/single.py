@@ -1,4 +1,4 @@
-"""Dictionaries of one layer each, and their union.
+"""Single-layer dictionaries, and joining them to a multi-layer dictionary.
 
 Most formats store each layer separately: a folder, or a file, with its own sizes and hook points. A format
 describes each of them as `OneLayer`; `join` makes one dictionary of them after checking that they agree.
@@ -43,7 +43,7 @@ class StatedHooks:
     """Hook points of one layer's dictionary as its files state them."""
 
     layer: int | None = None
-    """The layer; None if not stated."""
+    """Layer number; None if the files omit it."""
     read: str | NamedHook | None = None
     """Hook point that features read, None if not stated. A name is parsed only if the caller gives none."""
     write: str | NamedHook | None = None
@@ -101,7 +101,7 @@ class LayerByLayer:
     name: str
     """Name of the format."""
     names_of: Callable[[DictionaryFiles], Sequence[str]]
-    """Returns the names of the files that stand for one layer each."""
+    """Lists the file names that represent one layer each."""
     part: Callable[..., OneLayer]
     """Describes one of them: (files, name, read, write) -> OneLayer."""
 
@@ -116,7 +116,7 @@ class LayerByLayer:
         read: str | None = None,
         write: str | None = None,
     ) -> Opened:
-        """The dictionaries of all these files as one; there must be one per layer."""
+        """Read all layers and join them; DictionaryError if a layer occurs twice."""
         parts = [self.part(files, name, read, write) for name in self.names_of(files)]
         return join(files, self.name, parts)
 
@@ -199,10 +199,10 @@ def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None
 def layer_hooks(
     files: DictionaryFiles, stated: StatedHooks, read: str | None, write: str | None
 ) -> LayerHooks:
-    """Layer and hook kinds of a dictionary of one layer: those given by the caller, or else those in its
+    """Layer and hook kinds of a single-layer dictionary; names given by the caller override names in the
     files.
 
-    If the caller gives the read hook of an autoencoder, it also writes there.
+    An autoencoder whose read hook the caller overrides also writes to that hook.
 
     Arguments:
         files: Its files, for messages.
@@ -211,7 +211,7 @@ def layer_hooks(
         write: Hook name given by the caller, or None.
 
     Raises:
-        DictionaryError: The hook point that is read, or its layer, is given by neither.
+        DictionaryError: Neither caller nor files give the hook point to read, or its layer.
     """
     reads = _named(read or stated.read)
     if reads is None:

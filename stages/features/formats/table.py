@@ -1,8 +1,7 @@
-"""The formats of dictionaries, and the detection of the format of given files.
+"""Table of file formats, and detection of the format of a dictionary's files.
 
-A format is a module with `recognises(files)` and `read(files, ...)`; they are tried in the order of the
-table. Detection uses a configuration if it states the format, else the list of file names; no weight file is
-opened.
+A format is a module with `recognises(files)` and `read(files, ...)`; they are tried in table order. Detection
+uses a configuration if it states the format, else the file names; no weight file is opened.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Format(Protocol):
         ...
 
     def read(self, files: DictionaryFiles, *, read: str | None, write: str | None) -> Opened:
-        """The files as a dictionary; DictionaryError if they contradict each other."""
+        """Open the files as a dictionary; DictionaryError if files contradict each other."""
         ...
 
 

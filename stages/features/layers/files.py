@@ -48,7 +48,7 @@ class DictionaryFiles:
     """The files of one dictionary."""
 
     name: str
-    """The reference by which it was opened; not part of a key."""
+    """Reference that the user gave; no key contains it."""
     directory: Path
     """Folder of the files."""
     revision: str | None = None
@@ -143,7 +143,7 @@ class DictionaryFiles:
 
 @dataclass(frozen=True)
 class DictionaryReference:
-    """The name of a dictionary, and the hook points given by the caller."""
+    """A dictionary's name with the hook points that the caller overrides."""
 
     name: str | Path
     """"specimen/clt", a directory, or "org/repo[/subfolder][@revision]"."""

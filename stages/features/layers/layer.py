@@ -241,8 +241,8 @@ class LayerFeatures:
     def _not_finite(self, x: Tensor, quantity: str) -> DictionaryError:
         source = "the encoder holds" if bool(x.isfinite().all()) else "the states it read hold"
         return DictionaryError(
-            f"expected finite {quantity} of layer {self.layer}, found others: {source} NaN or infinite "
-            "values; check where they come from"
+            f"the {quantity} of layer {self.layer} are not finite: {source} numbers that are not; check "
+            "where they come from"
         )
 
     def _arithmetic(self, x: Tensor) -> Tensor:

@@ -52,17 +52,17 @@ class CrosscoderPlace:
     model: str
     hook: str
     scale: float
-    """Factor that normalises the states of this place, so that all places have states of equal size."""
+    """Multiplier that normalises states, so that states have equal size at all places."""
 
     def __str__(self) -> str:
         return f"{self.model} {self.hook}"
 
 
 def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
-    """Number of the model of each place, counted from 0.
+    """Model number of each place, starting at 0.
 
-    Names do not identify models, since a model may be compared with itself: a hook point that occurs again
-    belongs to the next model.
+    Model names cannot be used, since a model may be compared with itself: a repeated hook point belongs to
+    the next model.
     """
     previous_hooks: list[str] = []
     numbers = []
@@ -93,13 +93,13 @@ class DictionaryLayout:
     n_features: int
     """Number of features per layer."""
     d_in: int
-    """Width of the states that are read; of a crosscoder, the width of one place."""
+    """Input width; for a crosscoder the width per place."""
     d_out: int
-    """Width of the states that are written."""
+    """Output width."""
     files: tuple[str, ...]
     """Names of the files that hold weights and configuration."""
     model_name: str | None = None
-    """Name of the model that the dictionary was trained on; None if the files do not state it."""
+    """Name of the language model used in training; None if the files omit it."""
     scan: Any = None
     """Entry `scan` of circuit-tracer's config.yaml."""
     has_skip: bool = False
@@ -109,9 +109,9 @@ class DictionaryLayout:
     zero_positions: int = 1
     """Number of first positions of a prompt for which the dictionary is not meant, such as the BOS token."""
     places: tuple[CrosscoderPlace, ...] = ()
-    """Places of a crosscoder, all read by every feature; empty for other kinds."""
+    """Places that a crosscoder's features read; empty for other kinds."""
     modules: tuple[NamedHook, ...] = ()
-    """Hook points that stand for a module of transformers, which the files name in their place."""
+    """Hook points derived from transformers module names in the files."""
 
 
 class Opened(NamedTuple):

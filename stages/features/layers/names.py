@@ -88,7 +88,7 @@ class NamedHook(NamedTuple):
     layer: int | None = None
     """Its layer; None outside blocks, and for names inside a block."""
     module: str = ""
-    """The name itself if it is a module of transformers, else ""."""
+    """The transformers module name, or "" if the hook point was named directly."""
 
 
 def hook_kind(name: str) -> str:
@@ -139,7 +139,7 @@ def module_hook(name: str, end: str) -> NamedHook | None:
 
 
 def layer_in(name: str | None) -> int | None:
-    """Layer in a hook name of any convention: the only number in it; None for no number, or several."""
+    """Layer number in a hook name, if exactly one number occurs; else None."""
     numbers = _NUMBER.findall(name or "")
     return int(numbers[0]) if len(numbers) == 1 else None
 

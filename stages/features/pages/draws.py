@@ -26,7 +26,7 @@ Numbers = npt.NDArray[np.uint64]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 LABELS = ("prompt", "position", "token_id")
-"""Coordinates that each token must have."""
+"""Coordinates required for every token."""
 
 
 def mixed(numbers: Array) -> Numbers:

@@ -34,7 +34,7 @@ __all__ = ["PageLayout", "page_nodes"]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How much a page shows, and how much is computed at a time."""
+    """Sizes of page contents, and the number of features computed together."""
 
     strongest: int = 12
     """Number of examples with the largest activations."""

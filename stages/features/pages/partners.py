@@ -124,7 +124,7 @@ class _Pairs:
     column: Ints
     """The other feature."""
     count: Ints
-    """Number of tokens at which both are active."""
+    """Number of tokens with both features active."""
     dot: Floats
     """Sum of the products of their activations."""
 

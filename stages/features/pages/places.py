@@ -43,7 +43,7 @@ __all__ = ["place_norms"]
     resources=("dictionary",),
 )
 def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
-    """Norms of decoders at the places of a crosscoder.
+    """Decoder norms at the places of a crosscoder.
 
     Arguments:
         blocks: Features, from `feature_blocks`.

@@ -36,7 +36,7 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path) -> dict[str, Any] | None:
-    """Read the checkpoint in a folder; None if there is none, ConfigError if the file is damaged."""
+    """Read a folder's checkpoint; None without a file, ConfigError for a damaged file."""
     path = folder / CHECKPOINT
     if not path.is_file():
         return None
@@ -47,7 +47,7 @@ def load(folder: Path) -> dict[str, Any] | None:
 
 
 def require_same(folder: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, Any], data: str) -> None:
-    """Check that a checkpoint has these settings and this data.
+    """Compare a checkpoint with the requested settings and data.
 
     Raises:
         ConfigError: They differ; the message names the first difference.

@@ -33,7 +33,7 @@ RUNNING = 0.99
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """Loss of one batch and its parts."""
+    """Training loss of a batch, split into its terms."""
 
     total: Tensor
     """The minimised loss, a scalar."""

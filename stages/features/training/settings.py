@@ -150,7 +150,7 @@ class TrainingSettings:
 
     @property
     def writes(self) -> str:
-        """Kind of the hook point that is written."""
+        """Hook kind that features write to."""
         return self.write or self.read
 
     @property

@@ -122,7 +122,7 @@ class Training:
         return {layer: self.model.folded(layer) for layer in self.model.layers}
 
     def rows(self, source: Source) -> TokenRows:
-        """Rows of a source as the model reads them; for a crosscoder, the states of all places in one row."""
+        """Rows in the model's input form; a crosscoder reads all places joined to one row."""
         return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
 
     def measured(self, source: Source, *, most: int | None = None) -> xr.Dataset:
@@ -210,7 +210,7 @@ class Training:
         return self._shuffled(batch=settings.batch, window=settings.window, seed=settings.seed)
 
     def _blocks(self, source: Source) -> Iterator[dict[VariableLayer, Tensor]]:
-        """All rows of a source, in the order of the store."""
+        """Iterate over a source's rows in store order, without the excluded positions and tokens."""
         settings = self.settings
         counted = source.leaving_out(positions=settings.skip_positions, tokens=settings.without)
         return every(self.rows(counted), self.cells, block=settings.block)
@@ -375,7 +375,7 @@ class Training:
 def _first(
     blocks: Iterable[dict[VariableLayer, Tensor]], most: int | None
 ) -> Iterator[dict[VariableLayer, Tensor]]:
-    """Blocks until they have at least `most` rows."""
+    """Yield blocks until `most` rows are reached; None yields all blocks."""
     n_rows = 0
     for block in blocks:
         yield block
@@ -415,7 +415,7 @@ def _places(settings: TrainingSettings, source: Source, layers: Sequence[int]) -
 
 
 def _layers(settings: TrainingSettings, source: Source) -> tuple[int, ...]:
-    """Layers to train on: as configured, or all for which both hook points are stored."""
+    """Training layers: configured layers, or all layers with both hook points stored."""
     both = set(source.layers(settings.read)) & set(source.layers(settings.writes))
     layers = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))
     if not layers:
