@@ -110,6 +110,7 @@ class _Reader:
     def identity(self, value: Any) -> Tree:
         """A value as nested lists of text and numbers; the first item of each list names the kind of the
         value."""
+        # Compared by identity: equality of arrays and modules is not a bool, or is slow.
         for refused, reason in _REFUSED:
             if value is refused:
                 self.refuse(reason)
@@ -119,6 +120,7 @@ class _Reader:
         if kind in _LEAVES:
             return _LEAVES[kind](self, value)
         if id(value) in self.met:
+            # Shared or circular: a reference to the number keeps the tree finite.
             return ["met", self.met[id(value)][0]]
         self.met[id(value)] = (len(self.met), value)
         if kind in _NUMBERED:
@@ -138,6 +140,7 @@ class _Reader:
         for value in values:
             if type(value) is not frozenset and type(value) is not tuple and type(value) not in _SCALARS:
                 self.refuse(f"a set with a {type(value).__name__} in it")
+        # The order of a set of strings differs between processes (hash randomisation).
         return sorted(map(self.identity, values), key=repr)
 
     def _unlisted(self, value: Any) -> Tree:
@@ -166,6 +169,7 @@ class _Reader:
 
     def mapping(self, value: Any) -> Tree:
         """A dictionary, plain or one of the standard library's."""
+        # A defaultdict behaves differently with another factory.
         factory = self.identity(getattr(value, "default_factory", None))
         return [type(value).__name__, factory, self.pairs(value)]
 
@@ -188,6 +192,7 @@ class _Reader:
         """A numpy array by dtype, shape and content."""
         if value.dtype.kind in "OT":  # object and StringDType arrays: the buffer holds pointers
             return ["objects", list(value.shape), *map(self.identity, value.ravel().tolist())]
+        # `repr` includes byte order and field names, which `name` omits.
         kind = repr(value.dtype)
         if value.dtype.hasobject:
             self.refuse(f"an array of dtype {kind}, whose bytes are addresses,")
@@ -219,8 +224,10 @@ class _Reader:
     def tensor(self, value: Any) -> Tree:
         """A torch tensor by dtype, shape and content; its device is part of no key."""
         torch = sys.modules["torch"]
+        # Sparse and quantised tensors have no plain buffer to digest.
         if value.layout is not torch.strided or value.is_quantized:
             self.refuse(f"a tensor of layout {value.layout}, quantized: {value.is_quantized},")
+        # Conjugate and negative views share memory with their base, so the lazy flags are resolved first.
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw_bytes = plain.reshape(-1).view(torch.uint8).numpy()
         header = [type(value).__name__, value.requires_grad, str(value.dtype), list(value.shape)]
@@ -338,6 +345,7 @@ class _Reader:
             return ["unbound", name]
         tree: Tree = ["from", name]
         for attribute in read.chain:
+            # `from package import submodule` imports the submodule, so the walk does the same.
             if not hasattr(module, attribute) and hasattr(module, "__path__"):
                 with suppress(ImportError):
                     importlib.import_module(f"{name}.{attribute}")
@@ -359,6 +367,7 @@ class _Reader:
         """A user's class: bases, metaclass and all members; a library's class by name."""
         if is_library_class(value):
             return ["library", f"{value.__module__}.{value.__qualname__}"]
+        # `__members__` includes aliases, which iteration over the class omits.
         members = dict(value.__members__) if issubclass(value, enum.Enum) else {}
         tree: Tree = ["class", value.__qualname__, self.identity(type(value))]
         with self.inside(f"class {value.__qualname__!r}"):
@@ -388,6 +397,7 @@ class _Reader:
                 self.refuse(
                     f"{_instance_label(kind)}, which inherits from {base.__module__}.{base.__qualname__},"
                 )
+        # A subclass may override `__iter__` or `__eq__`; the built-in's own methods see the real content.
         content = [_BUILTIN_VALUE[base](value) for base in foreign]
         attributes = dict(getattr(value, "__dict__", {}))
         for base in kind.__mro__:

@@ -151,6 +151,7 @@ class Context:
 
         # A graph of independent tasks, in our own names: dask hashes nothing.
         graph = {_task_name(job, cell, number): (run_numbered, number) for number, cell in enumerate(cells)}
+        # At least one cell runs; `Plan.check_memory` has refused cells beyond the budget before.
         affordable = max(1, self.memory // peak) if self.memory and peak else self.threads
         width = max(1, min(self.threads, affordable, len(cells)))
         # One BLAS thread per worker thread: nested threads cost more than they give. The pool is our own, so
@@ -205,6 +206,7 @@ def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
     except Exception as error:
         where = ", ".join(f"{axis} {label}" for axis, label in selection_of(cell).items())
         failure = f"stage {job.name!r}{f' at {where}' if where else ''} failed"
+        # The same type, so that callers can catch e.g. ShapeError across threads and workers.
         if isinstance(error, MizarrError):
             raise type(error)(f"{failure}: {error}") from error
         raise StageError(f"{failure}: {in_one_line(error)}") from error

@@ -47,6 +47,7 @@ class Output:
         pattern = ""
         for dim in self.dims:
             alternatives = "|".join(re.escape(name) for name in dim.removesuffix("?").split("|"))
+            # A regular expression, because an optional dim may precede required ones.
             pattern += f"(?:(?:{alternatives}) ){'?' if dim.endswith('?') else ''}"
         return re.fullmatch(pattern, "".join(f"{dim} " for dim in dims)) is not None
 

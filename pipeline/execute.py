@@ -69,6 +69,7 @@ def run(
             cluster, str, "cluster as an address", "write it such as tcp://127.0.0.1:8786", PlanError
         )
     store.files.require_store()
+    # The whole plan is checked before anything runs, and each step again when sizes are better known.
     ordered, budget = in_order(nodes), as_bytes(memory)
     cores = threads or os.cpu_count() or 1
     planned = plan(ordered, store, Context(cores, cluster, budget, workers=workers))

@@ -113,6 +113,7 @@ class StageFunction:
             raise StageError(
                 f"stage {self.name!r}: expected a DataArray or Dataset, found {type(result).__name__}"
             )
+        # The function may have returned one of its inputs, whose attributes must not change.
         dataset = result.copy(deep=False)
         returned = {str(name) for name in dataset.data_vars}
         needed = {name for name, output in self.outputs.items() if not output.is_optional}
@@ -150,6 +151,7 @@ class StageFunction:
 
     def declaration(self) -> Declaration:
         """The declaration in the form that stages and experiments share."""
+        # `__qualname__` includes the class or function around it, which `__name__` omits.
         home = f"{self.function.__module__}.{self.function.__qualname__}"
         return Declaration(
             "stage",

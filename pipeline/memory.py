@@ -103,6 +103,7 @@ class MemoryUsed:
         it."""
         now, ever = Memory.now(), Memory.ever()
         highest_before = self._highest_before
+        # The kernel's maximum moved during the work, so it is the exact peak of the work.
         if ever.resident is not None and ever.resident > (highest_before.resident or 0):
             now = now.or_more(Memory(ever.resident))
         beyond = {
@@ -178,6 +179,7 @@ def megabytes(count: int) -> str:
 def resident() -> int | None:
     """Resident set size of this process in bytes; None if the system does not report it."""
     try:
+        # Second field of /proc/self/statm: resident pages.
         return int(_PAGES.read_bytes().split()[1]) * _page()
     except OSError:
         return None
@@ -185,6 +187,7 @@ def resident() -> int | None:
 
 def _most_resident() -> int | None:
     try:
+        # VmHWM, the peak resident size in KiB, exists only on Linux.
         return int(_STATUS.read_text().partition("VmHWM:")[2].split()[0]) << 10
     except OSError:
         pass

@@ -189,6 +189,7 @@ def one_look() -> Iterator[None]:
     Without it a chain of n stages would need 2^n lookups: a status needs the keys of the inputs, and a key
     needs their status.
     """
+    # Nested: the outer look keeps its results, so that one status is consistent throughout.
     if _MEMO.get() is not None:
         yield
         return
@@ -397,10 +398,12 @@ def cut(
                 hint = f"; nearest is {near!r}" if near else ""
                 raise StageError(f"expected a variable {variable!r}, found {', '.join(names)}{hint}")
             dataset = dataset[[variable]]
+        # A one-element list keeps the dim, which the declaration of the stage requires.
         for axis in ("layer", "block"):
             if axis in selection and axis in dataset.dims:
                 position = _index(axis, dataset[axis].values.tolist(), selection[axis])
                 dataset = dataset.isel({axis: [position]})
+        # Inputs without tokens (e.g. weights) enter every cell whole.
         if "segment" in selection and "token" in dataset.dims:
             dataset = dataset.isel(token=slice(*selection["segment"]))
         return dataset

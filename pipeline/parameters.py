@@ -44,6 +44,7 @@ def parameter_records(
     for name, value in params.items():
         try:
             records[name] = parameter_record(value, fallback or _refuse)
+            # Lone surrogates are valid in str but not in UTF-8, which the digest uses.
             canonical_json(records[name]).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: expected text that UTF-8 can hold, found {value!r:.80}") from error
@@ -78,6 +79,7 @@ def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> An
     kind = type(value)
     if value is None or kind is bool or kind is int:
         return value
+    # NaN differs from itself, and JSON has no infinity.
     if kind is float and not math.isfinite(value):
         raise ValueError(f"expected a finite number, found {value}")
     if kind is float or kind is str:
@@ -88,6 +90,7 @@ def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> An
         return {"tuple": [parameter_record(item, fallback) for item in value]}
     if kind is dict:
         return {"dict": [[_name(name), parameter_record(item, fallback)] for name, item in value.items()]}
+    # The class is in the record: members of two enums may have equal names and values.
     if isinstance(value, enum.Enum):
         place = f"{kind.__module__}.{kind.__qualname__}.{value.name}"
         return {"enum": [place, parameter_record(_enum_value(value))]}

@@ -202,6 +202,7 @@ class FileResource(ABC):
     def _share(self, make: Callable[[], OpenResource]) -> OpenResource:
         with _OPENING:
             opened = _OPEN.pop(self, None)
+            # A resource whose files were replaced is opened again.
             if opened is None or opened.files.have_changed:
                 opened = make()
             _OPEN[self] = vars(self)["_open"] = opened
@@ -210,4 +211,5 @@ class FileResource(ABC):
         return opened
 
     def __getstate__(self) -> dict[str, Any]:
+        # Memory maps cannot be sent to workers, which open the files themselves.
         return {name: value for name, value in vars(self).items() if name != "_open"}

@@ -151,6 +151,7 @@ def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:
     ordered: dict[int, Node] = {}
 
     def visit(node: Node) -> None:
+        # By identity: nodes have no equality, and two equal nodes have one key anyway.
         if id(node) not in ordered:
             for input_node in node.inputs:
                 visit(input_node)
@@ -174,6 +175,7 @@ def as_bytes(size: int | str | None) -> int | None:
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
         return size
     text = size.replace(" ", "").upper() if isinstance(size, str) else ""
+    # rstrip removes the unit, whose letters are all in this set.
     number = text.rstrip("KMGTIB")
     with suppress(ValueError, KeyError, OverflowError):
         if (count := int(float(number) * _UNITS[text[len(number) :] or "B"])) >= 0:
@@ -192,6 +194,7 @@ def human_bytes(size: float) -> str:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1023.5:
+            # 1000 to 1023 need four digits; %.3g would print 1.02e+03.
             return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"

@@ -148,6 +148,7 @@ class Progress:
     def _log(self, task: Bar) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps(task.to_json()) + "\n")
+            # Flushed, so that `tail -f` and a killed run show every step.
             self._lines.flush()
 
     def _show(self, task: Bar) -> None:
@@ -166,6 +167,7 @@ def _bars() -> Any:
 
     from ..store.display.console import EscapingConsole
 
+    # No markup: names of models and prompts may contain brackets.
     columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
     return Bars(*columns, console=EscapingConsole(stderr=True), transient=True)
 

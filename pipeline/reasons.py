@@ -33,6 +33,7 @@ def why_not(store: Store, key: ResultKey | None) -> str:
     if not requests:
         return "there is no result yet"
     request = json.loads(json.dumps(key.request()))  # JSON turns tuples into lists, as in provenance
+    # A stable sort: among equally similar results the newest is described.
     candidates = sorted((differences(request, stored) for stored in requests), key=len)
     return ", ".join(candidates[0])
 
@@ -104,6 +105,7 @@ def last_timed(
     """
     for record in _newest(name, store):
         with suppress(CorruptEntry):
+            # The last note belongs to the latest computation of the record.
             for note in reversed(store.provenance(record)):
                 if "seconds" in note and fits(note):
                     return dict(note)

@@ -193,6 +193,7 @@ def as_port(source: Any, name: str) -> Port:
         return Port(source)
     import xarray as xr
 
+    # The variable's name enters the key, so an unnamed array gets the input's name.
     if isinstance(source, xr.DataArray):
         label = name if source.name is None else str(source.name)
         return Port(ConstantNode(source.to_dataset(name=label), name), label)

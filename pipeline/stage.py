@@ -86,6 +86,7 @@ class Stage(StageFunction):
     def _form_of(self, arguments: Mapping[str, Any]) -> str:
         """Name of the single form with exactly these inputs; this form's name if it matches or the choice is
         ambiguous."""
+        # Optional inputs belong to other forms, so arguments are compared with the inputs of all forms.
         all_inputs = {name for inputs in self.forms.values() for name in inputs}
         input_names = all_inputs & set(arguments)
         fitting = [name for name, inputs in self.forms.items() if set(inputs) == input_names]
@@ -170,6 +171,7 @@ def stage(
 
 def _named_as_function(stage: Stage) -> Stage:
     """The stage itself, after it got the name and docstring of its function."""
+    # object.__setattr__, because the dataclass is frozen.
     for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
         object.__setattr__(stage, attribute, getattr(stage.function, attribute))
     return stage
@@ -198,6 +200,7 @@ def _check(
             raise StageError(
                 f"stage {label!r} declares an input {name!r} that is no parameter of its function"
             )
+    # *args and **kwargs have no names that could enter a key.
     loose = [
         name
         for name, parameter in parameters.items()

@@ -59,6 +59,7 @@ class StageNode(ResultNode):
     ) -> None:
         self.stage = stage
         self.ports = dict(ports)
+        # Recorded and copied now: the caller may change a list after planning.
         self._key_params = self._records(params)
         self._params = {name: parameter_copy(value) for name, value in params.items()}
         self.resources = dict(resources or {})
@@ -66,6 +67,7 @@ class StageNode(ResultNode):
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         for name, resource in self.resources.items():
             identity = self._records(resource.identity())
+            # Identity and parameters share one namespace in the key.
             if both := sorted(identity.keys() & self._key_params.keys()):
                 raise StageError(
                     f"{self.name}: expected a parameter of another name than what identifies {name}, found "
@@ -161,6 +163,7 @@ class StageNode(ResultNode):
         if axis == "layer" and any(sorted(labels) != sorted(nonempty[0]) for labels in nonempty):
             listing = ", ".join(f"{name} has {labels}" for name, labels in labels_by_input.items())
             raise ShapeError(f"stage {self.name!r}: expected inputs with the same layers, found {listing}")
+        # A dataset in memory is one segment, a capture several: the finest division is used.
         return max(nonempty, key=len, default=[])
 
     def _is_cut(self, name: str, axis: str) -> bool:
@@ -223,6 +226,7 @@ class StageNode(ResultNode):
             cached = status_of(port.node, store).is_cached
             size = port.part(store, {}).nbytes if cached else estimate_of(port.node, store).bytes_written
             is_cut = any(self._is_cut(name, axis) for axis in self.stage.cells)
+            # An input without the cut axis is read whole by every cell.
             total += size // len(selections) if is_cut else size
         return [total] * len(selections)
 
@@ -241,6 +245,7 @@ class StageNode(ResultNode):
     def run(self, store: Store, context: Context) -> None:
         """Compute the missing cells as Dask tasks, publishing each when it is done; then join them."""
         with one_look():
+            # Cells with equal inputs share a key and are computed once.
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
             if missing:
                 if context.has_workers:
@@ -248,6 +253,7 @@ class StageNode(ResultNode):
                         if isinstance(node, ConstantNode):
                             node.keep(store)  # workers cannot see a dataset in this process
                 context.map(run_cell, self, store, missing, peak=estimate_of(self, store).peak_bytes)
+            # The whole result has a key of its own: later runs look up one file instead of every cell.
             if self.stage.cells:
                 self._join(store)
 

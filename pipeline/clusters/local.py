@@ -44,6 +44,7 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
     from distributed import Nanny, Scheduler, SpecCluster
     from distributed.system import MEMORY_LIMIT
 
+    # MEMORY_LIMIT respects cgroups, unlike the size of the machine's memory.
     cards, threads, memory = visible_gpus(), threads_per_worker(count), MEMORY_LIMIT // count
     with (
         tempfile.TemporaryDirectory(prefix="mizarr-workers-", ignore_cleanup_errors=True) as scratch,
@@ -84,6 +85,7 @@ def share_of(number: int, threads: int, cards: Sequence[str]) -> dict[str, Any]:
     """
     environment, resources = _threads(threads), {}
     if cards:
+        # An empty value hides all GPUs; a missing one would show all of them.
         environment["CUDA_VISIBLE_DEVICES"] = cards[number] if number < len(cards) else ""
         resources = {"GPU": 1} if number < len(cards) else {}
     return {"env": environment, "resources": resources}
@@ -100,6 +102,7 @@ def visible_gpus() -> list[str]:
 def threads_per_worker(count: int) -> int:
     """Threads of each of `count` workers: an equal share of OMP_NUM_THREADS, or of the available cores; at
     least 1."""
+    # The affinity mask respects taskset and container limits; os.cpu_count does not.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, (int(setting) if setting.isdigit() else cores) // count)

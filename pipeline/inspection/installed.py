@@ -58,6 +58,7 @@ def is_library_namespace(namespace: Mapping[str, Any]) -> bool:
 
 @cache
 def _is_installed(place: Any) -> bool:
+    # realpath: virtual environments link to the standard library of their base Python.
     return any(root in Path(os.path.realpath(place)).parents for root in _installed())
 
 
@@ -72,6 +73,7 @@ def _installed() -> frozenset[Path]:
 
 def is_library_class(kind: type) -> bool:
     """Whether a class is built into Python, or is a member of an installed module under its own name."""
+    # Static types are compiled into Python or an extension; users cannot create them.
     return not kind.__flags__ & _HEAP_TYPE or _member_of(kind.__module__, kind.__qualname__) is kind
 
 

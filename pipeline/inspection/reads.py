@@ -54,11 +54,13 @@ def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
         elif instruction.opname in _READS_GLOBAL:
             yield Read("global", instruction.argval, _chain(instructions[i + 1 :]))
         elif instruction.opname == "IMPORT_NAME":
+            # IMPORT_NAME takes the level and the names from the two constants loaded before it.
             level, names = (argument.argval for argument in instructions[i - 2 : i])
             yield Read("import", instruction.argval, tuple(names or ()), level)
         elif instruction.opcode in dis.hasfree and instruction.argval in outer:
             if instruction.opname in ("STORE_DEREF", "DELETE_DEREF"):
                 yield Read("closure", instruction.argval, writes=True)
+            # LOAD_CLOSURE passes the cell to an inner function, whose own reads are listed below.
             elif instruction.opname != "LOAD_CLOSURE":
                 yield Read("closure", instruction.argval, _chain(instructions[i + 1 :]))
     for inner in code.co_consts:
