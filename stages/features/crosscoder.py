@@ -136,6 +136,7 @@ class Crosscoder:
         there are two.
         """
         norm_a, norm_b = (decoder.norm(dim=1) for decoder in self._decoder_pair())
+        # The clamp gives 0 instead of NaN for features that write nothing.
         share: Tensor = norm_b / (norm_a + norm_b).clamp(min=1e-12)
         return share
 
@@ -149,6 +150,7 @@ class Crosscoder:
         """Decoders [feature, width] of two models, with all places side by side, or of two places of one
         model."""
         models = models_of(self.places)
+        # One model: compare its two places; several models: all places of each together.
         groups = models if max(models) else tuple(range(len(self.places)))
         if max(groups) != 1:
             raise DictionaryError(
@@ -179,9 +181,11 @@ class Crosscoder:
         folder = Path(folder)
         if folder.exists():
             raise ConfigError(f"expected a new folder, found {str(folder)!r} there already; name another")
+        # Written under another name and renamed, so that a kill leaves no incomplete dictionary.
         hidden = folder.with_name(f".{folder.name}.part")
         hidden.mkdir(parents=True, exist_ok=True)
         tensors = {
+            # dictionary_learning stores the encoder as [place, width, feature].
             "encoder.weight": self.W_enc.transpose(1, 2),
             "encoder.bias": self.b_enc,
             "decoder.weight": self.W_dec,

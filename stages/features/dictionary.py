@@ -215,6 +215,7 @@ class Dictionary:
             self.files.pinned.check()
             self._require_unedited(untouched)
             untouched = self._copy()
+        # `untouched` is a copy: a user may edit the tensors of this object.
         opened = OpenResource(untouched, self.files.pinned)
         return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
@@ -230,6 +231,7 @@ class Dictionary:
             import torch
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        # Compared as text: "cuda" and torch.device("cuda") are the same device.
         if str(device) == str(self.device):
             return self
         if str(device) not in self._by_device:
@@ -352,6 +354,7 @@ class Dictionary:
         if self._checked_layer(layer) not in self._opened:
             features = self._open_layer(layer)
             is_on_cpu = str(self.device) == "cpu"
+            # Weights stay memory-mapped on the CPU; only the device of the arithmetic changes.
             self._opened[layer] = features if is_on_cpu else replace(features, device=self.device)
         return self._opened[layer]
 
@@ -440,6 +443,7 @@ class Dictionary:
 
         outputs: dict[int, Tensor] = {}
         for layer in sorted(states):
+            # In the dtype and on the device of the activations (float64 states give float64).
             y = torch.zeros(states[layer].shape[-2], self.d_out).to(active.value)
             for source in sorted(states):
                 if layer in self.targets(source):

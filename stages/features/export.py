@@ -121,6 +121,7 @@ def _saelens_activation(
         AbsTopK: ("abstopk", None),
         Gated: ("gated", None),
     }
+    # SAELens names one architecture per activation function and kind; some combinations have none.
     architecture = names.get(type(activation), (None, None))[0 if is_sae else 1]
     if (
         architecture is None
@@ -193,6 +194,7 @@ def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -
             "d_in": dictionary.d_in,
             "activation": "topk" if isinstance(activation, TopK) else "groupmax",
             "num_latents": dictionary.n_features,
+            # sparsify requires an integer; num_latents takes precedence over it.
             "expansion_factor": max(1, dictionary.n_features // dictionary.d_in),
             "k": activation.k,
             "normalize_decoder": False,
@@ -301,6 +303,7 @@ def _folded(features: LayerFeatures) -> LayerFeatures:
         return features
     import torch
 
+    # relu(u (g W x + b)) = relu(u g W x + u b) for u > 0; the decoder is divided by the same factors.
     unit = torch.ones(features.n_features) if features.unit is None else features.unit.float()
     gain, b_enc, b_dec = features.gain, features.b_enc, features.b_dec
     return replace(
@@ -316,6 +319,7 @@ def _folded(features: LayerFeatures) -> LayerFeatures:
 
 def _centred(features: LayerFeatures) -> LayerFeatures:
     """Equivalent features that subtract no bias from their input: it is moved into the encoder's bias."""
+    # W (x - b) + b_enc = W x + (b_enc - W b)
     shift = 0 if features.b_dec is None else features.W_enc.float() @ features.b_dec.float()
     return replace(
         features, b_enc=_or_zeros(features.b_enc, features.n_features).float() - shift, centred=False

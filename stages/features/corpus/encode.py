@@ -81,6 +81,7 @@ def encode_features(states: xr.DataArray, *, dictionary: Dictionary, zero_positi
         token_ptr int64 [edge], feature int32 [active], value float32 [active], and the tokens' coordinates.
     """
     layer = int(states["layer"].values[0]) if "layer" in states.dims else 0
+    # A port of one layer keeps the dim with a single entry (see `nodes.cut`).
     states = states.isel(layer=0) if "layer" in states.dims else states
     return _encoded(states, layer, _blocks(states), dictionary, zero_positions)
 
@@ -299,9 +300,11 @@ def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
 
     width = int(np.prod(states.shape[1:]))
     step = max(1, BLOCK_BYTES // (4 * width))
+    # max(…, 1): an empty range still yields one empty block, so that concatenation has an array.
     for start in range(0, max(states.sizes["token"], 1), step):
         values = states.isel(token=slice(start, start + step)).values
         rows = np.ascontiguousarray(values.reshape(len(values), width))
+        # torch cannot read ml_dtypes arrays; the bits are reinterpreted through uint16.
         if rows.dtype.name == "bfloat16":
             yield start, torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16).float()
         else:

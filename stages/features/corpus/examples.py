@@ -75,6 +75,7 @@ class _TopK:
         self.token = np.full((size, k), -1, np.int64)
         self.value = np.zeros((size, k), np.float32)
         self._threshold = np.full(size + 1, -np.inf, np.float32)  # value to exceed; the last is for row -1
+        # Row -1 stands for features that were not requested: no value enters.
         self._threshold[-1] = np.inf
         self._candidates = Candidates(self.token.size)
 
@@ -103,6 +104,7 @@ class _TopK:
         """Index of the strongest candidate of each row and prompt; of equal ones, that with the smallest
         token."""
         assert self.prompt is not None
+        # (row, prompt) as one integer, so that one sort groups them.
         pair = row * (int(self.prompt.max(initial=0)) + 1) + self.prompt[token]
         order = in_order(pair, -value, token)
         strongest: Ints = order[np.flatnonzero(np.diff(pair[order], prepend=-1))]
@@ -159,6 +161,7 @@ def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray
     """Activations of (token, feature) pairs, 0 if not active; reads the corpus block by block."""
     ptr, size = encoded["token_ptr"].values, int(encoded.attrs["n_features"])
     activations = np.zeros(len(token), np.float32)
+    # Sorted by token, so that each block of the corpus is read once.
     order = np.argsort(token, kind="stable")
     block = ptr[token[order]] // BLOCK
     for pairs in np.split(order, np.flatnonzero(np.diff(block)) + 1):

@@ -54,6 +54,7 @@ def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
     start = 0
     while start < len(ptr) - 1:
         stop = int(np.searchsorted(ptr, ptr[start] + size, side="right")) - 1
+        # At least one token, even if it has more than `size` active features.
         stop = min(max(stop, start + 1), len(ptr) - 1)
         yield start, stop
         start = stop
@@ -85,6 +86,7 @@ def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
         coords={**labels, "layer": parts[0]["layer"]},
         attrs=parts[0].attrs,
     )
+    # Equal chunks: parts of other lengths would give irregular chunks, which Zarr does not store.
     return joined.chunk(active=BLOCK)
 
 

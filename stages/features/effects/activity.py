@@ -83,6 +83,7 @@ class FeatureActivity(DictionaryExperiment):
         for layer, reconstruction in rebuilt.items():
             true = as_rows(result[prepared.write_hook(layer)][0]).to(reconstruction)
             errors.append(array((true - reconstruction).square().mean(-1)))
+            # About the mean over positions: a constant offset is not counted as explained variance.
             sizes.append(array((true - true.mean(0)).square().mean(-1)))
         return {
             "indices": active.indices.cpu().numpy(),
@@ -178,6 +179,7 @@ def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
     for start in range(0, len(features), _ROWS):
         block = slice(start, start + _ROWS)
         rows = [dictionary.layer(layer).decoder_rows(features[block], m) for m in dictionary.targets(layer)]
+        # Norm over all targets: the square root of the sum of squares by layer.
         norms[block] = array(sum(part.square().sum(1) for part in rows)) ** 0.5
     return norms
 

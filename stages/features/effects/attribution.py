@@ -197,6 +197,7 @@ class FeatureAttribution(PromptPairExperiment):
         cotangent = cotangent_of_pair(self.metric, self.want)
         rows = [self.clean, self.corrupted]
         logits, captured = model.backward(rows, model.bind(spec), self.want, cotangent)
+        # Both runs are one batch: the clean row is needed for activations, the corrupted row for gradients.
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (_CLEAN, _CORRUPTED))
         return self._attribution(model, dictionary, captured, clean, corrupted)
 
@@ -221,8 +222,10 @@ class FeatureAttribution(PromptPairExperiment):
         rests, gradients = {}, {}
         for layer in dictionary.write_layers:
             point = dictionary.write_hook(layer)
+            # float64: remainders are small differences of large states.
             rests[layer] = rows(point, _CLEAN).double() - rows(point, _CORRUPTED).double()
             gradients[layer] = rows(point, _CORRUPTED, is_gradient=True).double()
+        # Subtracts the features' contributions from `rests`, so it runs before the remainders are measured.
         effect = _effects(dictionary, place, change, gradients, rests)
         remainder_cells = [
             (
@@ -300,6 +303,7 @@ class FeatureAttribution(PromptPairExperiment):
 
     def _verified_cells(self, prepared: PairAttribution) -> tuple[Ints, int]:
         """Cells that are run exactly, the largest estimates first, and the number of the largest."""
+        # Stable, so that equal estimates give the same cells on every machine.
         order = np.argsort(-np.abs(prepared.effect), kind="stable")
         count = min(self.verify, len(order))
         random_cells = np.random.default_rng(self.seed).permutation(order[count:])[:count]
@@ -315,6 +319,7 @@ def _differences(
     place, cell = np.unique(occurrences, axis=0, return_inverse=True)
     change = np.zeros(len(place))
     signed = [sign * value.double().cpu().numpy() for sign, (_, value) in ((1, clean), (-1, corrupted))]
+    # A feature active in both runs occurs twice, so `np.add.at`. numpy 2.0 returned the inverse as [n, 1].
     np.add.at(change, cell.reshape(-1), np.concatenate(signed))
     return place, change
 

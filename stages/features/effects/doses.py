@@ -87,6 +87,7 @@ def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Do
     replacements: dict[tuple[int, int], int] = {}
     for layer in dict.fromkeys(dose.layer for dose in doses):
         indices = list(dict.fromkeys(dose.index for dose in doses if dose.layer == layer))
+        # As many other features must remain as are replaced.
         if 2 * len(indices) > n_features:
             raise InterventionError(
                 f"expected {len(indices)} other features of layer {layer} to draw, found "

@@ -84,6 +84,7 @@ def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: i
         DictionaryError: As for `added`.
     """
     vectors = added(dictionary, [Injection(feature, 1.0, from_layer)]).values()
+    # float64: squares of float32 vectors of thousands of entries lose digits in a float32 sum.
     return math.sqrt(sum(float(vector.double().square().sum()) for vector in vectors))
 
 
@@ -183,5 +184,6 @@ def added_at(
                 f"number in the model, found {heads!r}"
             )
         for position, vector in vectors.items():
+            # Hook z is [head, position, d_head]; a decoder row holds the heads side by side.
             spec = spec.intervene(point, Add(vector.reshape(heads, 1, -1), positions=(position,)))
     return spec

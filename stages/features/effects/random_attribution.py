@@ -108,6 +108,7 @@ class RandomAttribution(PromptPairExperiment):
         draw."""
         attributed = self.attribution.prepare(model)
         is_feature = attributed.place[:, 2] != REST
+        # Remainders have no feature that could replace them.
         place, change = attributed.place[is_feature], attributed.change[is_feature]
         estimate = attributed.effect[is_feature]
         if not len(place):
@@ -181,6 +182,7 @@ class _ExchangedFeatures:
         self.layer, self.place = int(place[0, 0]), place
         dictionary = attributed.dictionary
         active = np.unique(place[:, 2])
+        # Without replacement: each feature is equally likely, and its decoder rows are read once.
         pool = rng.permutation(dictionary.n_features)[:POOL]
         lengths, units = _written_norms_and_effects(attributed, self.layer, pool)
         self.pool, self.lengths, self.units = (column[lengths > 0] for column in (pool, lengths, units))
@@ -190,6 +192,7 @@ class _ExchangedFeatures:
                 f"{len(self.pool)} that write; ask for a dictionary with more"
             )
         active_norms, _ = _written_norms_and_effects(attributed, self.layer, active)
+        # Signed amount written by each feature: the replacement writes the same norm with the same sign.
         self.written = change * active_norms[np.searchsorted(active, place[:, 2])]
 
     def largest(self, rng: np.random.Generator) -> tuple[Ints, float, float]:

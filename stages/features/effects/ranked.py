@@ -201,6 +201,7 @@ class RankedTrace(_RankedFeatures):
             ranks = [i for i, scored in enumerate(ranked) if scored.feature.layer == layer]
             dense = dictionary.layer(layer).encode(states[layer])
             trace[ranks] = array(dense[:, [ranked[i].feature.index for i in ranks]]).T
+        # The target and its neighbours, as far as the dictionary reads them.
         window = [layer for layer in range(self.target - 1, self.target + 2) if layer in states]
         histograms = [
             np.histogram(array(dictionary.layer(n).preactivations(states[n])), BINS) for n in window

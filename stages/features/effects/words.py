@@ -182,6 +182,7 @@ def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int)
     """Tokens that features (layer, index) raise most, each feature once."""
     import xarray as xr
 
+    # A feature may occur at several positions; its direct effect is the same everywhere.
     unique = np.unique(pairs, axis=0)
     effects = direct_effects(dictionary, unique, readout, top_k)
     return xr.Dataset(
@@ -195,6 +196,7 @@ def _directions(readout: xr.Dataset) -> Floats:
     hidden]."""
     require_linear(readout)
     unembed: Floats = np.asarray(readout["unembed"].transpose("vocab", "hidden").values, np.float32)
+    # The mean over the vocabulary shifts all logits equally and changes no probability.
     directions: Floats = (unembed - unembed.mean(0)) * np.asarray(readout["norm_weight"].values, np.float32)
     return directions
 

@@ -53,6 +53,7 @@ def read(
                 f"expected W_dec_{layer}.safetensors beside its encoder in {files.directory}, found none; "
                 "fetch it again"
             )
+        # Layer l writes to itself and all later layers.
         decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
         decoders = require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
         for part, shapes in (("enc", encoders), ("dec", decoders)):

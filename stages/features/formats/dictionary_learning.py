@@ -62,6 +62,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
             f"expected trainer.dict_class to be one of {', '.join(CLASSES)} in {place}, found {label!r}"
             + (f"; nearest is {near!r}" if near else "")
         )
+    # Sizes come from the configuration: reading the pickle would load all weights.
     layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
     hooks = layer_hooks(files, _stated_hooks(trainer, layer), read, write)
     activation, centred = CLASSES[label]

@@ -228,6 +228,7 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
     table, unknown = FIELDS[part], []
     for name, value in fields.items():
         kind = table.get(name)
+        # Types are compared as well, because True == 1 and False == 0.
         if isinstance(kind, Only) and not any(type(value) is type(v) and value == v for v in kind.values):
             supported = [repr(v) for v in kind.values if v is not None]
             near = nearest(str(value), [v for v in kind.values if isinstance(v, str)])
@@ -236,6 +237,7 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
                 f"{f'; nearest is {near!r}' if near else ''}: {kind.reason} cannot be computed; take another "
                 "dictionary"
             )
+        # Unknown fields only warn: new versions of other programs add fields that rarely matter.
         if kind is None and value not in _OFF:
             unknown.append(name)
     if unknown:

@@ -68,6 +68,7 @@ def part(
         from ..layers.activations import JumpReLU, ReLU
         from ..layers.layer import LayerFeatures
 
+        # Embeddings of Gemma are multiplied by sqrt(hidden) in the model; the autoencoders saw them unscaled.
         gain = d_in**-0.5 if is_embedding else 1.0
         tensors = {key: torch.from_numpy(npz_array(place, key, DictionaryError)) for key in shapes}
         return LayerFeatures(

@@ -81,6 +81,7 @@ def read(
     kinds = hooks_of(files, read, write)
     names = [f"layer_{layer}{Path(entry.file).suffix}" for layer, entry in enumerate(entries)]
     links = {name: entry.path(files.directory) for name, entry in zip(names, entries, strict=True)}
+    # The listed files are presented under uniform names, so that existing readers apply.
     linked = DictionaryFiles(files.name, files.directory, files.revision, links)
     if _format(linked, names[0]) is gemma_scope_2 and gemma_scope_2.is_cross_layer(linked, names[0]):
         return gemma_scope_2.read_clt(linked, names, kinds[0], kinds[1])

@@ -54,6 +54,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     norm = (config.get("dataset_average_activation_norm") or {}).get("in")
     if norm is None and is_scalar:
         raise DictionaryError(f"expected dataset_average_activation_norm.in in {place}, found none")
+    # Brings inputs of the stated mean norm to sqrt(d_in).
     gain = 1.0 if norm is None else d_in**0.5 / to_float(norm, "dataset_average_activation_norm.in", place)
     threshold = (
         to_float(config.get("jump_relu_threshold"), "jump_relu_threshold", place) if is_scalar else 0.0

@@ -140,6 +140,7 @@ def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation
 
     if config.activation == "jumprelu":
         if "log_threshold" in tensors:
+            # SAELens stores the logarithm while training, which some published files still hold.
             return JumpReLU(tensors["log_threshold"].exp(), rectified=True)
         return JumpReLU(tensors["threshold" if "threshold" in tensors else "topk_threshold"], rectified=True)
     if config.activation == "gated":

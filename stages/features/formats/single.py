@@ -228,6 +228,7 @@ def layer_hooks(
                 f"expected the layer of these features in {files.directory}, found none; {HOOKS_ADVICE}"
             )
         layer = 0
+    # A dict removes duplicates and keeps the order.
     modules = tuple({hook: None for hook in (reads, writes) if hook.module})
     return LayerHooks(layer, reads.kind, writes.kind, modules)
 
@@ -238,6 +239,7 @@ def _named(name: str | NamedHook | None) -> NamedHook | None:
 
 def to_float(value: Any, field: str, place: Any) -> float:
     """A number of a configuration as a float; DictionaryError for other values."""
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DictionaryError(f"expected {field} to be a number in {place}, found {value!r}")
     return float(value)

@@ -145,6 +145,7 @@ def _largest(values: Tensor, k: int) -> Tensor:
         return torch.ones_like(values, dtype=torch.bool)
     if k <= 0:
         return torch.zeros_like(values, dtype=torch.bool)
+    # The k-th largest value; ties at this value are resolved below by index.
     least = values.topk(k, dim=-1).values[..., -1:]
     above = values > least
     level = values == least

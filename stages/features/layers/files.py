@@ -185,6 +185,7 @@ class DictionaryReference:
 
     def __str__(self) -> str:
         hooks = {"read": self.read, "write": self.write}
+        # Characters of hook names and globs stay readable.
         query = urlencode({end: hook for end, hook in hooks.items() if hook}, safe="/.[]*")
         return f"{self.name}?{query}" if query else str(self.name)
 

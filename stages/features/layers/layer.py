@@ -104,6 +104,7 @@ class LayerFeatures:
         `rows`."""
         from ...forward.networks.kernels.products import product
 
+        # Not torch.matmul: here a row's result does not depend on the other rows (kernels/products.py).
         out = product(rows, encoder)
         if self.b_enc is not None:
             out += self.b_enc[features].to(out)
@@ -216,6 +217,7 @@ class LayerFeatures:
         """
         import torch
 
+        # Indexed before conversion, so that only these rows are read from disk.
         rows = self._decoder(self.layer if target is None else target)[features]
         rows = rows.to(device=self.device, dtype=torch.float32)
         if not bool(rows.isfinite().all()):

@@ -110,6 +110,7 @@ def parse_hook(name: str) -> NamedHook:
     ends = (path, end) if end in ("input", "output") else (name, "output")
     if module := module_hook(*ends):
         return module
+    # Names inside a block are looked up as those of block 0.
     full = name if name.startswith(_OUTSIDE) else f"blocks.0.{name}"
     match = _BLOCK.match(full)
     if match and match[2] in _CIRCUIT_TRACER_NAMES:

@@ -66,6 +66,7 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     k = min(k, dictionary.n_features - 1)
     target = max(dictionary.targets(layer))
     all_features = torch.arange(dictionary.n_features)
+    # All decoder rows of a layer are in memory here: n_features x d_out float32.
     rows = dictionary.layer(layer).decoder_rows(all_features, target).cpu().numpy()
     norm = np.linalg.norm(rows, axis=1)
     unit = rows / np.where(norm > 0, norm, 1)[:, None]
@@ -75,6 +76,7 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     for start in range(0, len(features) if k else 0, step):
         block = features[start : start + step]
         alike = unit[block] @ unit.T
+        # A feature is no neighbour of itself.
         alike[np.arange(len(block)), block] = -np.inf
         near = top_columns(alike, k)
         rows_of_block = slice(start, start + len(block))

@@ -42,6 +42,7 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
     size = -(
         -len(indices) // -(-len(indices) // size)
     )  # blocks of equal size run in parallel for equal times
+    # -1 fills the last block, because the array is rectangular.
     padded = np.full(-(-len(indices) // size) * size, -1, np.int64)
     padded[: len(indices)] = indices
     blocks = padded.reshape(-1, size)

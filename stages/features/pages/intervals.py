@@ -94,6 +94,7 @@ def feature_intervals(
         if not is_all:
             matches = np.flatnonzero(row >= 0)
             row, token, value = row[matches], token[matches], value[matches]
+        # The clip puts the largest activation into the last bin, and guards against rounding.
         bin_index = np.clip((value * scale[row]).astype(np.int32), 0, bins - 1)
         cell = row * bins + bin_index
         counts += np.bincount(cell, minlength=len(counts))
@@ -138,6 +139,7 @@ class _SmallestNumbers:
             return
         group, token, value, number = self._candidates.take_with(self.token, self.value, self.number)
         # Sort key of group and the leading bits of the number; the remaining bits seldom decide.
+        # 63 bits, because sort keys are signed.
         bits = 63 - int(self.token.shape[0]).bit_length()
         key = (group << bits) | (number >> np.uint64(64 - bits)).astype(np.int64)
         order = in_order(key, number, token)

@@ -86,6 +86,7 @@ def page_nodes(
     settings = layout or PageLayout()
     dictionary.targets(layer)  # raises for a layer that the dictionary does not have
     indices = tuple(dictionary.feature((layer, feature)).index for feature in sorted(features))
+    # Blocks are of the sorted features: the same set in another order has the same keys.
     blocks = feature_blocks(indices or dictionary.n_features, settings.block)
     resource = dictionary.as_resource()
     statistics = feature_statistics.on(encoded=encoded)

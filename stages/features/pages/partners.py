@@ -212,6 +212,7 @@ class _Sample:
     def pairs(self, features: Ints) -> _Pairs:
         """All pairs of some features with others that share at least TOGETHER tokens, with counts and dot
         products."""
+        # One entry per activation of the requested features.
         row = np.repeat(np.arange(len(features)), self.counts[features])
         activations = self.by_feature[np.repeat(self.starts[features], self.counts[features]) + ranks(row)]
         token = self.owner[activations]
@@ -222,6 +223,7 @@ class _Sample:
         cell = np.repeat(row * self.size, lengths) + self.feature[partners]
         # Most pairs share one token. Counting hashed cells removes nearly all of those before the sort. For
         # the remaining ones, cell and position are packed into one number, so that one sort groups them.
+        # SLOTS is a power of 2, so the mask is a modulo.
         slot = cell & (SLOTS - 1)
         place = np.flatnonzero(np.bincount(slot, minlength=SLOTS)[slot] >= TOGETHER)
         bits = max(total, 1).bit_length()
@@ -242,6 +244,7 @@ class _Sample:
     def correlation(self, pairs: _Pairs) -> Floats:
         """Pearson correlation of activations over all tokens of the sample [pair]."""
         a, b = pairs.feature, pairs.column
+        # Rounding may make the variance of a constant feature slightly negative.
         spread = np.sqrt(np.maximum(self.square - self.mean**2, 0))
         covariance = pairs.dot / max(self.n_tokens, 1) - self.mean[a] * self.mean[b]
         return _share(covariance, spread[a] * spread[b])

@@ -99,6 +99,7 @@ def _fill(activation: Array, token: Ints, features: Ints, window: Ints, encoded:
         if not len(block.token):
             continue
         start, stop = int(block.token[0]), int(block.token[-1])
+        # Only examples whose window overlaps the block.
         near = slice(*np.searchsorted(ordered, [max(start - window[-1], 0), stop - window[0] + 1]))
         examples = order[near]
         tokens, is_in_block = window_tokens(flat[examples], window, prompt)
@@ -119,6 +120,7 @@ def _looked_up(cells: Ints, block: ActiveBlock, start: int, stop: int, size: int
     is_hashed[keys & (_HASHES - 1)] = True
     candidates = np.flatnonzero(is_hashed[cells & (_HASHES - 1)])
     spot = np.searchsorted(keys, cells[candidates])
+    # Past the end: any valid index, as the comparison below fails.
     spot[spot == len(keys)] = 0
     hit = keys[spot] == cells[candidates]
     return candidates[hit], block.value[spot[hit]]

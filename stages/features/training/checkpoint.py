@@ -32,6 +32,7 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{CHECKPOINT}.part"
     torch.save(dict(state), temporary)
+    # A rename within one folder is atomic.
     temporary.replace(folder / CHECKPOINT)
 
 

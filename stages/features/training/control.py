@@ -76,6 +76,7 @@ def random_features(
     }
     for block in blocks():
         active = torch.cat([features.encode(block[read, layer]) for layer, features in drawn.items()], dim=1)
+        # A constant feature whose decoder row is the bias.
         active = torch.cat([active, torch.ones(len(active), 1)], dim=1)
         gram.add_(active.T @ active)
         for m, sums in moments.items():
@@ -121,6 +122,7 @@ def _unfitted(
     """Random features with random decoders that write vectors of the same mean size as those of `like`."""
     assert isinstance(drawn.activation, JumpReLU)
     assert drawn.b_enc is not None
+    # Scaling encoder, bias and threshold together leaves the set of active features unchanged.
     scale = float(like.encode(rows).sum() / drawn.encode(rows).sum())
     decoders = {}
     for target in like.targets:

@@ -145,9 +145,11 @@ class _FigureSums:
                 "expected activations to measure on, found no rows; are prompts one token long?"
             )
         n, order = self.rows, list(self.layers)
+        # Sums are float64: the variance is a small difference of large sums.
         variance = {m: self.squares[m] - float(self.sum[m] @ self.sum[m]) / n for m in order}
         density = np.stack([(self.fired[layer] / n).numpy() for layer in order])
         with np.errstate(divide="ignore"):
+            # Dead features (-inf) count in the first bin.
             logs = np.log10(density).clip(DENSITY_BINS[0], None)
         histogram = np.stack([np.histogram(row, DENSITY_BINS)[0] for row in logs])
         counts = np.stack([self.counts[layer].numpy() for layer in order])

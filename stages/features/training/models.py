@@ -92,12 +92,14 @@ class DictionaryModel(nn.Module):
         for layer in self.layers:
             name = str(layer)
             decoder = _unit(torch.randn(count, len(self.targets(layer)), self.d_out, generator=generator))
+            # Autoencoders start with equal encoder and decoder (Gao et al. 2024); transcoders cannot.
             tied = settings.is_autoencoder
             encoder = decoder[:, 0].clone() if tied else torch.randn(count, self.d_in, generator=generator)
             self.W_enc[name] = encoder if tied else _unit(encoder)
             self.b_enc[name] = torch.zeros(count)
             self.W_dec[name] = decoder
             if settings.activation == "jumprelu":
+                # The logarithm keeps thresholds positive under gradient steps.
                 self.log_threshold[name] = torch.full((count,), settings.threshold).log()
             if settings.skip:
                 self.W_skip[name] = torch.zeros(self.d_out, self.d_in)

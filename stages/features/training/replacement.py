@@ -272,5 +272,6 @@ def _batches(prompts: Sequence[Sequence[int]], skip: int, batch_tokens: int) -> 
         if len(ids) > skip + 1:
             by_length[len(ids)].append(list(ids))
     for length, rows in sorted(by_length.items()):
+        # Equal lengths need no padding or attention mask.
         size = max(1, batch_tokens // length)
         yield from (rows[start : start + size] for start in range(0, len(rows), size))

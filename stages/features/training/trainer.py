@@ -95,10 +95,13 @@ class Training:
         reads = [(settings.read, layer) for layer in self.layer_numbers]
         writes = [(settings.writes, layer) for layer in self.layer_numbers]
         self.cells: tuple[VariableLayer, ...] = tuple(dict.fromkeys([*reads, *writes]))
+        # Checked before any file of the training is written.
         self.rows(self.source).require(self.cells)
+        # Stored in checkpoints: a training must resume on the same data.
         self.data = self.rows(self.source).identity(self.cells)
         stored = checkpoint.load(folder)
         if stored is not None:
+            # Checkpoints of older versions lack newer settings, which then had their default values.
             stored_settings = TrainingSettings().plain() | stored["settings"]
             checkpoint.require_same(
                 folder, {**stored, "settings": stored_settings}, settings.plain(), self.data
@@ -174,6 +177,7 @@ class Training:
                 step_loss = self._make_step(next(batches).tensors())
                 if self.is_done and self.settings.activation == "batchtopk":
                     self._settle_thresholds()
+                # The log is opened after the first step, so that a failing start writes nothing.
                 log = log or checkpoint.Log(self.folder, self.step - 1)
                 self._note(log, step_loss)
                 advance(self.settings.batch)
@@ -238,6 +242,7 @@ class Training:
             pressure=pressure(self.step, settings),
             dead={layer: quiet > settings.dead_tokens for layer, quiet in self.quiet.items()},
         )
+        # Checked before the step, so that NaN never reaches the weights or the checkpoint.
         if not bool(step_loss.total.isfinite()):
             raise ConfigError(
                 f"the loss of step {self.step} is not finite; the last checkpoint stands. Train with a lower "
@@ -246,6 +251,7 @@ class Training:
         self.optimiser.zero_grad(set_to_none=True)
         step_loss.total.backward()
         if settings.is_top:
+            # Without it, Adam's moments would accumulate the component that `keep_norms` removes.
             model.remove_parallel_gradients()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         self.optimiser.step()
