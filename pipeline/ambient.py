@@ -96,8 +96,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
-    """The items of a lazy iterator, each computed in `plain_torch`; the consumer's code runs with its own
-    settings."""
+    """Items of a lazy iterator, each computed in `plain_torch`; the consumer keeps its own settings."""
     while True:
         with plain_torch():
             try:
@@ -110,8 +109,7 @@ def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
 def steps_in_plain_torch(
     function: Callable[_Params, Iterator[_Item]],
 ) -> Callable[_Params, Iterator[_Item]]:
-    """Decorator of generators: each item is computed in `plain_torch`, whatever the consumer sets in
-    between."""
+    """Decorator of generators: each item is computed in `plain_torch`, whatever the consumer sets."""
 
     @functools.wraps(function)
     def stepping(*args: _Params.args, **kwargs: _Params.kwargs) -> Iterator[_Item]:
@@ -257,8 +255,7 @@ def _refuse(setting: Any, remedy: str) -> None:
 
 
 Setting = Callable[[Any, ExitStack], None]
-"""Sets a setting of torch to its default until the stack closes, or raises ConfigError if that is
-impossible."""
+"""Sets a torch setting to its default until the stack closes; ConfigError if that is impossible."""
 OF_THREAD: dict[str, Setting] = {
     "autocast": _autocast,
     "default device": _default_device,

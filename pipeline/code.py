@@ -89,8 +89,7 @@ class _Reader:
         self.met: dict[int, tuple[int, Any]] = {}  # keeps the object alive: a freed object's id may be reused
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise StageError naming the owner of the code, the unsupported value (`problem`) and the place that
-        reads it."""
+        """Raise StageError naming the code's owner, the unsupported value (`problem`) and its place."""
         where = " of ".join(reversed(self.trail[-2:])) or "its declaration"
         raise StageError(
             f"{self.label} has no version, so its key contains everything its code reads; expected plain "
@@ -108,8 +107,7 @@ class _Reader:
             self.trail.pop()
 
     def identity(self, value: Any) -> Tree:
-        """A value as nested lists of text and numbers; the first item of each list names the kind of the
-        value."""
+        """A value as nested lists of text and numbers; the first item of each list names the kind."""
         # Compared by identity: equality of arrays and modules is not a bool, or is slow.
         for refused, reason in _REFUSED:
             if value is refused:
@@ -144,8 +142,7 @@ class _Reader:
         return sorted(map(self.identity, values), key=repr)
 
     def _unlisted(self, value: Any) -> Tree:
-        """Identity of a value whose type is in no table: a library's named object or an instance of a user's
-        class."""
+        """Identity of a value whose type is in no table: a library's named object or a user's instance."""
         kind = type(value)
         if not is_library_class(kind) and library_name(value) is None:
             return self._instance(value)
@@ -272,8 +269,7 @@ class _Reader:
         ]  # fmt: skip
 
     def _reads(self, function: types.FunctionType) -> Tree:
-        """Every global and every closure cell that a function reads, with the attribute chains read from
-        modules."""
+        """Every global and closure cell that a function reads, with the attributes read from modules."""
         cells = dict(cells_of(function))
         reads = set(reads_of(function.__code__, frozenset(cells)))
         unread = cells.keys() - {read.name for read in reads if read.kind == "closure"}
@@ -299,8 +295,7 @@ class _Reader:
             return [name, self._followed(value, ())]
 
     def _followed(self, value: Any, chain: Sequence[str]) -> Tree:
-        """Identity of `name.a.b`: attributes are followed through modules; another object counts as a
-        whole."""
+        """Identity of `name.a.b`: attributes are followed through modules; other objects count whole."""
         for attribute in chain:
             if not isinstance(value, types.ModuleType):
                 break
@@ -321,8 +316,7 @@ class _Reader:
         return self.identity(value)
 
     def _library_member(self, value: Any, name: str) -> Tree:
-        """An attribute of a library's module: by name, unless it is a number, a text, or was put there by
-        user code."""
+        """A member of a library's module: by name, unless it is a number, a text, or set by user code."""
         refused = any(value is forbidden for forbidden, _ in _REFUSED)
         recursed = isinstance(value, type | types.FunctionType | types.MethodType | functools.partial)
         canonical_name = library_name(value)
@@ -442,8 +436,7 @@ def _is_stateless(base: type) -> bool:
 
 
 def _of_loaded(kind: type) -> Callable[[_Reader, Any], Tree] | None:
-    """The method for xarray and torch objects, None for other types; a library that is not loaded is not
-    imported."""
+    """The method for xarray and torch objects, None for other types; never imports a library."""
     if (xarray := sys.modules.get("xarray")) and kind in (xarray.DataArray, xarray.Dataset):
         return _Reader.labelled
     if (torch := sys.modules.get("torch")) and kind in (torch.Tensor, torch.nn.Parameter):
@@ -553,8 +546,7 @@ _BUILTIN_VALUE: dict[type, Callable[[Any], Any]] = {
     int: lambda value: int.__add__(value, 0),
     float: float.__pos__,
 }
-"""Content of an instance of a user's subclass of a built-in type, read past any method the class
-overrides."""
+"""Content of an instance of a subclass of a built-in type, read without overridden methods."""
 _CLASS_INTERNALS = frozenset(
     (
         "__dict__",

@@ -50,8 +50,7 @@ class Group:
 Task = Selection | Cell | Group
 """The work of one task: a selection, a cell with its key, or a group of selections."""
 Work = Callable[[Any, Any, Any], None]
-"""`work(job, store, cell)` computes and publishes one cell. Job and cell are pickled for workers, without
-arrays."""
+"""`work(job, store, cell)` computes and publishes one cell; job and cell are pickled without arrays."""
 
 
 @dataclass
@@ -180,8 +179,7 @@ class Context:
         client.run(tasks, lambda number: progress.advance(_size(cells[number])), needs=needs, most=most)
 
     def _connected(self) -> ClusterClient:
-        """The client of the cluster, shared by all nodes of a run; the first call starts the workers of this
-        machine."""
+        """The cluster's client, shared by all nodes of a run; the first call starts local workers."""
         if self._client is None:
             address = self.cluster
             if address is None:
@@ -213,8 +211,7 @@ def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
 
 
 def _task_name(job: Any, cell: Task, number: int) -> str:
-    """Name of a task: by its key, so that two clients of one cluster share the task; without a key, a unique
-    name."""
+    """Name of a task: its key, so that clients of one cluster share the task; else a unique name."""
     return f"{job.name}-{cell.key.digest if isinstance(cell, Cell) else f'{number}-{uuid.uuid4().hex}'}"
 
 

@@ -105,8 +105,7 @@ class Declaration:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for machines. Defaults are given as their `repr`; None for a parameter without a
-        default."""
+        """Plain values for machines; defaults as their `repr`, None for a parameter without a default."""
         return {
             "name": self.name,
             "kind": self.kind,

@@ -31,8 +31,7 @@ class StageFunction:
     name: str
     """Name in keys; that of a form, if the stage has several."""
     version: int | str | None
-    """Declared version, raised when results change. None: a digest of the code is used instead
-    (`key_version`)."""
+    """Declared version, raised when results change; None uses a digest of the code (`key_version`)."""
     function: Callable[..., Any]
     inputs: Mapping[str, Dims | None]
     """Dims of each input array of this form; None for an input that is a whole dataset."""
@@ -47,8 +46,7 @@ class StageFunction:
     memory: float = 2.0
     """Peak memory of one cell, as a multiple of the bytes it reads."""
     source: str = ""
-    """SHA-256 of the function's text, stored with results. `mizarr explain` warns if it changes and `version`
-    does not."""
+    """SHA-256 of the function's text; `mizarr explain` warns if it changes and `version` does not."""
     forms: Mapping[str, Mapping[str, Dims | None]] = field(default_factory=dict)
     """Inputs of every form, by the form's name."""
     resources: tuple[str, ...] = ()
@@ -66,8 +64,7 @@ class StageFunction:
         return code_version(f"stage {self.name!r}", self) if self.version is None else self.version
 
     def code_parts(self) -> list[Any]:
-        """This stage's contribution to the digest of code that calls it: the declared version, else the whole
-        stage."""
+        """This stage in the digest of code that calls it: the declared version, else the whole stage."""
         if self.version is not None:
             return [self.name, self.version]
         outputs = [

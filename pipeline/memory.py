@@ -78,8 +78,7 @@ class Memory:
 
 
 class MemoryUsed:
-    """Memory of some work: `before`, `peak` and `after`; while the work runs, `after` is the current
-    memory."""
+    """Memory of some work: `before`, `peak` and `after`; during the work `after` is the current memory."""
 
     def __init__(self) -> None:
         self._highest_before = Memory.ever()
@@ -99,8 +98,7 @@ class MemoryUsed:
         return self._peak
 
     def look(self, *, is_end: bool = False) -> None:
-        """Take a sample; raise `peak` to the current memory, and to the process's highest if the work has set
-        it."""
+        """Take a sample: `peak` rises to the current memory, or to a new maximum of the process."""
         now, ever = Memory.now(), Memory.ever()
         highest_before = self._highest_before
         # The kernel's maximum moved during the work, so it is the exact peak of the work.
@@ -262,8 +260,7 @@ _SETUPS: list[_Setup] = []
 
 @contextmanager
 def measured() -> Iterator[Took]:
-    """Context that measures wall time and memory of this process; gives a function that returns them so
-    far."""
+    """Context that measures wall time and memory; gives a function that returns both so far."""
     started, setup = time.monotonic(), _Setup()
 
     def took() -> dict[str, Any]:

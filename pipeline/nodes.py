@@ -3,7 +3,7 @@
 A node stands for a labelled dataset. It reports whether the dataset is stored (`status`) and what computing
 it would cost (`estimate`), computes it (`run`) and reads it (`open`, `part`). `StageNode` is a stage with its
 inputs; `SourceNode` a dataset made by a function of declared identity; `ConstantNode` a dataset in memory;
-`Capture`, in stages/forward, a forward pass. An edge is a `Port`: a node, or one variable of its dataset.
+`CaptureNode`, in stages/forward, a capture. An edge is a `Port`: a node, or one variable of its dataset.
 
 Border: keys, parts and labels; knows no stage, no scheduler, no model.
 
@@ -263,8 +263,7 @@ class Port:
 
 
 class Ports:
-    """Base class of nodes: `node["variable"]` gives a port; defaults: nothing pinned, workers may compute
-    it."""
+    """Base class of nodes: `node["variable"]` gives a port; nothing is pinned, workers may compute."""
 
     def __getitem__(self, variable: str) -> Port:
         return Port(self, variable)  # type: ignore[arg-type]  # every subclass is a Node
@@ -282,8 +281,7 @@ class Ports:
 
 
 class ResultNode(Ports, ABC):
-    """Base class of nodes with one stored result: looks it up, reads it whole or in part, and publishes
-    it."""
+    """Base class of nodes with one stored result: looks it up, reads and publishes it."""
 
     name: str
     inputs: tuple[Node, ...] = ()
@@ -305,8 +303,7 @@ class ResultNode(Ports, ABC):
         """See `Node`."""
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers or blocks of the stored result. Results are never cut by segment, so that axis has no
-        labels."""
+        """Layers or blocks of the stored result; empty for segments, which results do not have."""
         if axis == "segment" or self.record(store) is None:
             return []
         return indices_along(self.open(store), axis)
@@ -322,8 +319,7 @@ class ResultNode(Ports, ABC):
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, lazy; a shallow copy that the caller may change. StageError if it is not
-        stored."""
+        """The stored result, lazy; a shallow copy that the caller may change. StageError if missing."""
         return self._opened(store).copy(deep=False)
 
     @remembered

@@ -53,8 +53,7 @@ class Bar:
 
     @property
     def seconds_left(self) -> float | None:
-        """Remaining seconds at the average rate so far; None while the total is unknown or nothing is
-        done."""
+        """Remaining seconds at the average rate; None if the total is unknown or nothing is done."""
         return (self.total - self.done) / self.rate if self.total and self.done else None
 
     def to_json(self) -> dict[str, Any]:

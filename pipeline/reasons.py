@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from ..store.records import Record
 
 NEWEST = 50
-"""Number of stored results of a stage that are compared: enough to find a similar one, few enough to be
-fast."""
+"""Stored results of a stage that are compared: enough to find a similar one, and still fast."""
 
 
 def why_not(store: Store, key: ResultKey | None) -> str:
-    """Why there is no result under a key: the smallest set of differences from a stored result of the same
-    stage."""
+    """Why no result has this key: the smallest set of differences from a result of the same stage."""
     if key is None:
         return "an input will run"
     requests = [note["request"] for note in notes(key.stage, store)]

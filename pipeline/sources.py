@@ -88,8 +88,7 @@ class SourceNode(ResultNode):
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """The declared estimate while the dataset is missing; seconds are scaled from the last run by the
-        bytes read."""
+        """The declared estimate while the dataset is missing; seconds scaled by bytes from the last run."""
         if status_of(self, store).is_cached:
             return NOTHING
         last_note = last_timed(self.name, store, lambda note: bool(note.get("bytes_read")))
@@ -135,8 +134,7 @@ class ConstantNode(Ports):
         return {**self.__dict__, "_dataset": None}  # workers read the copy that `keep` stored
 
     def keep(self, store: Store) -> None:
-        """Store the dataset, so that workers of a cluster can read it; arrays are never sent to workers
-        directly."""
+        """Store the dataset for workers of a cluster; arrays are never sent to workers directly."""
         whole = cut(self.content, lambda: self._loaded(store), None, {}, changes=self._is_lazy)
         store.put_result(self._key, self._loaded(store), provenance={}, confirm=whole.check)
 

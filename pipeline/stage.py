@@ -84,8 +84,7 @@ class Stage(StageFunction):
         return _named_as_function(replace(self, name=name, inputs=self.forms[name]))
 
     def _form_of(self, arguments: Mapping[str, Any]) -> str:
-        """Name of the single form with exactly these inputs; this form's name if it matches or the choice is
-        ambiguous."""
+        """Name of the single form with exactly these inputs; this form's name if the choice is ambiguous."""
         # Optional inputs belong to other forms, so arguments are compared with the inputs of all forms.
         all_inputs = {name for inputs in self.forms.values() for name in inputs}
         input_names = all_inputs & set(arguments)

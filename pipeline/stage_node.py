@@ -123,8 +123,7 @@ class StageNode(ResultNode):
         return [node for node in self.inputs if not status_of(node, store).is_cached]
 
     def _parts(self, store: Store, selection: Selection) -> dict[str, Part]:
-        """The piece of each input that a cell reads: cut along those axes of the selection that the input
-        has."""
+        """The piece of each input that a cell reads, cut along the axes that the input has."""
         parts = {}
         for name, port in self.ports.items():
             input_selection = {axis: label for axis, label in selection.items() if self._is_cut(name, axis)}
@@ -195,9 +194,8 @@ class StageNode(ResultNode):
         record = self.record(store)
         provenance = [] if record is None else store.provenance(record)
         stored_source = next((note["source"] for note in provenance if note.get("source")), self.stage.source)
-        if (
-            stored_source == self.stage.source or self.stage.version is None
-        ):  # without a version the code is in the key
+        # Without a version the code is in the key, so a change of the source is a change of the key.
+        if stored_source == self.stage.source or self.stage.version is None:
             return ""
         return f"the source of {self.name} changed, its version {self.stage.version} did not"
 
@@ -218,8 +216,7 @@ class StageNode(ResultNode):
         return [sum(part.nbytes for part in self._parts(store, cut).values()) for cut in cuts]
 
     def _sizes_ahead(self, store: Store) -> list[int]:
-        """Bytes read by each cell while inputs are missing, from the bytes that their nodes expect to
-        write."""
+        """Bytes read by each cell while inputs are missing, from the estimates of their nodes."""
         selections = self.selections(store) or [{}]
         total = 0
         for name, port in self.ports.items():
@@ -231,8 +228,7 @@ class StageNode(ResultNode):
         return [total] * len(selections)
 
     def _last_time(self, store: Store, read: int) -> tuple[float | None, int]:
-        """Seconds (None: unknown) and bytes written, scaled from the newest stored result by the bytes
-        read."""
+        """Seconds (None: unknown) and bytes written, scaled by bytes read from the newest result."""
         provenance = notes(self._cell_label if self.stage.cells else self.name, store)
         last = next((note for note in provenance if note.get("bytes_read") and "seconds" in note), None)
         if last is None:
@@ -310,8 +306,7 @@ class StageNode(ResultNode):
         self.publish(store, key, dataset, note, check)
 
     def _check_code(self, key: ResultKey) -> None:
-        """Raise SourceChanged unless the function's code has, in this process, the digest that is in the
-        key."""
+        """Raise SourceChanged unless the function's code has, in this process, the digest in the key."""
         if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"stage {self.name!r}: expected the code it was planned with ({key.version}), found "
@@ -321,12 +316,10 @@ class StageNode(ResultNode):
 
 
 LOADED = 64 << 20
-"""Size in bytes up to which a lazy result is computed in memory before it is written, instead of chunk by
-chunk."""
+"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
 
 
 def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
-    """Compute and publish one cell; the function of a Dask task, in a thread of this process or on a
-    worker."""
+    """Compute and publish one cell; the function of a Dask task, in a thread or on a worker."""
     with one_look():
         node.compute(store, cell)

@@ -26,8 +26,7 @@ _REPORT_AFTER = 5.0  # seconds without a worker: one that is started anew in its
 _LOOK_EVERY = 1.0  # seconds between questions to a scheduler from whom nothing is heard
 
 _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched")
-"""Loggers of the client side, which report a lost scheduler as tracebacks; the client reports it in one
-line."""
+"""Client-side loggers that report a lost scheduler as tracebacks; ClusterClient reports it in one line."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,7 @@ class ClusterClient:
 
     @contextmanager
     def _translated_errors(self, lost: type[Exception]) -> Iterator[None]:
-        """Context that turns errors of `distributed` into StageError. `lost`: exception that also means a
-        lost scheduler."""
+        """Context that turns errors of `distributed`, and the exception type `lost`, into StageError."""
         from asyncio import CancelledError
         from concurrent.futures import CancelledError as Cancelled
 

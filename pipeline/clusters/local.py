@@ -100,8 +100,7 @@ def visible_gpus() -> list[str]:
 
 
 def threads_per_worker(count: int) -> int:
-    """Threads of each of `count` workers: an equal share of OMP_NUM_THREADS, or of the available cores; at
-    least 1."""
+    """Threads per worker: an equal share of OMP_NUM_THREADS or of the available cores, at least 1."""
     # The affinity mask respects taskset and container limits; os.cpu_count does not.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = os.environ.get("OMP_NUM_THREADS", "")

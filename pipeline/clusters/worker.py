@@ -13,6 +13,5 @@ __all__ = ["dask_setup"]
 
 
 def dask_setup(worker: Any) -> None:
-    """Escape control characters in Python's error reports, because the worker shares its parent's
-    terminal."""
+    """Escape control characters in Python's error reports: the worker shares its parent's terminal."""
     escape_reports_of_python()

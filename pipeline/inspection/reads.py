@@ -30,8 +30,7 @@ class Read:
     """"global", "closure" or "import"."""
     name: str
     chain: tuple[str, ...] = ()
-    """Attributes that are read from the variable right away (`name.a.b`), or names imported from the
-    module."""
+    """Attributes read from the variable at once (`name.a.b`), or names imported from the module."""
     level: int = 0
     """Number of leading dots of a relative import."""
     writes: bool = False
@@ -69,8 +68,7 @@ def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
 
 
 def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
-    """Attributes that the following instructions read from the object just loaded: ("a", "b") for
-    `name.a.b`."""
+    """Attributes that follow the loading of an object: ("a", "b") for `name.a.b`."""
     attributes = itertools.takewhile(
         lambda instruction: instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"), following
     )
@@ -85,8 +83,7 @@ def global_of(function: types.FunctionType, name: str) -> Any:
 
 
 def cells_of(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Closure variables of a function and their current values; `NOTHING` for one that is not assigned
-    yet."""
+    """Closure variables of a function with their values; `NOTHING` if not assigned yet."""
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -123,8 +123,7 @@ class Crosscoder:
         return torch.einsum("rf,pfw->rpw", activations, self.W_dec) + self.b_dec
 
     def norms(self) -> Tensor:
-        """Norm of each feature's decoder, in units of the spread of the states at that place [place,
-        feature]."""
+        """Decoder norms [place, feature], in units of the spread of the states at each place."""
         norms: Tensor = self._scaled().norm(dim=2)
         return norms
 
@@ -147,8 +146,7 @@ class Crosscoder:
         return torch.cosine_similarity(*self._decoder_pair(), dim=1)
 
     def _decoder_pair(self) -> tuple[Tensor, Tensor]:
-        """Decoders [feature, width] of two models, with all places side by side, or of two places of one
-        model."""
+        """Decoders [feature, width] of two models (all places side by side), or of one model's two places."""
         models = models_of(self.places)
         # One model: compare its two places; several models: all places of each together.
         groups = models if max(models) else tuple(range(len(self.places)))

@@ -524,8 +524,7 @@ class StoredDictionary(FileResource):
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
-        """Context that gives the dictionary. Raises SourceChanged like `check`, before and after the
-        block."""
+        """Context that gives the dictionary. Raises SourceChanged like `check`, before and after."""
         with super().open():
             yield self.opened
 

@@ -89,8 +89,7 @@ def files_to_fetch(sizes: Mapping[str, int], subfolder: str, name: str) -> dict[
 
 
 def _require_one_each(weights: Mapping[str, int], below: str, name: str) -> None:
-    """Raise DownloadError if folders hold several dictionaries of one layer, before they are downloaded in
-    vain."""
+    """Raise DownloadError, before any download, if there are several dictionaries of one layer."""
     folders: dict[str, set[str]] = defaultdict(set)
     for file in weights:
         folder = file.rpartition("/")[0]

@@ -106,8 +106,7 @@ def _saelens(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) ->
 def _saelens_activation(
     dictionary: Dictionary, features: LayerFeatures
 ) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """(architecture, further tensors, fields of cfg.json) for an activation; DictionaryError if SAELens has
-    none."""
+    """(architecture, tensors, fields of cfg.json) of an activation; DictionaryError if unsupported."""
     from .layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
     activation, is_sae, size = features.activation, dictionary.kind == "sae", dictionary.n_features

@@ -346,8 +346,7 @@ def _first_positions(states: xr.DataArray, zero_positions: int) -> np.ndarray:
 def _ragged(
     states: xr.DataArray, layer: int, counts: np.ndarray, feature: np.ndarray, value: np.ndarray
 ) -> xr.Dataset:
-    """Dataset of one layer from the number of active features per token [token] and all features in sequence
-    [active]."""
+    """Dataset of one layer from feature counts [token] and all active features in sequence [active]."""
     import xarray as xr
 
     labels = {name: coord for name, coord in states.coords.items() if coord.dims == ("token",)}

@@ -101,8 +101,7 @@ class _TopK:
         self._threshold[:-1] = np.where(is_full, self.value[:, -1], -np.inf)
 
     def _strongest_of_prompts(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> Ints:
-        """Index of the strongest candidate of each row and prompt; of equal ones, that with the smallest
-        token."""
+        """Index of the strongest candidate per row and prompt; the smallest token among equal ones."""
         assert self.prompt is not None
         # (row, prompt) as one integer, so that one sort groups them.
         pair = row * (int(self.prompt.max(initial=0)) + 1) + self.prompt[token]

@@ -35,8 +35,7 @@ class ActiveBlock(NamedTuple):
 
 
 def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
-    """Active features of one layer in blocks of about `size`, in order; the features of a token are in one
-    block."""
+    """Active features of a layer in blocks of about `size`, in order; tokens are not split."""
     ptr = encoded["token_ptr"].values
 
     def read(tokens: tuple[int, int]) -> ActiveBlock:

@@ -185,6 +185,5 @@ def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """States as [position, width]: heads [head, position, d_head] are put side by side, as dictionaries read
-    them."""
+    """States as [position, width]: heads [head, position, d_head] are put side by side."""
     return x if x.ndim == 2 else x.transpose(0, 1).flatten(1)

@@ -166,8 +166,7 @@ class FeatureAttribution(PromptPairExperiment):
     }
 
     verify: int = 0
-    """Number of largest estimates that are checked by exact runs, and of random cells checked with them; 0
-    for none."""
+    """Number of largest estimates checked by exact runs, and of random cells besides; 0 for none."""
 
     def __post_init__(self) -> None:
         check_lengths(self.clean, self.corrupted, None)
@@ -189,8 +188,7 @@ class FeatureAttribution(PromptPairExperiment):
         return [{}]
 
     def prepare(self, model: Model) -> PairAttribution:
-        """Features of both runs and the first-order effect of each cell, from one forward and backward
-        pass."""
+        """Features of both runs and first-order effects of all cells, from one forward and backward pass."""
         dictionary = self.opened(model)
         points = dict.fromkeys((*dictionary.read_hooks, *dictionary.write_hooks))
         spec = HookSpec().capture(*points, *(f"grad:{point}" for point in dictionary.write_hooks))
@@ -250,8 +248,7 @@ class FeatureAttribution(PromptPairExperiment):
         )
 
     def runs(self, prepared: PairAttribution, cell: CellLabels) -> Sequence[Run]:
-        """Runs that patch each verified cell, then runs that patch a random direction instead of each largest
-        cell."""
+        """Runs that patch each verified cell, then runs with a random direction for each largest cell."""
         verified, count = self._verified_cells(prepared)
         patches: list[tuple[Any, dict[int, Tensor]]] = [
             (number, prepared.written(number)) for number in verified

@@ -41,8 +41,7 @@ class Dose:
         return dict(vars(self))
 
     def at(self, strength: float, dictionary: Dictionary) -> Injection:
-        """The injection at one strength. Raises InterventionError if the feature has norm 0 and must be
-        scaled."""
+        """The injection at one strength; InterventionError if a feature of norm 0 must be scaled."""
         feature, amount = FeatureId(self.layer, self.index), self.fixed + self.factor * strength
         if self.like is not None:
             norm = written_norm(dictionary, feature, self.from_layer)

@@ -179,8 +179,7 @@ class FeatureExchanges(DictionaryExperiment):
     def dataset(
         self, prepared: tuple[Dictionary, list[dict[str, Any]]], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """One strength [strength, place, exchange, ...], and the untouched runs as `baseline_...` [place,
-        ...]."""
+        """Results [strength, place, exchange, ...], and untouched runs as `baseline_...` [place, ...]."""
         import xarray as xr
 
         shape = (1, len(self.places), len(self.exchanges))

@@ -170,8 +170,7 @@ def _activation(active: Active, feature: FeatureId, position: int) -> float:
 def added_at(
     dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None = None
 ) -> HookSpec:
-    """A spec that adds vectors [d_out], by layer and position, at the dictionary's write hooks; heads: as for
-    `injected`."""
+    """A spec that adds vectors [d_out], by layer and position, where the dictionary writes."""
     spec = HookSpec()
     for layer, vectors in rows.items():
         point = dictionary.write_hook(layer)

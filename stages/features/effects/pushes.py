@@ -120,8 +120,7 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
 
 @dataclass(frozen=True)
 class _FeatureDirection(DictionaryExperiment):
-    """Common base of pushes along a feature and of their null; combined with a class that defines the
-    measurement."""
+    """Common base of pushes along a feature and of their null; a second base defines the measurement."""
 
     positive: PromptTokens = ()
     negative: PromptTokens = ()
@@ -146,8 +145,7 @@ class FeaturePushes(_FeatureDirection, PushedStates):
     version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `PushedStates.cells`. Raises InterventionError for a layer that the feature does not write
-        to."""
+        """As `PushedStates.cells`; InterventionError for a layer that the feature does not write to."""
         _check_layers(self)
         return super().cells(config)
 
@@ -176,8 +174,7 @@ class RandomFeaturePushes(_FeatureDirection, RandomPushes):
     version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `RandomPushes.cells`. Raises InterventionError for a layer that the feature does not write
-        to."""
+        """As `RandomPushes.cells`; InterventionError for a layer that the feature does not write to."""
         _check_layers(self)
         return super().cells(config)
 

@@ -104,8 +104,7 @@ class RandomAttribution(PromptPairExperiment):
         return self.attribution.cells(config)
 
     def prepare(self, model: Model) -> CauseFeatures:
-        """The feature with the largest estimate, and the replacement with the largest estimate in each
-        draw."""
+        """The feature with the largest estimate, and the largest replacement of each draw."""
         attributed = self.attribution.prepare(model)
         is_feature = attributed.place[:, 2] != REST
         # Remainders have no feature that could replace them.

@@ -192,8 +192,7 @@ class RankedTrace(_RankedFeatures):
         return [Run(self.tokens, HookSpec().capture(*prepared[0].read_hooks), None)]
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Activations, histograms of pre-activations around the target, and the skip's projection on the
-        direction."""
+        """Activations, histograms of pre-activations, and the skip's projection on the direction."""
         dictionary, direction, ranked = prepared
         states = {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in dictionary.layers}
         trace = np.zeros((len(ranked), len(self.tokens)), np.float32)

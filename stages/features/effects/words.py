@@ -126,8 +126,7 @@ def feature_words(
 def words_of_ranked(
     ranked: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
 ) -> xr.Dataset:
-    """Tokens that the features of a ranking raise most. ranked: has source_layer and feature along one
-    axis."""
+    """Tokens that the features of a ranking (source_layer, feature along one axis) raise most."""
     pairs = np.stack([ranked[name].values for name in ("source_layer", "feature")], axis=1)
     return _words(dictionary, pairs, readout, top_k)
 
@@ -192,8 +191,7 @@ def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int)
 
 
 def _directions(readout: xr.Dataset) -> Floats:
-    """Direction that reads each token's logit from a state before the final norm's division: [vocab,
-    hidden]."""
+    """Directions [vocab, hidden] that read logits from a state before the final norm's division."""
     require_linear(readout)
     unembed: Floats = np.asarray(readout["unembed"].transpose("vocab", "hidden").values, np.float32)
     # The mean over the vocabulary shifts all logits equally and changes no probability.

@@ -121,8 +121,7 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:
-    """(number of features, width read, width written); DictionaryError if arrays are missing or do not fit
-    together."""
+    """(features, width read, width written); DictionaryError if arrays are missing or do not fit."""
     missing = [name for name in ("W_enc", "W_dec", "b_enc", "b_dec") if name not in shapes]
     if missing:
         raise DictionaryError(

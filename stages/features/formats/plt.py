@@ -31,8 +31,7 @@ _THRESHOLD = "activation_function.threshold"
 ACTIVATIONS = ("topk", "relu", "jumprelu")
 """Values of `activation` in config.yaml."""
 TOP_K = {"facebook/crv-8b-instruct-transcoders": 128}
-"""k of repositories whose configuration does not state that they are TopK; circuit-tracer lists them by name,
-too."""
+"""k of TopK repositories whose configuration does not say so; circuit-tracer knows them by name."""
 
 
 def recognises(files: DictionaryFiles) -> bool:

@@ -96,15 +96,13 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(config: SaeLensConfig) -> StatedHooks:
-    """Layer and hook points stated by the configuration; transcoders of old files write to the MLP's
-    output."""
+    """Layer and hook points in the configuration; old transcoders write to the MLP's output."""
     written = config.hook_name_out or ("mlp_out" if config.is_transcoder else None)
     return StatedHooks(config.hook_layer, config.hook_name, written)
 
 
 def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) -> None:
-    """Raise DictionaryError if the model was trained with folded weights that change the hook point that is
-    read."""
+    """Raise DictionaryError if weights were folded in a way that changes the hook point read."""
     for name, kinds in (("fold_ln", _FOLDED_NORMS), ("fold_value_biases", _FOLDED_VALUES)):
         if name in config.processing and hooks.read in kinds:
             raise DictionaryError(

@@ -147,8 +147,7 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _read_activation(config: dict[str, Any], place: Path) -> None:
-    """Set architecture and k of a configuration before version 6, where TopK is stated by the activation
-    function."""
+    """Set architecture and k before version 6, where the activation function states TopK."""
     name, arguments = config.get("activation_fn") or "relu", config.get("activation_fn_kwargs") or {}
     architecture = config.get("architecture") or "standard"
     expected = {"k"} if "topk" in (name, architecture) else set()
@@ -165,8 +164,7 @@ def _read_activation(config: dict[str, Any], place: Path) -> None:
 
 
 def _layer(metadata: Mapping[str, Any], place: Path) -> int | None:
-    """The layer in hook_layer or in the hook point's name; None if neither states it, DictionaryError if they
-    differ."""
+    """The layer in hook_layer or the hook point's name, else None; DictionaryError if they differ."""
     for name in ("hook_name", "hook_name_out", "model_name"):
         if not isinstance(metadata.get(name), str | None):
             raise DictionaryError(f"expected {name} to be a text in {place}, found {metadata[name]!r:.80}")

@@ -127,8 +127,7 @@ def files_named(files: DictionaryFiles, file_name: str) -> list[str]:
 
 
 def files_beside(files: DictionaryFiles, mates: Mapping[str, str]) -> list[str]:
-    """Paths of the files whose name is a key of `mates`, if their folder also holds the file named by the
-    value."""
+    """Paths of files named by a key of `mates` whose folder also holds the file named by the value."""
     listing, paths = set(files.listing), []
     for name in files.listing:
         folder, slash, file = name.rpartition("/")

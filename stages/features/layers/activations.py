@@ -32,8 +32,7 @@ class Activation(Protocol):
         ...
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
-        """Activations of pre-activations [..., feature]; `features` states which features these are, if not
-        all."""
+        """Activations of pre-activations [..., feature]; `features`: which features these are."""
         ...
 
 
@@ -137,8 +136,7 @@ def to_device(activation: Activation, device: torch.device | str) -> Activation:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Mask of the k largest values of the last axis; of equal ones the lowest indices, which `topk` does not
-    guarantee."""
+    """Mask of the k largest values of the last axis; ties go to low indices, unlike in `topk`."""
     import torch
 
     if k >= values.shape[-1]:

@@ -38,8 +38,7 @@ class Active:
         return torch.stack([self.layer, self.position, self.feature], dim=1)
 
     def top(self, k: int) -> Active:
-        """The k strongest features of every layer and position, sorted as before; of equal ones, the lowest
-        indices."""
+        """The k strongest features of every layer and position, sorted as before; ties go to low indices."""
         import torch
 
         if not len(self):

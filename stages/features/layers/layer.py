@@ -100,8 +100,7 @@ class LayerFeatures:
         return self._products(rows, self.W_enc[features].to(rows), features)
 
     def _products(self, rows: Tensor, encoder: Tensor, features: slice | Tensor) -> Tensor:
-        """Pre-activations of prepared rows; `encoder` holds the rows of these features in the dtype of
-        `rows`."""
+        """Pre-activations of prepared rows, from the encoder rows of these features."""
         from ...forward.networks.kernels.products import product
 
         # Not torch.matmul: here a row's result does not depend on the other rows (kernels/products.py).
@@ -114,8 +113,7 @@ class LayerFeatures:
 
     @plain_torch()
     def encode(self, x: Tensor) -> Tensor:
-        """Dense activations [..., feature] of inputs [..., d_in]; `active` needs less memory for many
-        rows."""
+        """Dense activations [..., feature] of inputs [..., d_in]; `active` needs less memory."""
         return self.activation(self.preactivations(x))
 
     @plain_torch()

@@ -74,8 +74,7 @@ def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DictionaryLayout:
-    """Properties of a dictionary that a format reads from headers and configurations, before any weight is
-    read."""
+    """Properties of a dictionary, read from headers and configurations without any weights."""
 
     format: str
     """Name of the file format."""
@@ -86,8 +85,7 @@ class DictionaryLayout:
     write: str
     """Kind of the hook points that features write to."""
     layers: tuple[int, ...]
-    """Layers that features read, ascending. All features of a crosscoder belong to the last layer that it
-    reads."""
+    """Layers that features read, ascending; a crosscoder's features belong to its last layer."""
     targets: Mapping[int, tuple[int, ...]]
     """Layers that the features of each layer write to; of a crosscoder, those of its first model."""
     n_features: int

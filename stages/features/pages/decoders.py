@@ -96,8 +96,7 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
 
 
 def _aligned(rows: Array) -> tuple[Array, Array, Array]:
-    """Dims of the largest magnitudes, the values there, and their share of the sum of magnitudes; each
-    [feature, rank]."""
+    """Dims of largest magnitude, their values and shares of the sum of magnitudes [feature, rank]."""
     size = np.abs(rows)
     dim = np.argsort(-size, axis=1, kind="stable")[:, :ALIGNED]
     total = size.sum(axis=1, keepdims=True)

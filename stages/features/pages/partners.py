@@ -41,8 +41,7 @@ __all__ = ["feature_partners"]
 PAIRS = 1 << 18
 """Co-occurrences of two features (one per shared token) counted at a time."""
 SLOTS = 1 << 20
-"""Size of the hash table in which they are counted, a power of 2; several times PAIRS, so that few pairs
-collide."""
+"""Size of the hash table of counts, a power of 2; several times PAIRS, so that collisions are rare."""
 FEATURES = 1 << 12
 """Largest number of features whose pairs are counted at a time."""
 TOGETHER = 2
@@ -210,8 +209,7 @@ class _Sample:
             start = stop
 
     def pairs(self, features: Ints) -> _Pairs:
-        """All pairs of some features with others that share at least TOGETHER tokens, with counts and dot
-        products."""
+        """Pairs of some features with others that share at least TOGETHER tokens, counts and dot products."""
         # One entry per activation of the requested features.
         row = np.repeat(np.arange(len(features)), self.counts[features])
         activations = self.by_feature[np.repeat(self.starts[features], self.counts[features]) + ranks(row)]

@@ -111,8 +111,7 @@ def _is_largest(pre: Tensor, k: int) -> Tensor:
 
 
 def _batch_top(model: DictionaryModel, layer: int, a: Tensor, k: int) -> Tensor:
-    """The largest activations of the batch, k per row on average; the smallest of them updates the running
-    threshold."""
+    """The batch's largest activations, k per row on average; updates the running threshold."""
     values = a.detach()
     count = k * len(values)
     if count < values.numel():

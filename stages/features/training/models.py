@@ -184,8 +184,7 @@ class DictionaryModel(nn.Module):
 
     @torch.no_grad()
     def remove_parallel_gradients(self) -> None:
-        """Remove the component of each decoder row's gradient that is parallel to the row and only changes
-        its norm."""
+        """Remove the gradient component parallel to each decoder row, which only changes its norm."""
         for decoder in self.W_dec.values():
             assert decoder.grad is not None
             rows, slope = decoder.flatten(1), decoder.grad.flatten(1)

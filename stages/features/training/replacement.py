@@ -167,8 +167,7 @@ class ReconstructionRuns:
     def ablated(
         self, replaced_layers: Sequence[int], ids: list[list[int]], means: Mapping[int, Tensor] | None
     ) -> HookSpec:
-        """Intervention that sets these layers' written activations to zero (`means` None) or to their
-        means."""
+        """Intervention that sets these layers' written activations to zero (`means` None) or to means."""
         spec = HookSpec()
         for layer in replaced_layers:
             width = self.layers[layer].W_dec[layer].shape[1]
@@ -178,8 +177,7 @@ class ReconstructionRuns:
         return spec
 
     def alone(self, layer: int, clean: HookCache) -> HookSpec:
-        """Intervention that replaces one layer's activations by the reconstruction from the unchanged model's
-        states."""
+        """Intervention that reconstructs one layer's activations from the unchanged model's states."""
         rebuilt = self._decoded({m: self._encoded(m, clean) for m in self.layers if m <= layer}, layer)
         return HookSpec().intervene(*self._change(layer, self._finished(layer, rebuilt, clean), Replace))
 
@@ -204,8 +202,7 @@ class ReconstructionRuns:
         return differences
 
     def added(self, vectors: Mapping[int, Tensor]) -> HookSpec:
-        """Intervention that adds vectors [prompt, counted position, width] to each layer's written
-        activations."""
+        """Intervention that adds vectors [prompt, counted position, width] where each layer writes."""
         spec = HookSpec()
         for layer, value in vectors.items():
             spec = spec.intervene(*self._change(layer, value, Add))
@@ -254,8 +251,7 @@ class ReconstructionRuns:
     def _change(
         self, layer: int, value: Tensor, change: type[Add] | type[Replace]
     ) -> tuple[HookPoint, Intervention]:
-        """Intervention that applies a value [prompt, counted position, width] at the hook point a layer
-        writes to."""
+        """Intervention with a value [prompt, counted position, width] where a layer writes."""
         point = self.write_points[layer]
         if "d_head" in point.dims:
             heads = self.model.config.axis_sizes[point.dims[1]]

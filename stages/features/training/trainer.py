@@ -391,8 +391,7 @@ def _first(
 
 
 def schedule(step: int, settings: TrainingSettings) -> float:
-    """Share of the peak learning rate: rises linearly over the warm-up, stays at 1, falls linearly to 0 over
-    the decay."""
+    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0."""
     warm, fall = settings.warmup * settings.steps, settings.decay * settings.steps
     rising = (step + 1) / warm if warm else 1.0
     falling = (settings.steps - step) / fall if fall else 1.0
