@@ -232,6 +232,7 @@ class Crosscoder:
                 "folder that a training wrote"
             ) from error
         size = (len(places), crosscoder.n_features, crosscoder.b_dec.shape[-1])
+        # Shapes are checked after loading, as config.json and tensors may come from different trainings.
         if not crosscoder.W_enc.shape == crosscoder.W_dec.shape == size:
             raise DictionaryError(
                 f"expected encoders and decoders of shape {list(size)} in {folder}, found "

@@ -272,6 +272,7 @@ class Dictionary:
                 f"({', '.join(expected)}), found {len(names)} ({', '.join(names)}); "
                 f"{'name the second with against=' if len(expected) == 2 else 'give states of each'}"
             )
+        # Unknown names are accepted, since a model may have been moved or renamed.
         swapped = [n for n, name in enumerate(names) if name in expected and name != expected[n]]
         if swapped:
             raise DictionaryError(

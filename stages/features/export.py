@@ -179,6 +179,7 @@ def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -
             isinstance(activation, TopK) and not activation.rectified
         ):
             raise DictionaryError(f"sparsify has TopK and group max only, found {type(activation).__name__}")
+        # sparsify's autoencoders subtract b_dec from their input, its transcoders do not.
         if features.centred == is_transcoder:
             features = _centred(features) if features.centred else _recentred(features)
         place = folder / ".".join(part for part in (f"layers.{layer}", modules[0]) if part)

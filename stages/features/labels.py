@@ -40,6 +40,7 @@ def set_labels(
         ShapeError: A text is not one printable line.
     """
     texts = {str(dictionary.feature(feature)): text.strip() for feature, text in labels.items()}
+    # "L3:17" and FeatureId(3, 17) are two keys for one feature.
     if len(texts) < len(labels):
         raise DictionaryError(
             f"expected each feature once, found {len(labels)} names of {len(texts)} features"

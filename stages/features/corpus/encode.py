@@ -147,6 +147,7 @@ def _encoded(
     value_blocks: list[np.ndarray] = []
     features = dictionary.layer(layer).on(dictionary.device)
     for start, rows in blocks:
+        # Token numbers are relative to the block.
         token, feature, value = (part.cpu().numpy() for part in features.active(rows))
         is_counted = ~is_skipped[start + token]
         counts[start : start + len(rows)] = np.bincount(token[is_counted], minlength=len(rows))

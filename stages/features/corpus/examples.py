@@ -97,6 +97,7 @@ class _TopK:
         order, rank = ranked(row, token, value, self.k)
         at = row[order], rank
         self.token[at], self.value[at] = token[order], value[order]
+        # While a table has free places, every value may enter.
         is_full = self.token[:, -1] >= 0
         self._threshold[:-1] = np.where(is_full, self.value[:, -1], -np.inf)
 

@@ -114,6 +114,7 @@ def _checked(dictionary: Dictionary, directions: Any, cosine: bool) -> Floats:
     if not cosine:
         return matrix
     norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    # A zero direction stays zero and scores 0 with every feature.
     return (matrix / np.where(norms > SMALLEST_NORM, norms, 1)).astype(np.float32)
 
 

@@ -131,6 +131,7 @@ class FeatureExchanges(DictionaryExperiment):
     def runs(self, prepared: tuple[Dictionary, Any], cell: CellLabels) -> list[Run]:
         """One run per place and exchange, in this order."""
         dictionary = prepared[0]
+        # Computed once per exchange: scaling to equal norms reads decoder rows.
         injections = [[dose.at(cell["strength"], dictionary) for dose in doses] for doses in self.exchanges]
         return [
             Run(tokens, injected(dictionary, added, [position]).extend(self._captures()), self._want)

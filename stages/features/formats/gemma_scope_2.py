@@ -161,6 +161,7 @@ def read_clt(
         return LayerFeatures(
             layer=layer,
             W_enc=tensors["w_enc"].T,
+            # The file has columns for all layers; those of earlier layers are not used.
             W_dec={target: tensors["w_dec"][:, target] for target in layers[layer:]},
             activation=JumpReLU(tensors["threshold"]),
             b_enc=tensors["b_enc"],

@@ -226,6 +226,7 @@ def layer_hooks(
             raise DictionaryError(
                 f"expected the layer of these features in {files.directory}, found none; {HOOKS_ADVICE}"
             )
+        # Hook points outside the blocks (the embedding) count as layer 0.
         layer = 0
     # A dict removes duplicates and keeps the order.
     modules = tuple({hook: None for hook in (reads, writes) if hook.module})

@@ -74,6 +74,7 @@ class DictionaryFiles:
             if path.is_file() or (path.is_symlink() and not path.exists())
         ]
         for path in paths:
+            # A dangling link in a hub snapshot is a file whose download is missing.
             if path.suffix in _READ and not path.is_file():  # dangling links of other files do not matter
                 require_content(path, DictionaryError)
         return tuple(sorted(path.relative_to(self.directory).as_posix() for path in paths))
@@ -130,6 +131,7 @@ class DictionaryFiles:
         """The tensors of a safetensors file, memory-mapped."""
         from safetensors import safe_open
 
+        # Checks the header before the file is mapped.
         self.shapes(name)
         with safe_open(self.path(name), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping

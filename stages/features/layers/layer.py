@@ -129,6 +129,7 @@ class LayerFeatures:
         row, feature, value = (torch.cat([part[i] for part in parts]) for i in range(3))
         if not bool(value.isfinite().all()):  # NaN compares unequal to 0, so it is among the active values
             raise self._not_finite(x, "activations")
+        # Blocks of features come one after the other, so rows are interleaved again here.
         order = torch.argsort(row * self.n_features + feature)
         return row[order], feature[order], value[order]
 
@@ -147,6 +148,7 @@ class LayerFeatures:
     def _feature_blocks(self, x: Tensor) -> Iterator[slice]:
         """Ranges of features whose encoder rows fit a block; a single range if features of a row compete."""
         step = self.n_features
+        # TopK compares all features of a row; ReLU and JumpReLU can be computed feature by feature.
         if not self.activation.per_row:
             step = min(step, max(1, BLOCK_BYTES // (max(x.element_size(), 4) * self.W_enc.shape[1])))
         for start in range(0, self.n_features, step):
@@ -248,6 +250,7 @@ class LayerFeatures:
     def _arithmetic(self, x: Tensor) -> Tensor:
         import torch
 
+        # Products in bfloat16 could change which features fire.
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return x.to(device=self.device, dtype=dtype)
 

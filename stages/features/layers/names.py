@@ -119,6 +119,7 @@ def parse_hook(name: str) -> NamedHook:
         try:
             kind = HookPoint.from_transformer_lens(full).kind
         except HookPointNotFound as error:
+            # The inner message's suggestion is repeated; its other words are about our names.
             near = str(error).partition("; did you mean ")[2].rstrip("?")
             raise DictionaryError(
                 f"expected a hook point of TransformerLens or a module of transformers, found {name!r:.200}, "

@@ -57,6 +57,7 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
     if not len(prompt):
         return np.empty(0, np.uint64)
     position_terms = position.astype(np.uint64) * _STEP
+    # Start of each prompt; `prepend` makes the first token a start.
     starts = np.flatnonzero(np.diff(prompt, prepend=prompt[0] - 1))
     sums = np.add.reduceat(
         mixed(mixed(ids.astype(np.int64)) + position_terms), starts

@@ -84,6 +84,7 @@ def feature_intervals(
     features = features_of(blocks, size)
     row_of_feature = rows_of(features, size)
     largest = statistics["max_activation"].values[features]
+    # Features that never fire have no range; scale 0 avoids a division by zero.
     scale = np.divide(np.float32(bins), largest, out=np.zeros_like(largest), where=largest > 0)
     numbers, feature_salt = token_numbers(encoded, seed), feature_numbers(features)
     counts = np.zeros(len(features) * bins, np.int64)
@@ -91,6 +92,7 @@ def feature_intervals(
     is_all = len(features) == size
     for block in blocks_of(encoded):
         row, token, value = row_of_feature[block.feature], block.token, block.value
+        # Skipped if all features are requested: indexing would copy the whole block.
         if not is_all:
             matches = np.flatnonzero(row >= 0)
             row, token, value = row[matches], token[matches], value[matches]

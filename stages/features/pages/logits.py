@@ -99,6 +99,7 @@ def feature_logits(
 def _histograms(effects: Array, bins: int) -> tuple[Ints, Array, Array]:
     """Histogram of each row [row, bin], and its range: smallest and largest value [row]."""
     low, high = effects.min(axis=1), effects.max(axis=1)
+    # A constant row would divide by zero; all its values go to the first bin.
     scale = np.float32(bins) / np.where(high > low, high - low, 1)
     counts = np.empty((len(effects), bins), np.int64)
     width, half = bins + 1, effects.shape[1] // 2

@@ -204,6 +204,7 @@ class _Sample:
         start = 0
         while start < len(features):
             stop = int(np.searchsorted(cumulative_work, cumulative_work[start] + PAIRS, side="right")) - 1
+            # At least one feature, even if its pairs exceed a block.
             stop = min(max(stop, start + 1), start + FEATURES, len(features))
             yield slice(start, stop)
             start = stop

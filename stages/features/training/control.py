@@ -90,6 +90,7 @@ def random_features(
         )
         gram_part = gram[columns][:, columns]
         gram_part.diagonal()[:-1] += RIDGE * gram_part.diagonal()[:-1].mean()
+        # The last row belongs to the constant feature: the bias, which is not penalised.
         solved = torch.linalg.solve(gram_part, sums[columns]).float()
         biases[m] = solved[-1]
         for number, layer in enumerate(writers):
@@ -104,6 +105,7 @@ def random_features(
 def _drawn(trained: LayerFeatures, rows: Tensor, generator: torch.Generator) -> LayerFeatures:
     """Random encoder rows, with the threshold at which as many features are active as in `trained`."""
     mean = rows.mean(0)
+    # Divided by the spread of each entry: random directions in whitened states.
     W_enc = torch.randn(trained.W_enc.shape, generator=generator) / rows.std(0).clamp(min=1e-8)
     unthresholded = LayerFeatures(
         trained.layer, W_enc, trained.W_dec, JumpReLU(torch.zeros(())), b_enc=-W_enc @ mean

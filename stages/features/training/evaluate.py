@@ -129,6 +129,7 @@ class _FigureSums:
             self._compare(
                 target, features.finish(rebuilt[target], block[read, target]).double(), expected.double()
             )
+        # All targets have the same rows, so those of the last target are counted.
         self.rows += len(expected)
 
     def _compare(self, target: int, rebuilt: Tensor, expected: Tensor) -> None:
@@ -136,6 +137,7 @@ class _FigureSums:
         self.error[target] += float((rebuilt - expected).square().sum())
         self.squares[target] += float(expected.square().sum())
         self.sum[target] = self.sum.get(target, 0.0) + expected.sum(0)
+        # The mean is removed: otherwise a large constant offset would give a cosine near 1.
         self.cosine[target] += float(torch.cosine_similarity(rebuilt - mean, expected - mean, dim=1).sum())
         self.width[target] = expected.shape[1]
 

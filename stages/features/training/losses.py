@@ -73,6 +73,7 @@ def loss(
     errors = {layer: rebuilt[layer] - outputs[layer] for layer in rebuilt}
     fvu = {layer: error.square().mean() for layer, error in errors.items()}
     total = torch.stack(list(fvu.values())).sum()
+    # Matryoshka: each prefix of the features must reconstruct alone, with the same biases.
     for size in settings.prefixes:
         part = {layer: a * (torch.arange(settings.features) < size) for layer, a in active.items()}
         shorter = model.decode(part, inputs)
@@ -114,11 +115,13 @@ def _batch_top(model: DictionaryModel, layer: int, a: Tensor, k: int) -> Tensor:
     """The batch's largest activations, k per row on average; updates the running threshold."""
     values = a.detach()
     count = k * len(values)
+    # Otherwise there are no more than k per row, and all are kept.
     if count < values.numel():
         # kthvalue counts from below; a selection is all that is needed, no order.
         cutoff = values.flatten().kthvalue(values.numel() - count + 1).values
         a = a * (values >= cutoff)
     positive = a.detach()[a.detach() > 0]
+    # A batch without active features says nothing about the threshold.
     if len(positive):
         smallest, running = float(positive.min()), model.running[layer]
         model.running[layer] = RUNNING * running + (1 - RUNNING) * smallest if running else smallest
@@ -136,6 +139,7 @@ def _penalty(model: DictionaryModel, layer: int, pre: Tensor, a: Tensor, dead: T
         costs = a * norms
     cost = settings.sparsity * costs.sum(1).mean()
     if settings.activation == "jumprelu" and settings.dead_penalty and bool(dead.any()):
+        # Pulls pre-activations of dead features up to the threshold, in proportion to the distance.
         short = (model.threshold(layer) - pre).relu() * norms * dead
         cost = cost + settings.dead_penalty * short.sum(1).mean()
     return cost
@@ -164,6 +168,7 @@ def _auxiliary(
     parts = [
         (rebuilt[m] + errors[m].detach()).square().mean() for m in rebuilt
     ]  # error = reconstruction - target
+    # Fewer dead features than d_in / 2 cannot explain the whole error, so the loss is scaled down.
     return torch.stack(parts).sum() * min(1.0, max(counts) / half)
 
 

@@ -81,6 +81,7 @@ class DictionaryModel(nn.Module):
         self.layers = tuple(sorted(read))
         self.d_in = len(next(iter(read.values())).mean)
         self.d_out = len(next(iter(write.values())).mean)
+        # A generator of its own: the global random state of torch is neither used nor changed.
         generator = torch.Generator().manual_seed(seed)
         count = settings.features
         self.W_enc, self.b_enc, self.W_dec = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
@@ -210,6 +211,7 @@ class DictionaryModel(nn.Module):
         Activations equal those of training, because only the vectors that are read and written are rescaled.
         """
         name, into, out = str(layer), self.read[layer], self.write[layer]
+        # W (x - mean) * s + b = (s W) x + (b - s W mean); outputs are unscaled and shifted back.
         W_enc = self.W_enc[name] * into.scale
         b_dec = self.b_dec[name] / out.scale + out.mean
         skip = self.W_skip[name] * (into.scale / out.scale) if self.settings.skip else None
@@ -232,6 +234,7 @@ def scales(statistics: Mapping[int, RowStatistics], layers: Sequence[int]) -> di
 
 def _unit(rows: Tensor) -> Tensor:
     """Rows [row, ...] divided by their norms over all further axes."""
+    # The clamp avoids NaN for rows of zeros, which constant samples give.
     norms = rows.flatten(1).norm(dim=1).clamp(min=1e-8)
     unit: Tensor = rows / norms.view(-1, *[1] * (rows.dim() - 1))
     return unit

@@ -218,6 +218,7 @@ class ReconstructionRuns:
         spec = HookSpec()
         for layer in self.layers:
             points = (self.read_points[layer], *(point for point in captured if point.layer == layer))
+            # One pass per layer: its features must see the states of the model with lower layers replaced.
             cache = self.model.forward(ids, spec.capture(*points), want=None)
             active[layer] = self._encoded(layer, cache)
             rebuilt = self._finished(layer, self._decoded(active, layer), cache)
@@ -240,6 +241,7 @@ class ReconstructionRuns:
     def _decoded(self, active: Mapping[int, Tensor], target: int) -> Tensor:
         parts = [
             self.layers[layer].decode(a, target)
+            # A CLT's output at a layer also sums the features of lower layers.
             for layer, a in active.items()
             if target in self.layers[layer].targets
         ]

@@ -101,6 +101,7 @@ class TrainingSettings:
                 )
             _one_of(f"penalty of {self.activation}", self.penalty, allowed)
         self._check_numbers()
+        # Stored as a hook kind, so that all spellings of a hook point give equal settings.
         object.__setattr__(self, "read", hook_kind(self.read))
         object.__setattr__(self, "write", hook_kind(self.write) if self.write else self.read)
         for kind in (self.read, self.writes):
@@ -166,6 +167,7 @@ class TrainingSettings:
     @property
     def rate(self) -> float:
         """Peak learning rate (Gao et al. 2024 scale it with the inverse root of the number of features)."""
+        # 2e-4 at 2^14 features.
         return self.lr if self.lr is not None else 2e-4 * (2**14 / self.features) ** 0.5
 
     @property

@@ -47,6 +47,7 @@ class RowStatistics:
     def __add__(self, other: RowStatistics) -> RowStatistics:
         """Statistics of both sets of rows together."""
         count = self.count + other.count
+        # Both sets are weighted by their numbers of rows (Chan, Golub and LeVeque 1983).
         share = other.count / count
         difference = other.mean - self.mean
         return RowStatistics(

@@ -75,5 +75,6 @@ def _content(features: LayerFeatures) -> dict[str, str]:
     parameters = vars(features.activation)
     tensors |= {f"activation.{name}": value for name, value in parameters.items() if hasattr(value, "numpy")}
     digests = {name: array_digest(value.numpy()) for name, value in tensors.items() if value is not None}
+    # Numbers such as k enter the identity as text, tensors as digests.
     plain = {name: value for name, value in parameters.items() if not hasattr(value, "numpy")}
     return digests | {"activation": f"{type(features.activation).__name__} {sorted(plain.items())}"}

@@ -91,6 +91,7 @@ class Training:
         self.places: tuple[Cell, ...] = ()
         if settings.kind == "crosscoder":
             self.places = _places(settings, source, self.layer_numbers)
+            # All places are joined to one row, which the model treats as layer 0.
             self.layer_numbers = (0,)
         reads = [(settings.read, layer) for layer in self.layer_numbers]
         writes = [(settings.writes, layer) for layer in self.layer_numbers]
@@ -172,9 +173,11 @@ class Training:
         if self.is_done:
             return True
         log = None
+        # Closed at the end: batches are read ahead in another thread.
         with closing(self._batches.since(self.step)) as batches:
             while not self.is_done:
                 step_loss = self._make_step(next(batches).tensors())
+                # Before the last log line and checkpoint, so that both have the final thresholds.
                 if self.is_done and self.settings.activation == "batchtopk":
                     self._settle_thresholds()
                 # The log is opened after the first step, so that a failing start writes nothing.
@@ -232,6 +235,7 @@ class Training:
     def _make_step(self, batch: Mapping[Cell, Tensor]) -> Loss:
         settings, model = self.settings, self.model
         for group in self.optimiser.param_groups:
+            # Set from the step instead of a scheduler, whose state would have to be saved.
             group["lr"] = settings.rate * schedule(self.step, settings)
         inputs, outputs = self._scaled(batch)
         step_loss = loss(
@@ -258,6 +262,7 @@ class Training:
         if settings.is_top:
             model.keep_norms()
         for layer, activations in step_loss.activations.items():
+            # Tokens since a feature last fired; reset to 0 below for features that fire in this batch.
             self.quiet[layer] += len(activations)
             self.quiet[layer][(activations != 0).any(0)] = 0
         self.step += 1
@@ -327,6 +332,7 @@ class Training:
                 {n: Normaliser(*pair) for n, pair in stored[side].items()} for side in ("read", "write")
             )
         widths = tuple(self.source.width(place) for place in self.places)
+        # `Crosscoder` has one tensor for all places.
         if len(set(widths)) > 1:
             raise ConfigError(f"expected places of one width, found {sorted(set(widths))}; choose others")
         self.model = DictionaryModel(settings, read, write, seed=settings.seed, widths=widths)
@@ -356,6 +362,7 @@ class Training:
     def _moments(self) -> dict[Cell, RowStatistics]:
         """Statistics of blocks spread evenly over the training data."""
         settings = self.settings
+        # Every apart-th block: neighbouring tokens are correlated, so blocks are spread over the corpus.
         apart = max(1, self.source.count() // STATISTICS)
         read: tuple[Cell, ...] = self.places or self.cells
         statistics = moments(every(self.source, read, block=settings.block, apart=apart))
