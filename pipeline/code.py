@@ -192,7 +192,7 @@ class _Reader:
         # `repr` includes byte order and field names, which `name` omits.
         kind = repr(value.dtype)
         if value.dtype.hasobject:
-            self.refuse(f"an array of dtype {kind}, whose bytes are addresses,")
+            self.refuse(f"an array of dtype {kind}, whose buffer holds pointers,")
         if value.dtype.kind in "biufc":
             return ["array", kind, array_digest(np.asarray(value))]
         return ["array", kind, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]
@@ -258,7 +258,7 @@ class _Reader:
         """Instructions, constants and names of a code object; without file name and line numbers."""
         for name in value.co_names:
             if name in _INTROSPECTION:
-                self.refuse(f"{name!r}, by which code reads what its text does not name,")
+                self.refuse(f"{name!r}, by which code reads variables that it does not name,")
         return [
             "code",
             [value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags],
@@ -281,7 +281,7 @@ class _Reader:
                     tree.append(self._imported(function, read))
                 elif read.writes:
                     self.refuse(
-                        "a variable that is written from inside, so that a call depends on those before,"
+                        "a variable that the function assigns, so that a call depends on earlier calls,"
                     )
                 elif read.kind == "closure":
                     tree.append([read.name, *read.chain, self._followed(cells[read.name], read.chain)])

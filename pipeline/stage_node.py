@@ -71,7 +71,7 @@ class StageNode(ResultNode):
             if both := sorted(identity.keys() & self._key_params.keys()):
                 raise StageError(
                     f"{self.name}: expected a parameter of another name than what identifies {name}, found "
-                    f"{', '.join(both)}; one would stand for both in the key, so rename it"
+                    f"{', '.join(both)}; both would have one name in the key, so rename the parameter"
                 )
             self._key_params |= identity
 

@@ -22,7 +22,7 @@ __all__ = ["ClusterClient", "Submitted"]
 PATIENCE = "MIZARR_PATIENCE"
 """Environment variable: seconds to wait for a worker before giving up."""
 _PATIENCE = 600.0
-_REPORT_AFTER = 5.0  # seconds without a worker: one that is started anew in its place is back by then
+_REPORT_AFTER = 5.0  # seconds without a worker; a restarted worker is back by then
 _LOOK_EVERY = 1.0  # seconds between questions to a scheduler from whom nothing is heard
 
 _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched")
@@ -215,15 +215,15 @@ class ClusterClient:
             yield
         except (NoWorkerError, NoValidWorkerError) as error:  # a scheduler may have a time limit of its own
             raise StageError(
-                f"no worker is left at {self.address}, whose scheduler waits no longer for one "
+                f"no worker is left at {self.address}, and its scheduler stopped waiting for one "
                 "(distributed.scheduler.no-workers-timeout); what was committed stays: start workers, and "
                 "the same command goes on from there"
             ) from error
         except KilledWorker as error:
             raise StageError(
-                f"expected a task to end, found that {error.allowed_failures + 1} workers died of it "
-                "one after another, mostly for want of memory; give each more, or start fewer of them. What "
-                "was committed stays"
+                f"expected a task to end, found that {error.allowed_failures + 1} workers died computing it, "
+                "one after another, usually because memory ran out; give each worker more memory, or start "
+                "fewer workers. What was committed stays"
             ) from error
         except (CancelledError, Cancelled) as error:
             raise self._lost_error() from error

@@ -209,7 +209,7 @@ def encode_nodes(
     if len(nodes_by_model) != len(dictionary.reads(layers)):
         raise DictionaryError(
             f"expected states of {len(dictionary.reads(layers))} models for {dictionary.name}, found "
-            f"{len(nodes_by_model)}; give those of a second model as other="
+            f"{len(nodes_by_model)}; give the states of a second model as other="
         )
     if dictionary.places:
         ports = dict(zip(("states", "other"), (Port(node, kind) for node in nodes_by_model), strict=False))
@@ -338,7 +338,7 @@ def _first_positions(states: xr.DataArray, zero_positions: int) -> np.ndarray:
         return np.zeros(states.sizes["token"], bool)
     if "position" not in states.coords:
         raise ShapeError(
-            "expected a coordinate 'position' beside the states, found none; or leave zero_positions at 0"
+            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
         )
     is_first: np.ndarray = states["position"].values < zero_positions
     return is_first

@@ -139,9 +139,7 @@ def clamped(
     _require_some(values, positions)
     wrong = [position for position in positions if position < 0]
     if wrong:
-        raise InterventionError(
-            f"expected positions counted from 0, as those of activations are, found {wrong[0]}"
-        )
+        raise InterventionError(f"expected positions counted from 0, as in `active`, found {wrong[0]}")
     rows: dict[int, dict[int, Tensor]] = {}
     for name, value in values.items():
         feature = FeatureId.parse(name) if isinstance(name, str) else name

@@ -243,7 +243,7 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
     if unknown:
         shown = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
         warnings.warn(
-            f"{place} has entries that are not known and are not read: {shown}; numbers are as without them",
+            f"{place} has unknown entries, which are ignored: {shown}",
             UserWarning,
             stacklevel=2,
         )

@@ -53,7 +53,7 @@ def part(
     if layer is None:
         if not matches:
             raise DictionaryError(
-                f"expected layer_<number> or embedding in the path of {place}: it says which layer this is; "
+                f"expected layer_<number> or embedding in the path of {place}, which states the layer; "
                 "keep the folders of the repository"
             )
         layer = 0 if is_embedding else int(matches[-1][0])

@@ -196,7 +196,7 @@ def _layer(files: DictionaryFiles, name: str) -> int:
     numbers = _LAYER.findall(_path(files, name))
     if not numbers:
         raise DictionaryError(
-            f"expected layer_<number> in the path of {files.path(name)}: it says which layer this is; keep "
+            f"expected layer_<number> in the path of {files.path(name)}, which states the layer; keep "
             "the folders of the repository"
         )
     return int(numbers[-1])

@@ -163,7 +163,7 @@ def _decoder(config: SaeLensConfig, tensors: dict[str, Tensor], place: Path) -> 
         return tensors["W_dec"]
     if not config.finetuning_scaling_factor:
         raise DictionaryError(
-            f"{place} has a scaling_factor other than 1 that its cfg.json does not speak of "
+            f"{place} has a scaling_factor other than 1 that its cfg.json does not mention "
             "(finetuning_scaling_factor); correct one of them"
         )
     return tensors["W_dec"] * factors[:, None]

@@ -59,7 +59,9 @@ class DictionaryFiles:
     @cached_property
     def pinned(self) -> PinnedFiles:
         """The files that were read so far, which must not change."""
-        return PinnedFiles(f"the dictionary {self.name}", "it was replaced or edited meanwhile; open it anew")
+        return PinnedFiles(
+            f"the dictionary {self.name}", "it was replaced or edited meanwhile; open it again"
+        )
 
     def path(self, name: str) -> Path:
         """Path of a file about to be read, `links` first; the file may not exist."""
@@ -175,13 +177,13 @@ class DictionaryReference:
         hooks = dict(parse_qsl(query, keep_blank_values=True))
         if hooks.keys() - {"read", "write"} or not all(hooks.values()):
             raise DictionaryError(
-                f"expected read=HOOK and write=HOOK behind the ? of a dictionary's name, found {query!r}"
+                f"expected read=HOOK and write=HOOK after the ? of a dictionary's name, found {query!r}"
             )
         for end, argument in (("read", read), ("write", write)):
             if argument and hooks.setdefault(end, argument) != argument:
                 raise DictionaryError(
-                    f"expected one {end}= for {name}, found {hooks[end]!r} behind its name and {argument!r} "
-                    "beside it"
+                    f"expected one {end}= for {name}, found {hooks[end]!r} in its name and {argument!r} as "
+                    "an argument"
                 )
         return cls(name, hooks.get("read"), hooks.get("write"))
 

@@ -34,8 +34,8 @@ __all__ = [
 
 HOOKS_ADVICE = (
     "say where its features read and write with read= and write= (--read and --write of mizarr features), "
-    "or behind the name of the dictionary, 'NAME?read=hook_resid_post'; where the files do not say the layer "
-    "either, with it: blocks.3.hook_resid_post"
+    "or after the name of the dictionary, 'NAME?read=hook_resid_post'; if the files do not state the layer "
+    "either, include it: blocks.3.hook_resid_post"
 )
 """How the caller gives hook points that the files do not state; the end of error messages."""
 # Names that only circuit-tracer has. hook_mlp_in (also in older files) is TransformerLens's copy of
@@ -160,7 +160,7 @@ def require_module_output(hook: NamedHook, config: Architecture, model: str) -> 
     layers = [] if config.kind == "bridge" else config.tensors.layers[hook.layer : (hook.layer or 0) + 1]
     reason = _OTHER_OUTPUTS.get(config.model_type)
     if hook.kind == "attn_out" and HookPoint("ln1_post_scale", hook.layer) in config.hook_points:
-        reason = "the module gives its output before the norm that stands behind it"
+        reason = "the module gives its output before the norm that follows it"
     elif any(part.factors for layer in layers for name, part in layer.items() if name == weight):
         reason = "the module gives its output before the residual multiplier"
     if reason is None:

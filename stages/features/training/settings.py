@@ -118,7 +118,7 @@ class TrainingSettings:
             )
         if self.kind == "clt" and self.activation == "topk":
             raise ConfigError(
-                "files of a clt cannot say topk; train it with activation='batchtopk' or 'jumprelu'"
+                "the file format of a clt cannot say topk; train it with activation='batchtopk' or 'jumprelu'"
             )
         if self.skip and self.kind != "plt":
             raise ConfigError(

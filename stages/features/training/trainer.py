@@ -249,8 +249,8 @@ class Training:
         # Checked before the step, so that NaN never reaches the weights or the checkpoint.
         if not bool(step_loss.total.isfinite()):
             raise ConfigError(
-                f"the loss of step {self.step} is not finite; the last checkpoint stands. Train with a lower "
-                f"learning rate than lr={settings.rate:.2g}"
+                f"the loss of step {self.step} is not finite; the last checkpoint is kept. Train with a "
+                f"learning rate lower than lr={settings.rate:.2g}"
             )
         self.optimiser.zero_grad(set_to_none=True)
         step_loss.total.backward()
