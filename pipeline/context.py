@@ -175,8 +175,13 @@ class Context:
         # Workers of a cluster have memory of their own; the budget is that of this machine.
         affordable = max(1, self.memory // peak) if self.memory and peak and self.workers else 0
         client = self._connected()
-        most = min(affordable, 2 * client.width(needs)) if affordable else 0
-        client.run(tasks, lambda number: progress.advance(_size(cells[number])), needs=needs, most=most)
+        max_submitted = min(affordable, 2 * client.width(needs)) if affordable else 0
+        client.run(
+            tasks,
+            lambda number: progress.advance(_size(cells[number])),
+            needs=needs,
+            max_submitted=max_submitted,
+        )
 
     def _connected(self) -> ClusterClient:
         """The cluster's client, shared by all nodes of a run; the first call starts local workers."""

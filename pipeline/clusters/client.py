@@ -92,7 +92,12 @@ class ClusterClient:
         ), needs_resource
 
     def run(
-        self, tasks: Sequence[Submitted], on_done: Callable[[int], None], *, needs: str = "", most: int = 0
+        self,
+        tasks: Sequence[Submitted],
+        on_done: Callable[[int], None],
+        *,
+        needs: str = "",
+        max_submitted: int = 0,
     ) -> None:
         """Make all calls on workers; returns when all have ended. At the first error no further call is
         submitted.
@@ -103,8 +108,8 @@ class ClusterClient:
             tasks: The calls.
             on_done: Called with the number of each task that ended.
             needs: Name of a Dask resource ("GPU"); each task takes one as soon as any worker has it.
-            most: Number of tasks submitted at once. 0 for twice as many as can run, so that workers never
-                wait and the scheduler does not hold a million tasks.
+            max_submitted: Number of tasks submitted at once. 0 for twice as many as can run, so that workers
+                never wait and the scheduler does not hold a million tasks.
 
         Raises:
             StageError: The scheduler is gone, a task killed its workers, or there was no worker for
@@ -123,7 +128,7 @@ class ClusterClient:
             nonlocal needs_resource
             width, needs_resource = self._capacity(needs, needs_resource)
             # Counting workers takes 1 to 2 ms beside the 3 ms of a task.
-            room = (most or 2 * max(1, width)) - len(under_way)
+            room = (max_submitted or 2 * max(1, width)) - len(under_way)
             resources = {needs: 1} if needs_resource else None
             # pure=False: the key is given, Dask need not hash the arguments.
             handed = {

@@ -105,20 +105,22 @@ class Dictionary:
         return dictionary
 
     def __repr__(self) -> str:
-        it = self.layout
-        return f"Dictionary({self.name!r}: {it.kind}, {len(it.layers)} x {it.n_features} features)"
+        layout = self.layout
+        return (
+            f"Dictionary({self.name!r}: {layout.kind}, {len(layout.layers)} x {layout.n_features} features)"
+        )
 
     def _repr_html_(self) -> str:
         """Summary for a notebook: kind, sizes, and the hook points read and written by each layer."""
-        it = self.layout
+        layout = self.layout
         facts = [
-            ("kind", it.kind),
-            ("format", it.format),
-            ("made for", it.model_name or "not said"),
-            ("features of a layer", f"{it.n_features:,}"),
-            ("width read, written", f"{it.d_in:,}, {it.d_out:,}"),
-            ("linear skip", "yes" if it.has_skip else "no"),
-            ("files", len(it.files)),
+            ("kind", layout.kind),
+            ("format", layout.format),
+            ("made for", layout.model_name or "not said"),
+            ("features of a layer", f"{layout.n_features:,}"),
+            ("width read, written", f"{layout.d_in:,}, {layout.d_out:,}"),
+            ("linear skip", "yes" if layout.has_skip else "no"),
+            ("files", len(layout.files)),
         ]
         rows: list[tuple[object, ...]] = [
             (layer, self.read_hook(layer), ", ".join(str(self.write_hook(m)) for m in self.targets(layer)))
@@ -182,9 +184,9 @@ class Dictionary:
     def _digest(self, content: Mapping[str, Any]) -> str:
         from ...store.digest import digest
 
-        it = self.layout
-        files = self.files.digest(it.files)
-        return digest("features", files, it.read, it.write, {**it.settings, **content})
+        layout = self.layout
+        files = self.files.digest(layout.files)
+        return digest("features", files, layout.read, layout.write, {**layout.settings, **content})
 
     def _require_unedited(self, reopened: Dictionary) -> None:
         """Raise SourceChanged if the weights of an opened layer differ from those in the files."""

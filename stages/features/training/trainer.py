@@ -129,10 +129,10 @@ class Training:
         """Rows in the model's input form; a crosscoder reads all places joined to one row."""
         return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
 
-    def measured(self, source: Source, *, most: int | None = None) -> xr.Dataset:
-        """Figures of `evaluate.measure` on a source; `most` limits the number of rows approximately."""
+    def measured(self, source: Source, *, max_rows: int | None = None) -> xr.Dataset:
+        """Figures of `evaluate.measure` on a source; `max_rows` limits the number of rows approximately."""
         settings = self.settings
-        return measure(self.layers, _first(self._blocks(source), most), settings.read, settings.writes)
+        return measure(self.layers, _first(self._blocks(source), max_rows), settings.read, settings.writes)
 
     def crosscoder(self, models: Sequence[str]) -> Crosscoder:
         """The trained crosscoder. models: name of each run's model, in order."""
@@ -314,7 +314,7 @@ class Training:
         if settings.activation == "batchtopk":
             line["threshold"] = dict(self.model.running)
         if due[1] and self.held_out is not None:
-            figures = self.measured(self.held_out, most=VALIDATION)
+            figures = self.measured(self.held_out, max_rows=VALIDATION)
             line["held_out_fvu"] = {int(m): float(figures.fvu.sel(target=m)) for m in figures.target.values}
             line["held_out_l0"] = {
                 int(layer): float(figures.l0.sel(layer=layer)) for layer in figures.layer.values
@@ -386,14 +386,14 @@ class Training:
 
 
 def _first(
-    blocks: Iterable[dict[VariableLayer, Tensor]], most: int | None
+    blocks: Iterable[dict[VariableLayer, Tensor]], max_rows: int | None
 ) -> Iterator[dict[VariableLayer, Tensor]]:
-    """Yield blocks until `most` rows are reached; None yields all blocks."""
+    """Yield blocks until `max_rows` rows are reached; None yields all blocks."""
     n_rows = 0
     for block in blocks:
         yield block
         n_rows += len(next(iter(block.values())))
-        if most is not None and n_rows >= most:
+        if max_rows is not None and n_rows >= max_rows:
             return
 
 
