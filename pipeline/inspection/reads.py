@@ -27,7 +27,7 @@ class Read:
     """A variable that code reads from outside, or a module that it imports."""
 
     kind: str
-    """"global", "closure" or "import"."""
+    """One of "global", "closure", "import"."""
     name: str
     chain: tuple[str, ...] = ()
     """Attributes read from the variable at once (`name.a.b`), or names imported from the module."""

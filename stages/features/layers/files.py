@@ -150,7 +150,7 @@ class DictionaryReference:
     """A dictionary's name with the hook points that the caller overrides."""
 
     name: str | Path
-    """"specimen/clt", a directory, or "org/repo[/subfolder][@revision]"."""
+    """Name such as "specimen/clt", a directory, or "org/repo[/subfolder][@revision]"."""
     read: str | None = None
     """Hook point that features read; None for that in the files."""
     write: str | None = None

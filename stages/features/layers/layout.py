@@ -79,7 +79,7 @@ class DictionaryLayout:
     format: str
     """Name of the file format."""
     kind: str
-    """"clt", "plt", "sae" or "crosscoder"."""
+    """One of "clt", "plt", "sae", "crosscoder"."""
     read: str
     """Kind of the hook points that features read."""
     write: str
