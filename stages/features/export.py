@@ -95,6 +95,7 @@ def _saelens(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) ->
             "device": "cpu",
             "apply_b_dec_to_input": features.centred,
             "normalize_activations": _saelens_scaling(features),
+            # SAELens flattens the heads of hook_z itself and needs to know.
             "reshape_activations": "hook_z" if dictionary.layout.read == "z" else "none",
             **config,
             "metadata": {key: value for key, value in about.items() if value is not None},
@@ -292,6 +293,7 @@ FORMATS: Mapping[str, Callable[[Dictionary, Path, Any], None]] = {
     "sparsify": _sparsify,
     "circuit_tracer": _circuit_tracer,
 }
+"""Format -> function that writes a dictionary into a folder."""
 
 
 # -- equivalent weights

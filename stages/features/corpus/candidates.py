@@ -48,6 +48,7 @@ class Candidates:
         """
         row, *columns = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
         self._waiting, self._count = [], 0
+        # Table entries are re-ranked together with the candidates.
         entries = np.flatnonzero(tables[0] >= 0)
         return [
             np.concatenate([entries // tables[0].shape[1], row]),

@@ -99,6 +99,7 @@ def align_over_targets(
             best, align(dictionary, directions, target, top_k, cosine=cosine), strict=True
         ):
             for scored in ranking:
+                # A feature of a CLT writes to several layers and counts once, with its best score.
                 best_scores[scored.feature] = max(scored.score, best_scores.get(scored.feature, -np.inf))
     ordered = [sorted(best_scores.items(), key=lambda pair: (-pair[1], pair[0])) for best_scores in best]
     return [[Scored(*pair) for pair in ranking[:top_k]] for ranking in ordered]

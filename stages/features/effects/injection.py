@@ -144,6 +144,7 @@ def clamped(
     for name, value in values.items():
         feature = FeatureId.parse(name) if isinstance(name, str) else name
         for position in positions:
+            # Clamping adds the difference to the activation that the feature has without interventions.
             missing = value - _activation(active, feature, position)
             for layer, vector in added(dictionary, [Injection(feature, missing)]).items():
                 vectors = rows.setdefault(layer, {})

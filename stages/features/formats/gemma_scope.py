@@ -111,6 +111,7 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays of a file by name. DictionaryError for an array that is not float."""
     layouts = npz_layouts(place, DictionaryError)
     for name, layout in layouts.items():
+        # Scalars may be of any dtype: they are no weights.
         if layout.dtype.name not in ("float32", "float64") and layout.shape:
             raise DictionaryError(
                 f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"

@@ -64,6 +64,7 @@ def scan_of(files: DictionaryFiles) -> Any:
     circuit-tracer builds, repo[//subfolder][@revision]."""
     if files.revision is None:
         return files.yaml.get("scan")
+    # The same spelling as in circuit-tracer, so that its links to dashboards work.
     repository, subfolder, revision = parse_reference(files.name)
     return repository + (f"//{subfolder}" if subfolder else "") + (f"@{revision}" if revision else "")
 

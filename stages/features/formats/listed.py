@@ -109,6 +109,7 @@ def references(files: DictionaryFiles) -> Sequence[Reference]:
         )
     entries = [_entry(item, layer, place) for layer, item in enumerate(listed)]
     for layer, entry in enumerate(entries):
+        # The order of the list defines the layers; a layer number in a path must agree with it.
         numbers = _LAYER.findall(entry.file)
         if numbers and int(numbers[-1]) != layer:
             raise DictionaryError(

@@ -124,6 +124,7 @@ def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict
     else:
         expected["b_enc"] = (size,)
     if config.activation == "jumprelu":
+        # Names of the threshold: log_threshold in training files, topk_threshold in batchtopk files.
         threshold_name = next(
             (name for name in ("log_threshold", "topk_threshold") if name in shapes), "threshold"
         )

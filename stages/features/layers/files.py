@@ -73,6 +73,7 @@ class DictionaryFiles:
         paths = [
             path
             for path in self.directory.rglob("*")
+            # Hub snapshots consist of links; a dangling one means an incomplete download.
             if path.is_file() or (path.is_symlink() and not path.exists())
         ]
         for path in paths:

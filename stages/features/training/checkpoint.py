@@ -78,6 +78,7 @@ class Log:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
+        # Steps after the checkpoint will be repeated and logged again.
         lines = [line for line in _lines(self.path) if line["step"] <= step]
         temporary = folder / f".{LOG}.part"
         temporary.write_text("".join(_text(line) for line in lines), "utf-8")
