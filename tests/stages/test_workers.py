@@ -223,7 +223,7 @@ def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refuse
     with pytest.raises(PlanError, match="expected a store that the workers of"):
         mizarr.attribution_graph(folder, clt, GRAPHED, cluster="tcp://127.0.0.1:1")
     pytest.importorskip("obstore")
-    with pytest.raises(PlanError, match="expected a store that other processes see, found memory://"):
+    with pytest.raises(PlanError, match="expected a store that other processes can read, found memory://"):
         run(patched(folder), mizarr.open_store("memory://workers/x"), workers=2)
     assert not list(store.records())
     assert not (tmp_path / "data").exists() or not any((tmp_path / "data").iterdir())
