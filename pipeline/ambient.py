@@ -1,12 +1,12 @@
-"""Settings of torch that a program makes around a call, and that would change what is computed inside.
+"""Settings of torch and numpy that the calling program may have changed and that would change results.
 
-No key names them: a store would hold two different results under one key. So `plain_torch` surrounds every
-call that computes: each setting is put back to what torch begins with, and restored afterwards, or the call
-is refused. One begins otherwise: cuDNN's attention is left out (see `_KERNELS`). pipeline/DESIGN.md lists
-all settings that torch has, those that are left alone included.
+No key contains them, so two different results could get one key. `plain_torch` therefore surrounds every call
+that computes: each setting is set to torch's default and restored afterwards, or the call is refused. One
+exception to the default: cuDNN's attention kernel is switched off (see `_KERNELS`). pipeline/DESIGN.md lists
+all settings of torch, including those that are left alone.
 
-Border: the process's settings; knows no model. Imports neither torch nor numpy: what nobody imported has no
-settings.
+Border: the settings of this process; knows no model. Imports neither torch nor numpy: a library that nobody
+imported has no settings.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..store.errors import ConfigError
 __all__ = ["OF_PROCESS", "OF_THREAD", "each_in_plain_torch", "plain_torch", "steps_in_plain_torch"]
 
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
-"""Device types whose automatic casts are switched off."""
+"""Device types for which autocast is switched off."""
 _PRECISE = "ieee"
-"""Products and convolutions in the dtype of their operands, as torch calls it."""
+"""torch's name for matrix products and convolutions in the full precision of float32 operands (no TF32)."""
 _OBSERVERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
-"""Modules of dispatch modes and of module hooks that count and change nothing."""
-_ABOVE_ALL = 1e-40
-"""A float32 below the smallest normal one, 1.2e-38."""
+"""Modules whose dispatch modes and module hooks only count and change no result."""
+_SUBNORMAL = 1e-40
+"""A subnormal float32 (the smallest normal one is 1.2e-38); 0 if denormals are flushed."""
 _Item = TypeVar("_Item")
-_Given = ParamSpec("_Given")
+_Params = ParamSpec("_Params")
 
 
-class _Process:
-    """Settings of the whole process, put back for as long as any thread computes."""
+class _ProcessSettings:
+    """Settings of the whole process; they have torch's defaults as long as any thread computes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,15 +66,17 @@ class _Process:
 
 
 _inside = threading.local()
-_process = _Process()
+_process = _ProcessSettings()
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Compute as torch does where nobody changed a setting; also a decorator of functions.
+    """Context, or decorator of functions, in which the settings of torch and numpy have their defaults.
 
-    Costs some 30 microseconds; a call inside another one costs one.
-    Raises ConfigError for a setting that can only be refused: modes, transforms and hooks of the caller.
+    Costs about 30 microseconds; within another `plain_torch`, one microsecond.
+
+    Raises:
+        ConfigError: The caller uses a mode, transform or hook that cannot be switched off.
     """
     if getattr(_inside, "is_plain", False):
         yield
@@ -94,7 +96,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
-    """The items of an iterator that computes them, each in `plain_torch`; whoever takes one is outside."""
+    """Items of a lazy iterator, each computed in `plain_torch`; the consumer keeps its own settings."""
     while True:
         with plain_torch():
             try:
@@ -105,13 +107,12 @@ def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
 
 
 def steps_in_plain_torch(
-    function: Callable[_Given, Iterator[_Item]],
-) -> Callable[_Given, Iterator[_Item]]:
-    """A decorator of generators: each item is computed in `plain_torch`, whatever the consumer sets between
-    two of them."""
+    function: Callable[_Params, Iterator[_Item]],
+) -> Callable[_Params, Iterator[_Item]]:
+    """Decorator of generators: each item is computed in `plain_torch`, whatever the consumer sets."""
 
     @functools.wraps(function)
-    def stepping(*args: _Given.args, **kwargs: _Given.kwargs) -> Iterator[_Item]:
+    def stepping(*args: _Params.args, **kwargs: _Params.kwargs) -> Iterator[_Item]:
         return each_in_plain_torch(function(*args, **kwargs))
 
     return stepping
@@ -149,7 +150,7 @@ def _fp32_precision(torch: Any, stack: ExitStack) -> None:
         for operation in operations:
             precision = operation.fp32_precision
             if precision not in (_PRECISE, "none"):
-                # "none" takes that of the whole library, or of all of them.
+                # "none" inherits the setting of the library, or of all libraries; it is restored as "none".
                 inherited = precision in (above.fp32_precision, torch.backends.fp32_precision)
                 stack.callback(setattr, operation, "fp32_precision", "none" if inherited else precision)
                 operation.fp32_precision = _PRECISE
@@ -160,7 +161,7 @@ _REDUCED = {
     "allow_bf16_reduced_precision_reduction": True,
     "allow_fp16_accumulation": False,
 }
-"""Switches of products on a GPU, and what torch begins with."""
+"""Attributes of `torch.backends.cuda.matmul` and their defaults."""
 
 
 def _reduced_precision(torch: Any, stack: ExitStack) -> None:
@@ -172,9 +173,9 @@ def _reduced_precision(torch: Any, stack: ExitStack) -> None:
 
 
 _KERNELS = {"flash": True, "mem_efficient": True, "math": True, "cudnn": False}
-"""Kernels of attention that torch may choose. It would begin with cuDNN's too, which plans every combination
-of batch size and length when it first meets it: 66 ms each on an H100, at every token that is generated and
-for every length in a corpus, to be 1 to 5 % faster where a shape repeats (512 and 4,096 tokens)."""
+"""Attention kernels that torch may choose. Its default would include cuDNN's, which plans every new
+combination of batch size and length: 66 ms each on an H100, at every generated token and for every length in
+a corpus, to be 1 to 5 % faster where a shape repeats (512 and 4,096 tokens)."""
 
 
 def _attention_kernels(torch: Any, stack: ExitStack) -> None:
@@ -190,34 +191,34 @@ def _attention_kernels(torch: Any, stack: ExitStack) -> None:
 
 
 def _flush_denormal(torch: Any, stack: ExitStack) -> None:
-    if not (torch.full((), _ABOVE_ALL, device="cpu") * 1.0).item():
+    if not (torch.full((), _SUBNORMAL, device="cpu") * 1.0).item():
         stack.callback(torch.set_flush_denormal, True)
         torch.set_flush_denormal(False)
 
 
 def _function_modes(torch: Any, stack: ExitStack) -> None:
-    # `torch.device(…)` as a context is one, and neutralised above.
+    # `with torch.device(…)` is a function mode too; `_default_device` neutralises it.
     modes = torch.overrides._get_current_function_mode_stack()
-    own = [type(mode) for mode in modes if type(mode).__module__ != "torch.utils._device"]
-    _refuse(own and f"the function mode {own[-1].__name__}", "leave its `with` block")
+    foreign = [type(mode) for mode in modes if type(mode).__module__ != "torch.utils._device"]
+    _refuse(foreign and f"the function mode {foreign[-1].__name__}", "leave its `with` block")
 
 
 def _dispatch_modes(torch: Any, stack: ExitStack) -> None:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    own = [type(mode) for mode in modes if type(mode).__module__ not in _OBSERVERS]
-    _refuse(own and f"the dispatch mode {own[-1].__name__}", "leave its `with` block")
+    foreign = [type(mode) for mode in modes if type(mode).__module__ not in _OBSERVERS]
+    _refuse(foreign and f"the dispatch mode {foreign[-1].__name__}", "leave its `with` block")
 
 
-_RAISES = ("raise", "call")
-"""What numpy may do beside a number that overflows, other than tell of it."""
+_INTERRUPTING = ("raise", "call")
+"""Actions of `numpy.seterr` that interrupt a computation or call the user's code."""
 _NUMPY_ERRORS: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-"""What numpy begins with."""
+"""numpy's default action for each kind of floating-point error."""
 
 
 def _numpy_errors(torch: Any, stack: ExitStack) -> None:
     numpy: Any = sys.modules.get("numpy")
-    chosen = {} if numpy is None else numpy.geterr()
-    if raising := [kind for kind, how in chosen.items() if how in _RAISES]:
+    actions = {} if numpy is None else numpy.geterr()
+    if raising := [kind for kind, action in actions.items() if action in _INTERRUPTING]:
         stack.enter_context(numpy.errstate(**{kind: _NUMPY_ERRORS[kind] for kind in raising}))
 
 
@@ -235,26 +236,26 @@ def _module_hooks(torch: Any, stack: ExitStack) -> None:
     if not torch.nn.modules.module._has_any_global_hook():
         return
     modules = torch.nn.modules.module
-    # Those with keywords, and those that are always called, are among the forward hooks.
+    # torch keeps hooks with_kwargs and always_call in the dict of forward hooks as well.
     hooks = [
         hook
         for kind in ("backward_pre", "backward", "forward_pre", "forward")
         for hook in getattr(modules, f"_global_{kind}_hooks").values()
     ]
-    own = any(type(getattr(hook, "__self__", None)).__module__ not in _OBSERVERS for hook in hooks)
-    _refuse(own and "hooks on all torch modules", "remove them")
+    is_foreign = any(type(getattr(hook, "__self__", None)).__module__ not in _OBSERVERS for hook in hooks)
+    _refuse(is_foreign and "hooks on all torch modules", "remove them")
 
 
-def _refuse(what: Any, remedy: str) -> None:
-    if what:
+def _refuse(setting: Any, remedy: str) -> None:
+    if setting:
         raise ConfigError(
-            f"expected torch without {what}, which may change what is computed; {remedy} before mizarr "
+            f"expected torch without {setting}, which may change what is computed; {remedy} before mizarr "
             "computes"
         )
 
 
 Setting = Callable[[Any, ExitStack], None]
-"""Puts a setting of torch back to what torch begins with for as long as the stack lasts, or refuses it."""
+"""Sets a torch setting to its default until the stack closes; ConfigError if that is impossible."""
 OF_THREAD: dict[str, Setting] = {
     "autocast": _autocast,
     "default device": _default_device,
@@ -266,7 +267,7 @@ OF_THREAD: dict[str, Setting] = {
     "function transforms": _transforms,
     "saved-tensor hooks": _saved_tensors,
 }
-"""Settings of the calling thread, by name."""
+"""Settings of the calling thread by name."""
 OF_PROCESS: dict[str, Setting] = {
     "default dtype": _default_dtype,
     "float32 precision": _fp32_precision,
@@ -274,4 +275,4 @@ OF_PROCESS: dict[str, Setting] = {
     "attention kernels": _attention_kernels,
     "module hooks": _module_hooks,
 }
-"""Settings of all threads, by name."""
+"""Settings of the whole process by name."""

@@ -1,14 +1,15 @@
-"""What a function is, for keys: its code, and everything that code reads, as it is now.
+"""Digest of a function's code and of everything that code reads; the key version of a function without
+`version`.
 
-Asked where no `version` is declared. The answer holds for the moment of asking: ask again, and a global that
-was changed meanwhile gives another one. What is, and is not, in it: DESIGN.md, "Functions without a version".
+The digest is computed from the current state at every call: a global that changed in between gives another
+digest. What is included and what is refused: DESIGN.md, "Functions without a version".
+
+The bytecode is read instead of the source text, because the file may have been edited since it was loaded,
+one line may hold two lambdas, and a console keeps no text. The names that a function reads are in its
+instructions and in those of the functions inside it.
 
 Border: functions, classes and plain values in, a digest out; knows no stage and no metric. Never imports
-torch, and a module of a user only where his function itself imports it.
-
-Read from the code object, not from the source: the file may have been edited since it was loaded, a line may
-hold two lambdas, a console keeps no text. Which names a function reads is in its instructions and in those of
-the functions inside it.
+torch; imports a user's module only if the user's function itself imports it.
 """
 
 from __future__ import annotations
@@ -48,13 +49,21 @@ __all__ = ["code_version"]
 Tree = list[Any]
 
 
-def code_version(what: str, *parts: Any) -> str:
-    """`code:…` of functions and plain values: equal only where the same code reads the same things.
+def code_version(label: str, *parts: Any) -> str:
+    """Digest `code:<16 hex digits>` of functions and plain values: equal only for equal code that reads equal
+    values.
 
-    what: who asks, for messages: "metric 'margin'". Bytecode counts, so another minor version of Python gives
-    another digest. Raises StageError for what has no identity, naming it and the function that reads it.
+    Bytecode is part of the digest, so another minor version of Python gives another one.
+
+    Arguments:
+        label: Owner of the code, for error messages: "metric 'margin'".
+        parts: Functions, classes or plain values, in order.
+
+    Raises:
+        StageError: The code reads a value without an identity; names the value and the function that reads
+            it.
     """
-    reader = _Reader(what)
+    reader = _Reader(label)
     try:
         tree = [reader.identity(part) for part in parts]
         return f"code:{digest('code', sys.implementation.cache_tag, tree)[:16]}"
@@ -69,25 +78,28 @@ def code_version(what: str, *parts: Any) -> str:
 
 
 class _Reader:
-    """One walk through all that some code reads. What may be met twice, or in a circle, is numbered."""
+    """One walk over all values that some code reads, turning each into nested lists.
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    Containers, functions and classes are numbered when first met, so that shared and circular references end.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
         self.trail: list[str] = []
-        self.met: dict[int, tuple[int, Any]] = {}  # the object is kept, lest its id be given to another
+        self.met: dict[int, tuple[int, Any]] = {}  # keeps the object alive: a freed object's id may be reused
 
-    def refuse(self, found: str) -> NoReturn:
-        """StageError: who asked, what was found and where."""
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise StageError naming the code's owner, the unsupported value (`problem`) and its place."""
         where = " of ".join(reversed(self.trail[-2:])) or "its declaration"
         raise StageError(
-            f"{self.what} has no version, so all its code reads is part of its key; expected plain values, "
-            f"arrays, functions and classes, found {found} in {where}; declare version=…, to be moved when "
-            "numbers move, or pass it in"
+            f"{self.label} has no version, so its key contains everything its code reads; expected plain "
+            f"values, arrays, functions and classes, found {problem} in {where}; declare version=… (a number "
+            "that you raise when results change), or pass the value as an argument"
         )
 
     @contextmanager
     def inside(self, place: str) -> Iterator[None]:
-        """Within: messages name this place."""
+        """Context in which error messages name this place, such as "closure 'scale'"."""
         self.trail.append(place)
         try:
             yield
@@ -95,35 +107,42 @@ class _Reader:
             self.trail.pop()
 
     def identity(self, value: Any) -> Tree:
-        """A value as nested lists of text and numbers, each headed by what it is."""
-        for refused, why in _REFUSED:
+        """A value as nested lists of text and numbers; the first item of each list names the kind."""
+        # Compared by identity: equality of arrays and modules is not a bool, or is slow.
+        for refused, reason in _REFUSED:
             if value is refused:
-                self.refuse(why)
+                self.refuse(reason)
         kind = type(value)
         if kind in _SCALARS:
             return _SCALARS[kind](value)
         if kind in _LEAVES:
             return _LEAVES[kind](self, value)
         if id(value) in self.met:
+            # Shared or circular: a reference to the number keeps the tree finite.
             return ["met", self.met[id(value)][0]]
         self.met[id(value)] = (len(self.met), value)
-        if kind in _KINDS:
-            return _KINDS[kind](self, value)
+        if kind in _NUMBERED:
+            return _NUMBERED[kind](self, value)
         if isinstance(value, type):
             return self.klass(value)
         if isinstance(value, enum.Enum):
             return self.member(value)
-        return self._other(value)
+        return self._unlisted(value)
 
     def _sorted(self, values: Any) -> Tree:
-        """Members of a set in an order that does not depend on hashes; only what has no place in the walk."""
+        """Identities of the members of a set, in an order independent of hashes. Only scalars, tuples and
+        frozensets.
+
+        A member that gets a number in the walk would make the result depend on the order of the set.
+        """
         for value in values:
             if type(value) is not frozenset and type(value) is not tuple and type(value) not in _SCALARS:
                 self.refuse(f"a set with a {type(value).__name__} in it")
+        # The order of a set of strings differs between processes (hash randomisation).
         return sorted(map(self.identity, values), key=repr)
 
-    def _other(self, value: Any) -> Tree:
-        """What no table names: something a library has a name for, or an instance of a user's class."""
+    def _unlisted(self, value: Any) -> Tree:
+        """Identity of a value whose type is in no table: a library's named object or a user's instance."""
         kind = type(value)
         if not is_library_class(kind) and library_name(value) is None:
             return self._instance(value)
@@ -133,13 +152,13 @@ class _Reader:
             return ["declared", *map(self.identity, value.code_parts())]
         if (name := library_name(value)) is not None:
             return ["library", name]
-        return self.refuse(f"{_a(kind)}, whose identity cannot be established,")
+        return self.refuse(f"{_instance_label(kind)}, whose identity cannot be established,")
 
     # -- containers, arrays
 
-    def pairs(self, given: Mapping[Any, Any]) -> Tree:
-        """Names and values of a mapping, in its order, which code may see."""
-        return [[self.identity(key), self._named(f"{key!r:.40}", value)] for key, value in given.items()]
+    def pairs(self, entries: Mapping[Any, Any]) -> Tree:
+        """Keys and values of a mapping in its own order, because code can observe that order."""
+        return [[self.identity(key), self._named(f"{key!r:.40}", value)] for key, value in entries.items()]
 
     def _named(self, place: str, value: Any) -> Tree:
         with self.inside(place):
@@ -147,6 +166,7 @@ class _Reader:
 
     def mapping(self, value: Any) -> Tree:
         """A dictionary, plain or one of the standard library's."""
+        # A defaultdict behaves differently with another factory.
         factory = self.identity(getattr(value, "default_factory", None))
         return [type(value).__name__, factory, self.pairs(value)]
 
@@ -155,23 +175,24 @@ class _Reader:
         return [type(value).__name__, getattr(value, "maxlen", None), *map(self.identity, value)]
 
     def fields(self, value: Any) -> Tree:
-        """The parts of a value that a table names, in its order."""
+        """The attributes that `_FIELDS` lists for this type, in that order."""
         return [
             type(value).__name__,
             *(self._named(name, getattr(value, name)) for name in _FIELDS[type(value)]),
         ]
 
     def reduced(self, value: Any) -> Tree:
-        """What the value itself says it is made of."""
+        """The constructor arguments of an `operator` getter or caller, taken from its `__reduce__`."""
         return [type(value).__name__, *map(self.identity, value.__reduce__()[1])]
 
     def array(self, value: Any) -> Tree:
         """A numpy array by dtype, shape and content."""
-        if value.dtype.kind in "OT":  # its bytes are addresses
+        if value.dtype.kind in "OT":  # object and StringDType arrays: the buffer holds pointers
             return ["objects", list(value.shape), *map(self.identity, value.ravel().tolist())]
+        # `repr` includes byte order and field names, which `name` omits.
         kind = repr(value.dtype)
         if value.dtype.hasobject:
-            self.refuse(f"an array of dtype {kind}, whose bytes are addresses,")
+            self.refuse(f"an array of dtype {kind}, whose buffer holds pointers,")
         if value.dtype.kind in "biufc":
             return ["array", kind, array_digest(np.asarray(value))]
         return ["array", kind, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]
@@ -185,100 +206,105 @@ class _Reader:
         from ..store.content import content_of
 
         try:
-            whole = value if hasattr(value, "data_vars") else value.rename("values").to_dataset()
-            for variable in whole.variables.values():
+            dataset = value if hasattr(value, "data_vars") else value.rename("values").to_dataset()
+            for variable in dataset.variables.values():
                 if variable.dtype.kind == "O" and not all(
-                    isinstance(each, str) for each in variable.values.flat
+                    isinstance(item, str) for item in variable.values.flat
                 ):
                     raise TypeError(f"objects along {', '.join(map(str, variable.dims))}")
-            order = [str(name) for name in whole.variables]
+            order = [str(name) for name in dataset.variables]
             name = self.identity(getattr(value, "name", None))
-            return [type(value).__name__, name, order, content_of(whole)]
+            return [type(value).__name__, name, order, content_of(dataset)]
         except (MizarrError, TypeError, ValueError) as error:
             self.refuse(f"a labelled array without a digest ({error})")
 
     def tensor(self, value: Any) -> Tree:
-        """A torch tensor by dtype, shape and content; where it lies is in no key."""
+        """A torch tensor by dtype, shape and content; its device is part of no key."""
         torch = sys.modules["torch"]
+        # Sparse and quantised tensors have no plain buffer to digest.
         if value.layout is not torch.strided or value.is_quantized:
             self.refuse(f"a tensor of layout {value.layout}, quantized: {value.is_quantized},")
+        # Conjugate and negative views share memory with their base, so the lazy flags are resolved first.
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        held = plain.reshape(-1).view(torch.uint8).numpy()
-        told = [type(value).__name__, value.requires_grad, str(value.dtype), list(value.shape)]
-        return ["tensor", *told, array_digest(held)]
+        raw_bytes = plain.reshape(-1).view(torch.uint8).numpy()
+        header = [type(value).__name__, value.requires_grad, str(value.dtype), list(value.shape)]
+        return ["tensor", *header, array_digest(raw_bytes)]
 
     # -- functions
 
     def function(self, value: types.FunctionType) -> Tree:
-        """Code, defaults, attributes, closure and globals; of a library's function its name.
+        """A user's function by code, defaults, attributes, closure and globals; a library's function by name.
 
-        What a library's decorator made has no name: the code is the library's, what it closes over is not.
+        A wrapper made by a library's decorator has no importable name: its code is identified by module and
+        qualified name, its closure by content, since that holds the user's function.
         """
         if (name := library_name(value)) is not None:
             return ["library", name]
-        told: Tree = ["function", value.__name__]
+        tree: Tree = ["function", value.__name__]
         module = value.__globals__.get("__name__")
         library = is_library_namespace(value.__globals__)
         with self.inside(f"function {value.__qualname__!r}"):
-            for part, given in (("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)):
+            for part, default in (("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)):
                 with self.inside(part):
-                    told.append(self.identity(given))
-            told.append(self.pairs(vars(value)))
+                    tree.append(self.identity(default))
+            tree.append(self.pairs(vars(value)))
             if library:
-                told.append([str(module), value.__code__.co_qualname])
-                return [*told, *[self._cell(*each) for each in cells_of(value)]]
-            told.append(self.code(value.__code__))
-            return [*told, *self._reads(value)]
+                tree.append([str(module), value.__code__.co_qualname])
+                return [*tree, *[self._cell(*cell) for cell in cells_of(value)]]
+            tree.append(self.code(value.__code__))
+            return [*tree, *self._reads(value)]
 
     def code(self, value: types.CodeType) -> Tree:
-        """What runs; no file, no line numbers."""
+        """Instructions, constants and names of a code object; without file name and line numbers."""
         for name in value.co_names:
-            if name in _LOOKS_AT_ITSELF:
-                self.refuse(f"{name!r}, by which code reads what its text does not name,")
+            if name in _INTROSPECTION:
+                self.refuse(f"{name!r}, by which code reads variables that it does not name,")
         return [
             "code",
             [value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags],
             [list(value.co_names), list(value.co_varnames), list(value.co_freevars), list(value.co_cellvars)],
             [_bytes(value.co_code), _bytes(value.co_exceptiontable)],
-            [self.code(each) if isinstance(each, types.CodeType) else self.identity(each)
-             for each in value.co_consts],
+            [self.code(constant) if isinstance(constant, types.CodeType) else self.identity(constant)
+             for constant in value.co_consts],
         ]  # fmt: skip
 
     def _reads(self, function: types.FunctionType) -> Tree:
-        """Every global and every cell a function reads, with the attributes asked of a module."""
+        """Every global and closure cell that a function reads, with the attributes read from modules."""
         cells = dict(cells_of(function))
-        found = set(reads_of(function.__code__, frozenset(cells)))
-        unread = cells.keys() - {read.name for read in found if read.kind == "closure"}
-        told: Tree = []
-        for read in sorted(found | {Read("closure", name) for name in unread}):
+        reads = set(reads_of(function.__code__, frozenset(cells)))
+        unread = cells.keys() - {read.name for read in reads if read.kind == "closure"}
+        # Cells that no instruction names are added: `super()` reads `__class__` without one.
+        tree: Tree = []
+        for read in sorted(reads | {Read("closure", name) for name in unread}):
             with self.inside(f"{read.kind} {read.name!r}"):
                 if read.kind == "import":
-                    told.append(self._imported(function, read))
+                    tree.append(self._imported(function, read))
                 elif read.writes:
                     self.refuse(
-                        "a variable that is written from inside, so that a call depends on those before,"
+                        "a variable that the function assigns, so that a call depends on earlier calls,"
                     )
                 elif read.kind == "closure":
-                    told.append([read.name, *read.chain, self._followed(cells[read.name], read.chain)])
+                    tree.append([read.name, *read.chain, self._followed(cells[read.name], read.chain)])
                 else:
                     value = global_of(function, read.name)
-                    told.append([read.name, *read.chain, self._followed(value, read.chain)])
-        return told
+                    tree.append([read.name, *read.chain, self._followed(value, read.chain)])
+        return tree
 
     def _cell(self, name: str, value: Any) -> Tree:
         with self.inside(f"closure {name!r}"):
             return [name, self._followed(value, ())]
 
     def _followed(self, value: Any, chain: Sequence[str]) -> Tree:
-        """What `name.a.b` is: attributes are followed through modules, values count as a whole."""
+        """Identity of `name.a.b`: attributes are followed through modules; other objects count whole."""
         for attribute in chain:
             if not isinstance(value, types.ModuleType):
                 break
             if is_library_namespace(vars(value)):
-                found = vars(value).get(attribute, NOTHING)  # never loads what is loaded when first used
-                if not isinstance(found, types.ModuleType):
-                    return self._of_library(found, f"{value.__name__}.{attribute}")
-                value = found
+                # `vars` instead of `getattr`: a module's lazy `__getattr__` must not import anything here.
+                member = vars(value).get(attribute, NOTHING)
+                if not isinstance(member, types.ModuleType):
+                    return self._library_member(member, f"{value.__name__}.{attribute}")
+                value = member
             else:
                 value = getattr(value, attribute, NOTHING)
         if value is NOTHING:
@@ -289,19 +315,18 @@ class _Reader:
             self.refuse(f"the module {value.__name__!r} as a value, of which anything may be read,")
         return self.identity(value)
 
-    def _of_library(self, value: Any, name: str) -> Tree:
-        """An attribute of a library's module: by name, but for numbers, texts and what was put there from
-        outside."""
-        refused = any(value is each for each, _ in _REFUSED)
+    def _library_member(self, value: Any, name: str) -> Tree:
+        """A member of a library's module: by name, unless it is a number, a text, or set by user code."""
+        refused = any(value is forbidden for forbidden, _ in _REFUSED)
         recursed = isinstance(value, type | types.FunctionType | types.MethodType | functools.partial)
-        held = library_name(value)
-        foreign = held is None and not is_library_class(type(value))
+        canonical_name = library_name(value)
+        foreign = canonical_name is None and not is_library_class(type(value))
         if refused or recursed or foreign or type(value) in _SCALARS or hasattr(type(value), "code_parts"):
             return self.identity(value)
-        return ["library", held or name]
+        return ["library", canonical_name or name]
 
     def _imported(self, function: types.FunctionType, read: Read) -> Tree:
-        """What a function imports when it runs: a library's by name, a user's followed."""
+        """A module or names imported inside a function: a library's by name; a user's names are followed."""
         package = function.__globals__.get("__package__") or ""
         name = importlib.util.resolve_name("." * read.level + read.name, package) if read.level else read.name
         if is_library(name):
@@ -312,16 +337,17 @@ class _Reader:
             module = importlib.import_module(name)
         except ImportError:
             return ["unbound", name]
-        told: Tree = ["from", name]
-        for wanted in read.chain:
-            if not hasattr(module, wanted) and hasattr(module, "__path__"):
+        tree: Tree = ["from", name]
+        for attribute in read.chain:
+            # `from package import submodule` imports the submodule, so the walk does the same.
+            if not hasattr(module, attribute) and hasattr(module, "__path__"):
                 with suppress(ImportError):
-                    importlib.import_module(f"{name}.{wanted}")
-            told.append([wanted, self._followed(getattr(module, wanted, NOTHING), ())])
-        return told
+                    importlib.import_module(f"{name}.{attribute}")
+            tree.append([attribute, self._followed(getattr(module, attribute, NOTHING), ())])
+        return tree
 
     def builtin(self, value: Any) -> Tree:
-        """A function written in C: by name, with what it is bound to."""
+        """A function written in C: by name; a bound method together with the object it is bound to."""
         if (name := library_name(value)) is not None:
             return ["library", name]
         owner = getattr(value, "__self__", None)
@@ -332,58 +358,64 @@ class _Reader:
     # -- classes and instances
 
     def klass(self, value: type) -> Tree:
-        """A user's class: bases, metaclass and all it defines; a library's by name."""
+        """A user's class: bases, metaclass and all members; a library's class by name."""
         if is_library_class(value):
             return ["library", f"{value.__module__}.{value.__qualname__}"]
+        # `__members__` includes aliases, which iteration over the class omits.
         members = dict(value.__members__) if issubclass(value, enum.Enum) else {}
-        told: Tree = ["class", value.__qualname__, self.identity(type(value))]
+        tree: Tree = ["class", value.__qualname__, self.identity(type(value))]
         with self.inside(f"class {value.__qualname__!r}"):
-            told.append([self.identity(base) for base in value.__bases__])
-            told.append([[name, self.identity(member)] for name, member in members.items()])
-            told.append(self.identity(value.__doc__))
-            skipped = {*_OF_EVERY_CLASS, *members, *(_OF_EVERY_ENUM if members else ())}
-            for name, held in vars(value).items():
+            tree.append([self.identity(base) for base in value.__bases__])
+            tree.append([[name, self.identity(member)] for name, member in members.items()])
+            tree.append(self.identity(value.__doc__))
+            skipped = {*_CLASS_INTERNALS, *members, *(_ENUM_INTERNALS if members else ())}
+            for name, attribute in vars(value).items():
                 if name not in skipped:
                     with self.inside(f"attribute {name!r}"):
-                        told.append([name, self._attribute(held)])
-        return told
+                        tree.append([name, self._attribute(attribute)])
+        return tree
 
-    def _attribute(self, held: Any) -> Tree:
-        if isinstance(held, types.MemberDescriptorType | types.GetSetDescriptorType):
+    def _attribute(self, attribute: Any) -> Tree:
+        if isinstance(attribute, types.MemberDescriptorType | types.GetSetDescriptorType):
             return ["slot"]
-        if type(held).__name__ == "_tuplegetter":  # a field of a named tuple, whose place `_fields` tells
+        if type(attribute).__name__ == "_tuplegetter":  # a named tuple's field; its position is in `_fields`
             return ["field"]
-        return self.identity(held)
+        return self.identity(attribute)
 
     def _instance(self, value: Any) -> Tree:
-        """An instance of a user's class: the class, and every attribute it holds."""
+        """An instance of a user's class: the class and all attributes, those in slots included."""
         kind = type(value)
         foreign = [base for base in kind.__mro__ if is_library_class(base) and not _is_stateless(base)]
         for base in foreign:
-            if base not in _CONTENT:
-                self.refuse(f"{_a(kind)}, which inherits from {base.__module__}.{base.__qualname__},")
-        content = [_CONTENT[base](value) for base in foreign]
-        held = dict(getattr(value, "__dict__", {}))
+            if base not in _BUILTIN_VALUE:
+                self.refuse(
+                    f"{_instance_label(kind)}, which inherits from {base.__module__}.{base.__qualname__},"
+                )
+        # A subclass may override `__iter__` or `__eq__`; the built-in's own methods see the real content.
+        content = [_BUILTIN_VALUE[base](value) for base in foreign]
+        attributes = dict(getattr(value, "__dict__", {}))
         for base in kind.__mro__:
             for name, slot in vars(base).items():
                 if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
-                    held[name] = getattr(value, name)
-        with self.inside(f"{_a(kind)}"):
-            return ["instance", self.identity(kind), [*map(self.identity, content)], self.pairs(held)]
+                    attributes[name] = getattr(value, name)
+        with self.inside(f"{_instance_label(kind)}"):
+            return ["instance", self.identity(kind), [*map(self.identity, content)], self.pairs(attributes)]
 
     def member(self, value: enum.Enum) -> Tree:
-        """A member of an enumeration: which, and what was put on it."""
-        held = {name: each for name, each in vars(value).items() if name not in _OF_EVERY_MEMBER}
+        """A member of an enumeration: class, name, value and extra attributes."""
+        attributes = {
+            name: attribute for name, attribute in vars(value).items() if name not in _MEMBER_INTERNALS
+        }
         return [
             "member",
             self.identity(type(value)),
             value._name_,
             self.identity(value._value_),
-            self.pairs(held),
+            self.pairs(attributes),
         ]
 
     def alias(self, value: Any) -> Tree:
-        """list[int], int | None and their kin."""
+        """A generic alias or union type, such as list[int] or int | None."""
         origin = typing.get_origin(value)
         return ["alias", self.identity(origin), *map(self.identity, typing.get_args(value))]
 
@@ -391,7 +423,7 @@ class _Reader:
 # -- tables
 
 
-def _a(kind: type) -> str:
+def _instance_label(kind: type) -> str:
     return f"an instance of {kind.__module__}.{kind.__qualname__}"
 
 
@@ -404,7 +436,7 @@ def _is_stateless(base: type) -> bool:
 
 
 def _of_loaded(kind: type) -> Callable[[_Reader, Any], Tree] | None:
-    """How to read arrays of libraries that need not be loaded."""
+    """The method for xarray and torch objects, None for other types; never imports a library."""
     if (xarray := sys.modules.get("xarray")) and kind in (xarray.DataArray, xarray.Dataset):
         return _Reader.labelled
     if (torch := sys.modules.get("torch")) and kind in (torch.Tensor, torch.nn.Parameter):
@@ -414,7 +446,8 @@ def _of_loaded(kind: type) -> Callable[[_Reader, Any], Tree] | None:
     return None
 
 
-_LOOKS_AT_ITSELF = frozenset(
+# Names by which code inspects code; what it then reads is in no instruction.
+_INTROSPECTION = frozenset(
     (
         "__annotations__",
         "__builtins__",
@@ -428,16 +461,17 @@ _LOOKS_AT_ITSELF = frozenset(
         "f_locals",
     )
 )
-_OUTSIDE = "what lies outside of the program"
+_OUTSIDE = "input from outside of the program"
 _REFUSED: list[tuple[Any, str]] = [
     *(
-        (each, f"{each.__name__}(), which reads what the code does not name,")
-        for each in (eval, exec, globals)
+        (reader, f"{reader.__name__}(), which reads variables that the code does not name,")
+        for reader in (eval, exec, globals)
     ),
-    *((each, "an import by a computed name") for each in (__import__, importlib.import_module)),
-    *((each, _OUTSIDE) for each in (builtins.open, builtins.input, os.environ, os.getenv)),
-    *((each, "the interpreter's own state") for each in (sys.modules, sys._getframe, inspect.currentframe)),
+    *((importer, "an import by a computed name") for importer in (__import__, importlib.import_module)),
+    *((source, _OUTSIDE) for source in (builtins.open, builtins.input, os.environ, os.getenv)),
+    *((state, "the interpreter's own state") for state in (sys.modules, sys._getframe, inspect.currentframe)),
 ]
+"""(object, reason) for objects whose result cannot be identified; compared by `is`."""
 _SCALARS: dict[type, Callable[[Any], Tree]] = {
     type(None): lambda _: ["none"],
     type(...): lambda _: ["ellipsis"],
@@ -449,6 +483,7 @@ _SCALARS: dict[type, Callable[[Any], Tree]] = {
     str: lambda value: ["str", value],
     bytes: lambda value: ["bytes", _bytes(value)],
 }
+"""Types without parts. Floats are written in hex, so that -0.0 and NaN are distinct from other values."""
 _FIELDS: dict[type, tuple[str, ...]] = {
     range: ("start", "stop", "step"),
     slice: ("start", "stop", "step"),
@@ -469,6 +504,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
         "frozen",
     ),
 }
+"""Attributes that identify an object of each of these types."""
 _LEAVES: dict[type, Callable[[_Reader, Any], Tree]] = {
     tuple: _Reader.sequence,
     set: lambda reader, value: ["set", *reader._sorted(value)],
@@ -487,7 +523,8 @@ _LEAVES: dict[type, Callable[[_Reader, Any], Tree]] = {
     ),
     **dict.fromkeys({np.dtype(code).type for code in np.typecodes["All"]}, _Reader.numpy_scalar),
 }
-_KINDS: dict[type, Callable[[_Reader, Any], Tree]] = {
+"""Types that are written out at every occurrence; they get no number in the walk."""
+_NUMBERED: dict[type, Callable[[_Reader, Any], Tree]] = {
     **dict.fromkeys((list, collections.deque), _Reader.sequence),
     **dict.fromkeys(
         (dict, types.MappingProxyType, collections.OrderedDict, collections.defaultdict, collections.Counter),
@@ -500,7 +537,8 @@ _KINDS: dict[type, Callable[[_Reader, Any], Tree]] = {
     **dict.fromkeys((types.GenericAlias, types.UnionType), _Reader.alias),
     **dict.fromkeys(set(_FIELDS) - set(_LEAVES), _Reader.fields),
 }
-_CONTENT: dict[type, Callable[[Any], Any]] = {
+"""Types that can be shared or circular; a second occurrence is written as ["met", number]."""
+_BUILTIN_VALUE: dict[type, Callable[[Any], Any]] = {
     dict: lambda value: list(dict.items(value)),
     list: lambda value: list.__getitem__(value, slice(None)),
     tuple: lambda value: tuple.__getitem__(value, slice(None)),
@@ -508,8 +546,8 @@ _CONTENT: dict[type, Callable[[Any], Any]] = {
     int: lambda value: int.__add__(value, 0),
     float: float.__pos__,
 }
-"""What an instance of a user's class holds as the built-in type it inherits from, whatever it overrides."""
-_OF_EVERY_CLASS = frozenset(
+"""Content of an instance of a subclass of a built-in type, read without overridden methods."""
+_CLASS_INTERNALS = frozenset(
     (
         "__dict__",
         "__weakref__",
@@ -528,7 +566,8 @@ _OF_EVERY_CLASS = frozenset(
         "_abc_impl",
     )
 )
-_OF_EVERY_ENUM = frozenset(
+"""Members that Python adds to every class; they identify nothing or differ between Python versions."""
+_ENUM_INTERNALS = frozenset(
     (
         "_member_names_",
         "_member_map_",
@@ -547,4 +586,6 @@ _OF_EVERY_ENUM = frozenset(
         "_inverted_",
     )
 )
-_OF_EVERY_MEMBER = frozenset(["_name_", "_value_", "__objclass__", "_sort_order_"])
+"""Members that `enum` adds to every enumeration."""
+_MEMBER_INTERNALS = frozenset(["_name_", "_value_", "__objclass__", "_sort_order_"])
+"""Attributes that `enum` sets on every member."""

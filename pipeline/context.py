@@ -1,11 +1,10 @@
-"""Where nodes run: the cells of one stage, on threads here or on the workers of a cluster.
+"""Where nodes run: the cells of one stage, in threads of this process or on the workers of a cluster.
 
-Each task computes one cell and publishes it before it ends; what moves between processes is where the store
-is and which cell is meant, never an array. So Ctrl-C, an error or a kill loses the cells under way and
-nothing else.
+Each task computes one cell and publishes it before it ends. A task carries the store's address and the cell's
+labels and key, never an array. So Ctrl-C, an error or a kill loses only the cells in progress.
 
-Border: runs what it is given; asks no node and knows no key but as a name. We do not write schedulers: Dask's
-threaded one runs here, `dask.distributed` elsewhere. Neither is imported before the first cell runs.
+Border: runs the work it is given; knows no node, and a key only as a name. The schedulers are Dask's: its
+threaded one in this process, `dask.distributed` elsewhere. Neither is imported before the first cell runs.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from ..store.keys import ResultKey
 
 Selection = Mapping[str, Any]
-"""Part of a node: "layer", "block" -> index, "segment" -> (first token, end)."""
+"""Labels by cell axis: index for "layer" and "block", (first token, end) for "segment"."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One piece of a stage's work: which part of its inputs, and the key its result gets."""
+    """One cell of a stage: the labels that select its part of the inputs, and its result's key."""
 
     selection: Selection
     key: ResultKey
@@ -43,40 +42,48 @@ class Cell:
 
 @dataclass(frozen=True)
 class Group:
-    """Pieces that are computed together, as they share work."""
+    """Cells that one task computes together because they share work, such as forward passes."""
 
     cells: tuple[Selection, ...]
 
 
 Task = Selection | Cell | Group
-"""What one task computes."""
+"""The work of one task: a selection, a cell with its key, or a group of selections."""
 Work = Callable[[Any, Any, Any], None]
-"""work(job, store, cell): compute and publish one cell. Job and cell travel to workers: names, no arrays."""
+"""`work(job, store, cell)` computes and publishes one cell; job and cell are pickled without arrays."""
 
 
 @dataclass
 class Context:
-    """How nodes run: where, how wide, and under whose eyes.
+    """Settings of a run: threads or workers, memory budget and progress bars.
 
-    threads: of this process. cluster: address of a Dask scheduler, or None. memory: budget in bytes, or None.
-    workers: processes of this machine that are started when the first cell runs; fewer than 2 are none.
+    Use it as a context manager: on exit it disconnects from the cluster and stops local workers.
     """
 
     threads: int = 1
+    """Threads of this process."""
     cluster: str | None = None
+    """Address of a Dask scheduler; None to compute on this machine."""
     memory: int | None = None
+    """Memory budget in bytes; None for no limit."""
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
     workers: int = 0
+    """Number of worker processes on this machine, started when the first cell runs; 0 or 1 means none."""
     _client: ClusterClient | None = None
-    _held: ExitStack = field(default_factory=ExitStack)
+    _exit_stack: ExitStack = field(default_factory=ExitStack)
 
     @property
     def has_workers(self) -> bool:
-        """Whether cells are computed by other processes, which read what they need from the store."""
+        """Whether cells are computed by other processes, which read their inputs from the store."""
         return self.cluster is not None or self.workers > 1
 
     def require_shared(self, store: Store) -> None:
-        """Raise PlanError for a cluster beside workers of this machine, or a store no other process sees."""
+        """Check that worker processes can be used.
+
+        Raises:
+            PlanError: Both a cluster and local workers are configured, or the store is in this process's
+                memory.
+        """
         if self.cluster is not None and self.workers > 1:
             raise PlanError(
                 f"expected a cluster or workers of this machine, found {self.cluster!r} and {self.workers} "
@@ -84,12 +91,12 @@ class Context:
             )
         if store.address.startswith("memory://"):
             raise PlanError(
-                f"expected a store that other processes see, found {store.address}; name a folder or a "
+                f"expected a store that other processes can read, found {store.address}; use a folder or a "
                 "bucket, or run without workers"
             )
 
     def width(self, needs: str = "") -> int:
-        """Cells that can run at once. needs: see `map`."""
+        """Number of cells that can run at once; `needs` as in `map`."""
         return self._connected().width(needs) if self.has_workers else self.threads
 
     def map(
@@ -102,12 +109,19 @@ class Context:
         peak: int = 0,
         needs: str = "",
     ) -> None:
-        """`work(job, store, cell)` for every cell, in any order; returns when all have ended.
+        """Call `work(job, store, cell)` for every cell, in any order; returns when all calls have ended.
 
-        job: anything with a name. peak: bytes one cell needs; no more run at once than fit the budget. needs:
-        a resource of workers ("GPU") that each takes one of, where any worker has it.
-        At the first error no further cell is started, those under way end, and the error is raised with the
-        names of job and cell; cells that ended stay stored.
+        At the first error no further cell is started. Cells in progress end, cells that ended stay stored,
+        and the error is raised with the names of job and cell.
+
+        Arguments:
+            work: Computes and publishes one cell.
+            job: Object with a `name`, such as a node.
+            store: The store to read from and write to.
+            cells: The work of each task.
+            peak: Bytes of memory that one cell needs; it limits how many run at once within the memory
+                budget.
+            needs: Dask resource ("GPU") of which each task takes one, if any worker has it.
         """
         if not cells:
             return
@@ -130,12 +144,13 @@ class Context:
 
         from dask.threaded import get
 
-        def one(number: int) -> None:
+        def run_numbered(number: int) -> None:
             run_one(work, job, store, cells[number])
             progress.advance(_size(cells[number]))
 
         # A graph of independent tasks, in our own names: dask hashes nothing.
-        graph = {_task_name(job, cell, number): (one, number) for number, cell in enumerate(cells)}
+        graph = {_task_name(job, cell, number): (run_numbered, number) for number, cell in enumerate(cells)}
+        # At least one cell runs; `Plan.check_memory` has refused cells beyond the budget before.
         affordable = max(1, self.memory // peak) if self.memory and peak else self.threads
         width = max(1, min(self.threads, affordable, len(cells)))
         # One BLAS thread per worker thread: nested threads cost more than they give. The pool is our own, so
@@ -157,19 +172,25 @@ class Context:
             Submitted(_task_name(job, cell, number), (run_one, work, job, store, cell))
             for number, cell in enumerate(cells)
         ]
+        # Workers of a cluster have memory of their own; the budget is that of this machine.
         affordable = max(1, self.memory // peak) if self.memory and peak and self.workers else 0
         client = self._connected()
-        most = min(affordable, 2 * client.width(needs)) if affordable else 0
-        client.run(tasks, lambda number: progress.advance(_size(cells[number])), needs=needs, most=most)
+        max_submitted = min(affordable, 2 * client.width(needs)) if affordable else 0
+        client.run(
+            tasks,
+            lambda number: progress.advance(_size(cells[number])),
+            needs=needs,
+            max_submitted=max_submitted,
+        )
 
     def _connected(self) -> ClusterClient:
-        """A client of the cluster, one for all nodes of a run; workers of this machine start here."""
+        """The cluster's client, shared by all nodes of a run; the first call starts local workers."""
         if self._client is None:
             address = self.cluster
             if address is None:
-                address = self._held.enter_context(local_workers(self.workers, self.progress.say))
+                address = self._exit_stack.enter_context(local_workers(self.workers, self.progress.say))
             self._client = ClusterClient(address, self.progress.say)
-            self._held.callback(self._client.close)
+            self._exit_stack.callback(self._client.close)
         return self._client
 
     def __enter__(self) -> Self:
@@ -177,93 +198,98 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self._client = None
-        self._held.close()
+        self._exit_stack.close()
 
 
 @plain_torch()
 def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
-    """One cell; whatever goes wrong is told with the names of job and cell."""
+    """Compute one cell; an error is raised again with the names of job and cell."""
     try:
         work(job, store, cell)
     except Exception as error:
         where = ", ".join(f"{axis} {label}" for axis, label in selection_of(cell).items())
-        told = f"stage {job.name!r}{f' at {where}' if where else ''} failed"
+        failure = f"stage {job.name!r}{f' at {where}' if where else ''} failed"
+        # The same type, so that callers can catch e.g. ShapeError across threads and workers.
         if isinstance(error, MizarrError):
-            raise type(error)(f"{told}: {error}") from error
-        raise StageError(f"{told}: {in_one_line(error)}") from error
+            raise type(error)(f"{failure}: {error}") from error
+        raise StageError(f"{failure}: {in_one_line(error)}") from error
 
 
 def _task_name(job: Any, cell: Task, number: int) -> str:
-    """Name of a task: by its key, so that two clients of one cluster share it; else one of a kind."""
+    """Name of a task: its key, so that clients of one cluster share the task; else a unique name."""
     return f"{job.name}-{cell.key.digest if isinstance(cell, Cell) else f'{number}-{uuid.uuid4().hex}'}"
 
 
 def _size(cell: Task) -> int:
-    """How many cells a task computes."""
+    """Number of cells that a task computes."""
     return len(cell.cells) if isinstance(cell, Group) else 1
 
 
 def selection_of(cell: Task) -> Selection:
-    """The labels of a cell, for messages; of a group those of its first and last."""
+    """The labels of a task for messages; for a group, ranges from its first to its last cell."""
     if isinstance(cell, Cell):
         return cell.selection
     if not isinstance(cell, Group):
         return cell
-    first, last = cell.cells[0], cell.cells[-1]
-    return {
-        axis: label if label == last[axis] else f"{label} to {last[axis]}" for axis, label in first.items()
-    }
+    start, end = cell.cells[0], cell.cells[-1]
+    return {axis: label if label == end[axis] else f"{label} to {end[axis]}" for axis, label in start.items()}
 
 
 _lock = Lock()
-_asked: dict[object, int] = {}
-_before: list[Any] = []
-"""What knows the number of threads before the first of those asked for; at most one."""
+_requested: dict[object, int] = {}
+"""Thread limit of each `blas_threads` block in progress, by a token of that block."""
+_original: list[Any] = []
+"""At most one limiter of threadpoolctl, which remembers the number of threads before the first block."""
 
 
 @contextmanager
 def blas_threads(count: int) -> Iterator[None]:
-    """At most `count` threads per product of numpy in the whole process, the least of what is asked at once.
+    """Context with at most `count` threads per matrix product of numpy; the lowest limit of all open blocks
+    applies.
 
-    When the last of those who asked has ended, the number before the first is back. With a limit per run, of
-    two that overlap the one that ends last would leave the other's number behind, for good - and other last
-    bits, as OpenBLAS cuts a product otherwise for more threads (measured: float32, from some 400 rows on).
+    The setting belongs to the whole process. The original number of threads is restored when the last block
+    ends: if each block restored the number it met, of two overlapping blocks the later one would leave the
+    other's limit behind for good. The number also affects results: OpenBLAS splits products differently for
+    more threads, and the last bits change (measured: float32, from some 400 rows on).
     """
-    asking = object()
+    token = object()
     try:
         with _lock:
-            if not _before:
-                # Limits nothing: only remembers what there was.
-                _before.append(_libraries(len(sys.modules)).limit(limits=None, user_api="blas"))
-            _asked[asking] = count
+            if not _original:
+                # limits=None changes nothing; the object remembers the current numbers.
+                _original.append(_libraries(len(sys.modules)).limit(limits=None, user_api="blas"))
+            _requested[token] = count
             _limit_blas()
         yield
     finally:
         try:
-            _ask_no_more(asking)
+            _release_limit(token)
         except BaseException:  # interrupted
-            _ask_no_more(asking)
+            _release_limit(token)
             raise
 
 
-def _ask_no_more(asking: object) -> None:
+def _release_limit(token: object) -> None:
     with _lock:
-        _asked.pop(asking, None)
-        if _asked:
+        _requested.pop(token, None)
+        if _requested:
             _limit_blas()
-        elif _before:
-            _before[0].restore_original_limits()
-            _before.clear()
+        elif _original:
+            _original[0].restore_original_limits()
+            _original.clear()
 
 
 def _limit_blas() -> None:
-    _libraries(len(sys.modules)).limit(limits=min(_asked.values()), user_api="blas")
+    _libraries(len(sys.modules)).limit(limits=min(_requested.values()), user_api="blas")
 
 
 @lru_cache(maxsize=1)
 def _libraries(modules: int) -> Any:
-    """The libraries of this process that have threads, looked for anew when something was imported: a look
-    walks all that is loaded, a millisecond or several, at every step of a run."""
+    """Controller of the BLAS libraries in this process.
+
+    Cached by the number of loaded modules: a search of all libraries takes one to several milliseconds, too
+    long for every step of a run, and only an import can add one.
+    """
     from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
     return ThreadpoolController()

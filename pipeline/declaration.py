@@ -1,4 +1,4 @@
-"""What stages and experiments say of themselves, in one vocabulary: arrays with dims, unit and meaning.
+"""Declarations of stages and experiments: their inputs, parameters and outputs, with dims, unit and meaning.
 
 Border: labels and plain values; runs nothing, and never imports torch.
 """
@@ -19,88 +19,93 @@ if TYPE_CHECKING:
 __all__ = ["REQUIRED", "Declaration", "Dims", "Output", "require_declared"]
 
 REQUIRED = inspect.Parameter.empty
-"""Stands for the default of a parameter that has none."""
+"""Marks a parameter without a default value."""
 Dims = tuple[str, ...]
+"""Dimension names of an array, in order."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One array that is given: its dims, unit ("nats", "logits", "1" for none) and what it is.
-
-    Where parameters decide, a dim is written "head|kv_head" for one of several, and "kind?" for one that may
-    be absent. is_optional: whether some parameters give no such array.
+    """One output array: dims, unit and description.
 
     >>> Output(("kind?", "layer", "head|kv_head")).fits(("layer", "kv_head"))
     True
     """
 
     dims: Dims
+    """Dimension names in order. "head|kv_head" means one of the two and "kind?" an optional dim, depending on
+    parameters."""
     unit: str = "1"
+    """Unit such as "nats" or "logits"; "1" for dimensionless values."""
     long_name: str = ""
+    """Description of the values, used as the xarray attribute `long_name`."""
     is_optional: bool = False
+    """Whether the array is missing for some parameters."""
 
     def fits(self, dims: Sequence[Any]) -> bool:
-        """Whether an array may have these dims, in this order."""
+        """Whether these dims, in this order, match the declared dims."""
         pattern = ""
         for dim in self.dims:
-            either = "|".join(re.escape(each) for each in dim.removesuffix("?").split("|"))
-            pattern += f"(?:(?:{either}) ){'?' if dim.endswith('?') else ''}"
+            alternatives = "|".join(re.escape(name) for name in dim.removesuffix("?").split("|"))
+            # A regular expression, because an optional dim may precede required ones.
+            pattern += f"(?:(?:{alternatives}) ){'?' if dim.endswith('?') else ''}"
         return re.fullmatch(pattern, "".join(f"{dim} " for dim in dims)) is not None
 
     @property
     def attrs(self) -> dict[str, str]:
-        """Unit and meaning, as an array has them."""
+        """The xarray attributes `units` and `long_name`."""
         return {"units": self.unit, "long_name": self.long_name}
 
     def variable(self, values: Any) -> tuple[Dims, Any, dict[str, str]]:
-        """Values with these dims, unit and meaning, as xarray takes a variable."""
+        """`(dims, values, attrs)`, the form in which `xarray.Dataset` takes a variable."""
         return self.dims, values, self.attrs
 
     @property
     def shape(self) -> str:
-        """Dims and unit in one word or two: "[layer, head] nats"."""
+        """Dims and unit as text: "[layer, head] nats"."""
         return f"[{', '.join(self.dims)}] {self.unit}"
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """All that a stage or an experiment declares.
-
-    home: where its code is, as Python names it. inputs: dims of each array, None for a whole dataset.
-    resources: what it reads beside arrays, such as a model. params: name -> default, `REQUIRED` for none.
-    cells: axes along which it is cut.
-    """
+    """Everything that a stage or an experiment declares."""
 
     kind: Literal["stage", "experiment"]
     name: str
     version: int | str
+    """Version in keys: a number, or "code:…" for a stage declared without one."""
     home: str
+    """Dotted import path of the function or class."""
     inputs: Mapping[str, Dims | None]
+    """Dims of each input array; None for a whole dataset."""
     resources: tuple[str, ...]
+    """Names of inputs other than arrays, such as a model."""
     params: Mapping[str, Any]
+    """Default of each parameter; `REQUIRED` for a parameter without one."""
     outputs: Mapping[str, Output]
     cells: tuple[str, ...] = ()
+    """Axes along which the work is cut into cells."""
 
     @property
-    def told_inputs(self) -> dict[str, str]:
-        """Name of each array and resource that is read -> its dims, or what else it is."""
+    def input_labels(self) -> dict[str, str]:
+        """Text for each array and resource by name: its dims, "dataset" or "resource"."""
         arrays = {name: "dataset" if dims is None else ", ".join(dims) for name, dims in self.inputs.items()}
         return arrays | dict.fromkeys(self.resources, "resource")
 
     def describe(self) -> str:
-        """The declaration in a few lines."""
+        """The declaration as text: a title line, then one line per input, parameter and output."""
         cut = f", cut by {' and '.join(self.cells)}" if self.cells else ""
         lines = [f"{self.name} (version {self.version}{cut})"]
-        lines += [f"  in  {name} [{told}]" for name, told in self.told_inputs.items()]
+        lines += [f"  in  {name} [{label}]" for name, label in self.input_labels.items()]
         for name, default in self.params.items():
             lines.append(f"  set {name}{'' if default is REQUIRED else f' = {default!r}'}")
         for name, output in self.outputs.items():
-            label = f"{name}?" if output.is_optional else name
-            lines.append(f"  out {label} {output.shape}  {output.long_name}".rstrip())
+            title = f"{name}?" if output.is_optional else name
+            lines.append(f"  out {title} {output.shape}  {output.long_name}".rstrip())
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for machines; defaults as Python writes them, None for a parameter without."""
+        """Plain values for machines; defaults as their `repr`, None for a parameter without a default."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -124,25 +129,33 @@ class Declaration:
         }
 
 
-def require_declared(what: str, declared: Mapping[str, Output], given: xr.Dataset) -> None:
-    """StageError for a variable of a dataset that is missing or not declared, or whose dims or unit are
-    others. No unit counts as "1"."""
+def require_declared(owner: str, declared: Mapping[str, Output], dataset: xr.Dataset) -> None:
+    """Check the variables of a dataset against declared outputs.
+
+    Arguments:
+        owner: Owner of the declaration, for messages: "experiment 'x'".
+        declared: Outputs by name.
+        dataset: The dataset; a variable without a unit has unit "1".
+
+    Raises:
+        StageError: A variable is missing or not declared, or has other dims or another unit.
+    """
     for name, output in declared.items():
-        if name not in given.data_vars and not output.is_optional:
-            held = ", ".join(map(str, given.data_vars)) or "none"
-            raise StageError(f"{what}, output {name!r}: expected {output.shape}, found none among {held}")
-    for key, array in given.data_vars.items():
+        if name not in dataset.data_vars and not output.is_optional:
+            present = ", ".join(map(str, dataset.data_vars)) or "none"
+            raise StageError(f"{owner}, output {name!r}: expected {output.shape}, found none among {present}")
+    for key, array in dataset.data_vars.items():
         label = str(key)
         if label not in declared:
             near = nearest(label, declared)
             hint = f"; did you mean {near!r}?" if near else ""
             raise StageError(
-                f"{what}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}{hint}"
+                f"{owner}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}{hint}"
             )
         output, unit = declared[label], str(array.attrs.get("units", "1"))
         if not output.fits(array.dims) or unit != output.unit:
-            found = Output(tuple(map(str, array.dims)), unit)
+            actual = Output(tuple(map(str, array.dims)), unit)
             raise StageError(
-                f"{what}, output {label!r}: expected {output.shape}, found {found.shape}; make declaration "
-                "and dataset equal"
+                f"{owner}, output {label!r}: expected {output.shape}, found {actual.shape}; change the "
+                "declaration or the dataset"
             )

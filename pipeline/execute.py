@@ -1,9 +1,8 @@
-"""Execution: a plan, node by node, each asked again what it still misses.
+"""Execution of a plan, node by node; before each node the store is looked up again.
 
-Whatever is finished is published at once, so running again after Ctrl-C, an error or a kill goes on from
-there.
+Every finished cell is published at once, so that a second run after Ctrl-C, an error or a kill resumes.
 
-Border: runs what it is given, asks nodes what is missing; knows no key and no label.
+Border: runs nodes and reads their status; knows no key and no label.
 """
 
 from __future__ import annotations
@@ -38,15 +37,27 @@ def run(
     quiet: bool = True,
     log: str | Path | None = None,
 ) -> None:
-    """Compute and store whatever of these nodes, and of what they read, is not stored yet.
+    """Compute and store the missing results of these nodes and of all nodes they read from.
 
-    cluster: address of a Dask scheduler, e.g. "tcp://127.0.0.1:8786", whose workers see the store under the
-    same path; None runs on threads here (default: one per core). workers: so many processes of this machine,
-    started for this call and stopped with it (0 and 1: none); from a script, call it under
-    `if __name__ == "__main__":`, as each worker imports that. memory: budget, in bytes or as "2GiB".
-    log: a file that gets a JSON line for each step of progress.
-    Raises PlanError before anything starts if the budget is too small, ReadOnlyStore, and StageError naming
-    stage and cell when one fails. May be interrupted at any time and called again.
+    May be interrupted at any time and called again.
+
+    Arguments:
+        nodes: One or several nodes.
+        store: The store to read from and write to.
+        cluster: Address of a Dask scheduler, e.g. "tcp://127.0.0.1:8786", whose workers see the store under
+            the same path; None computes in threads of this process.
+        workers: Number of processes of this machine, started for this call and stopped at its end; 0 or 1 for
+            none. A script must call it under `if __name__ == "__main__":`, because each worker imports the
+            script.
+        threads: Number of threads of this process; None for one per core.
+        memory: Memory budget in bytes or as text such as "2GiB"; None for no limit.
+        quiet: Whether to show no progress on stderr.
+        log: File to which a line of JSON is appended for each step of progress.
+
+    Raises:
+        PlanError: The budget is too small or the nodes cannot run as configured; nothing was started.
+        ReadOnlyStore: Results are missing and the store is read-only.
+        StageError: A stage failed; the message names stage and cell.
     """
     require_store(store)
     require_flag(quiet, "quiet")
@@ -58,6 +69,7 @@ def run(
             cluster, str, "cluster as an address", "write it such as tcp://127.0.0.1:8786", PlanError
         )
     store.files.require_store()
+    # The whole plan is checked before anything runs, and each step again when sizes are better known.
     ordered, budget = in_order(nodes), as_bytes(memory)
     cores = threads or os.cpu_count() or 1
     planned = plan(ordered, store, Context(cores, cluster, budget, workers=workers))
@@ -75,13 +87,13 @@ def run(
         Context(cores, cluster, budget, progress, workers) as context,
     ):
         if cluster is not None:
-            context.width()  # connects: an address that is wrong is told before anything is written
-        left = iter(ordered)
+            context.width()  # connects now, so that a wrong address fails before anything is written
+        remaining = iter(ordered)
         while True:
-            # Asked again whenever one has run: an upstream that gave the bytes it gave before ends the work
-            # here.
+            # Status is read again after each node: if an upstream node gave the same bytes as before, the
+            # nodes below it are cached (early cutoff).
             with one_look():
-                node = next((node for node in left if not status_of(node, store).is_cached), None)
+                node = next((node for node in remaining if not status_of(node, store).is_cached), None)
                 if node is None:
                     return
                 plan([node], store).check_memory(budget)

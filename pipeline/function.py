@@ -1,7 +1,8 @@
-"""The function of a stage, with what is declared of it: labelled arrays in, labelled arrays out, checked.
+"""The function of a stage together with its declaration; inputs and outputs are labelled arrays that are
+checked.
 
-Border: labels, dims and plain parameters; the vocabulary is declaration.py's, how a function becomes a stage,
-and a stage a node, is told in stage.py.
+Border: labels, dims and plain parameters. The vocabulary of declarations is in declaration.py; stage.py makes
+a stage of a function and a node of a stage.
 """
 
 from __future__ import annotations
@@ -19,101 +20,116 @@ if TYPE_CHECKING:
     import xarray as xr
 
 AXES: Mapping[str, tuple[str, ...]] = {"layer": ("layer",), "segment": ("token", "pair"), "block": ("block",)}
-"""Axes a stage may be cut along, and the dims each of them cuts: a segment is a range of tokens, a block a
-number of samples that are drawn, not stored."""
+"""Axes along which a stage may be cut, and the dims each axis cuts. A segment is a range of tokens or pairs;
+a block is a number of samples that are drawn when they are used and never stored."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageFunction:
-    """What a stage says of itself, and its function; call it as the function it is.
-
-    version: moves when numbers move; None for a stage declared without one, whose code is its version (see
-    `key_version`). inputs: dims of each array, None for an input taken as a whole dataset; of the form
-    `name`, where there are several. params: name -> default, `inspect.Parameter.empty` for none. memory: the
-    most a cell needs, as a multiple of the bytes it reads. source: digest of the function's text, recorded
-    with results; when it changes and the version does not, `mizarr explain` says so. forms: name -> inputs.
-    resources: names of those the function takes. several_models: whether its inputs may be of different ones.
-    """
+    """A stage's function and its declaration; calling the instance calls the function."""
 
     name: str
+    """Name in keys; that of a form, if the stage has several."""
     version: int | str | None
+    """Declared version, raised when results change; None uses a digest of the code (`key_version`)."""
     function: Callable[..., Any]
     inputs: Mapping[str, Dims | None]
+    """Dims of each input array of this form; None for an input that is a whole dataset."""
     outputs: Mapping[str, Output]
+    """Declared outputs by name; the first is the name of a bare DataArray that the function returns."""
     cells: tuple[str, ...] = ()
+    """Axes along which the work is cut, from `AXES`; empty if it is not cut."""
     combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None
+    """Makes one dataset of the datasets of all cells. None: they are concatenated along `layer`."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Default of each parameter; `REQUIRED` (`inspect.Parameter.empty`) for a parameter without one."""
     memory: float = 2.0
+    """Peak memory of one cell, as a multiple of the bytes it reads."""
     source: str = ""
+    """SHA-256 of the function's text; `mizarr explain` warns if it changes and `version` does not."""
     forms: Mapping[str, Mapping[str, Dims | None]] = field(default_factory=dict)
+    """Inputs of every form, by the form's name."""
     resources: tuple[str, ...] = ()
+    """Names of the function's parameters that are resources."""
     several_models: bool = False
+    """Whether inputs may be activations of different models."""
 
     @property
     def key_version(self) -> int | str:
-        """What stands for the version in keys: the declared one, else "code:…", as the code is now.
+        """Version in keys: the declared one, or "code:…", a digest of the code as it is now.
 
-        Raises StageError for code that reads what has no identity.
+        Raises:
+            StageError: The code reads a value that has no identity.
         """
         return code_version(f"stage {self.name!r}", self) if self.version is None else self.version
 
     def code_parts(self) -> list[Any]:
-        """What of the stage is part of the code that calls it: the declared version, else everything."""
+        """This stage in the digest of code that calls it: the declared version, else the whole stage."""
         if self.version is not None:
             return [self.name, self.version]
-        outputs = [(name, each.dims, each.unit, each.long_name) for name, each in self.outputs.items()]
+        outputs = [
+            (name, output.dims, output.unit, output.long_name) for name, output in self.outputs.items()
+        ]
         return [self.name, self.function, self.combine, list(self.inputs.items()), outputs, self.cells]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain function: nothing is checked, stored or looked up."""
+        """Call the plain function: no checks, and the store is not used."""
         return self.function(*args, **kwargs)
 
     def compute(self, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> xr.Dataset:
-        """Run the function on labelled inputs and check what it gives against the declaration.
+        """Run the function on labelled inputs and check the result against the declaration.
 
-        Inputs are told apart by name, so any order of dims will do; the function gets the declared one, and
-        of a dim with several names ("head|ssm_head") the first.
-        Raises ShapeError for dims that are missing or too many, StageError for activations of different
-        models and for undeclared outputs.
+        Arguments:
+            inputs: Arrays or datasets by name. Their dims may be in any order: the function gets the declared
+                order, and of a dim with alternatives ("head|ssm_head") the first name.
+            params: Parameters and opened resources by name.
+
+        Returns:
+            A dataset with the declared names and units.
+
+        Raises:
+            ShapeError: Dims are missing or not declared.
+            StageError: Inputs are of different models, or an output is not declared.
         """
         if not self.several_models:
             require_same_model(**inputs)
-        ready = {}
+        arguments = {}
         for name, dims in self.inputs.items():
-            ready[name] = inputs[name]
+            arguments[name] = inputs[name]
             if dims is not None:
-                ready[name] = _as_declared(inputs[name], dims, f"input {name!r} of stage {self.name!r}")
-        return self.labelled(self.function(**ready, **params))
+                arguments[name] = _as_declared(inputs[name], dims, f"input {name!r} of stage {self.name!r}")
+        return self.labelled(self.function(**arguments, **params))
 
-    def labelled(self, given: Any) -> xr.Dataset:
-        """A stage's answer as a dataset with the declared units and names."""
+    def labelled(self, result: Any) -> xr.Dataset:
+        """The function's return value as a dataset with the declared names and units."""
         import xarray as xr
 
-        if isinstance(given, xr.DataArray):
-            given = given.to_dataset(name=next(iter(self.outputs)))
-        if not isinstance(given, xr.Dataset):
+        if isinstance(result, xr.DataArray):
+            result = result.to_dataset(name=next(iter(self.outputs)))
+        if not isinstance(result, xr.Dataset):
             raise StageError(
-                f"stage {self.name!r}: expected a DataArray or Dataset, found {type(given).__name__}"
+                f"stage {self.name!r}: expected a DataArray or Dataset, found {type(result).__name__}"
             )
-        dataset = given.copy(deep=False)
-        gave = {str(name) for name in dataset.data_vars}
+        # The function may have returned one of its inputs, whose attributes must not change.
+        dataset = result.copy(deep=False)
+        returned = {str(name) for name in dataset.data_vars}
         needed = {name for name, output in self.outputs.items() if not output.is_optional}
-        if not needed <= gave <= set(self.outputs):
+        if not needed <= returned <= set(self.outputs):
             raise StageError(
                 f"stage {self.name!r} declares the outputs {', '.join(self.outputs)}, its function returned "
-                f"{', '.join(sorted(gave))}; make them equal"
+                f"{', '.join(sorted(returned))}; make them equal"
             )
         for name, output in self.outputs.items():
-            if name not in gave:
+            if name not in returned:
                 continue
             if not output.fits(dataset[name].dims):
                 raise _wrong_dims(f"output {name!r} of stage {self.name!r}", dataset[name], output.dims)
-            named = {"units": output.unit, "long_name": output.long_name or name.replace("_", " ")}
-            dataset[name].attrs = {**named, **dataset[name].attrs}
+            attrs = {"units": output.unit, "long_name": output.long_name or name.replace("_", " ")}
+            dataset[name].attrs = {**attrs, **dataset[name].attrs}
         return dataset
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The results of all cells as one: by `combine`, else stacked along the layers."""
+        """One dataset of the results of all cells: by `combine`, or else concatenated along `layer`."""
         if self.combine is not None:
             return self.combine(parts)
         import xarray as xr
@@ -131,7 +147,8 @@ class StageFunction:
         )
 
     def declaration(self) -> Declaration:
-        """What it says of itself."""
+        """The declaration in the form that stages and experiments share."""
+        # `__qualname__` includes the class or function around it, which `__name__` omits.
         home = f"{self.function.__module__}.{self.function.__qualname__}"
         return Declaration(
             "stage",
@@ -146,20 +163,22 @@ class StageFunction:
         )
 
     def describe(self) -> str:
-        """The declaration in a few lines."""
+        """The declaration as text: a title line, then one line per input, parameter and output."""
         return self.declaration().describe()
 
 
-def _as_declared(array: Any, dims: Dims, what: str) -> Any:
-    """An array with its dims named, and in the order, as declared."""
-    names = [dim.split("|") for dim in dims]
-    called = {name: either[0] for either in names for name in either if name in array.dims}
-    first = [either[0] for either in names]
-    if sorted(called.values()) != sorted(first) or set(called) != set(array.dims):
-        raise _wrong_dims(what, array, dims)
-    return array.rename({name: own for name, own in called.items() if name != own}).transpose(*first)
+def _as_declared(array: Any, dims: Dims, label: str) -> Any:
+    """The array with its dims renamed to the first alternative and transposed to the declared order."""
+    alternatives = [dim.split("|") for dim in dims]
+    renames = {name: names[0] for names in alternatives for name in names if name in array.dims}
+    declared = [names[0] for names in alternatives]
+    if sorted(renames.values()) != sorted(declared) or set(renames) != set(array.dims):
+        raise _wrong_dims(label, array, dims)
+    return array.rename({old: new for old, new in renames.items() if old != new}).transpose(*declared)
 
 
-def _wrong_dims(what: str, array: Any, dims: Dims) -> ShapeError:
-    found = ", ".join(f"{dim} {size}" for dim, size in array.sizes.items())
-    return ShapeError(f"{what}: expected dims [{', '.join(dims)}], found [{found}]; rename, select or expand")
+def _wrong_dims(label: str, array: Any, dims: Dims) -> ShapeError:
+    actual = ", ".join(f"{dim} {size}" for dim, size in array.sizes.items())
+    return ShapeError(
+        f"{label}: expected dims [{', '.join(dims)}], found [{actual}]; rename, select or expand"
+    )

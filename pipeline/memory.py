@@ -1,18 +1,18 @@
-"""Memory of this process: before, after, and at most during some work; and for provenance its seconds, too.
+"""Memory of this process before, during and after some work; for provenance also its seconds.
 
     with mizarr.memory() as used:
         model.forward(prompt)
     print(used)                                  # resident 412 MB -> 640 MB, at most 811 MB
     used.peak.resident - used.before.resident
 
-Resident is what the process holds of the machine's memory, whoever in it asked for that: work of other
-threads meanwhile is counted too. Device is what torch's tensors take on each accelerator; torch is asked
-where it is loaded already, and never loaded to be asked.
+Resident memory is that of the whole process: work of other threads in the same time is counted too. Device
+memory is what torch's tensors occupy on each accelerator; it is read only if torch is loaded, and torch is
+never imported for it.
 
-The kernel and torch remember the most a process ever held. Where the work exceeds that, the peak is exact;
-where something before held more, it is the most that was seen, looking every `EVERY` seconds.
+The kernel and torch remember the highest value since the process began. If the work exceeds that value, the
+peak is exact; otherwise it is the highest of samples taken every `EVERY` seconds.
 
-Border: reads numbers of the system; what is told here stands in provenance and on stderr, and is in no key.
+Border: reads numbers of the system. They are stored in provenance and shown on stderr, and are in no key.
 """
 
 from __future__ import annotations
@@ -37,79 +37,82 @@ __all__ = [
     "measured",
     "megabytes",
     "memory",
-    "most_held",
+    "highest_peaks",
     "resident",
     "setting_up",
 ]
 
 EVERY = 0.02
+"""Seconds between samples."""
 _STATUS = Path("/proc/self/status")
 _PAGES = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held at one moment, or at most.
-
-    resident: of the machine's memory; None where the system does not say. device: of tensors, by device.
-    """
+    """Memory in bytes, at one moment or as a maximum."""
 
     resident: int | None = None
+    """Resident set size of the process; None if the system does not report it."""
     device: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of torch tensors by device, such as "cuda:0"."""
 
     @classmethod
     def now(cls) -> Memory:
-        """What this process holds at this moment; of tensors, without what torch keeps for later ones."""
+        """Current memory; of torch's memory only that of tensors, without the cache of its allocator."""
         return cls(resident(), _on_devices("memory_allocated"))
 
     @classmethod
     def ever(cls) -> Memory:
-        """The most this process has held since it began."""
+        """Highest memory since the process began."""
         return cls(_most_resident(), _on_devices("max_memory_allocated"))
 
-    def or_more(self, other: Memory) -> Memory:
-        """The larger of both, each for itself."""
-        known = [each for each in (self.resident, other.resident) if each is not None]
+    def or_more(self, memory: Memory) -> Memory:
+        """The maximum of each field of two values."""
+        sizes = [size for size in (self.resident, memory.resident) if size is not None]
         device = {
-            name: max(self.device.get(name, 0), other.device.get(name, 0))
-            for name in {**self.device, **other.device}
+            name: max(self.device.get(name, 0), memory.device.get(name, 0))
+            for name in {**self.device, **memory.device}
         }
-        return Memory(max(known, default=None), device)
+        return Memory(max(sizes, default=None), device)
 
 
 class MemoryUsed:
-    """What some work takes: `before`, `peak` so far, and `after`, which is now until it has ended."""
+    """Memory of some work: `before`, `peak` and `after`; during the work `after` is the current memory."""
 
     def __init__(self) -> None:
-        self._record = Memory.ever()
-        self.before = self._seen = Memory.now()
+        self._highest_before = Memory.ever()
+        self.before = self._peak = Memory.now()
         self._end: Memory | None = None
 
     @property
     def after(self) -> Memory:
-        """At the end of the work, or now."""
+        """Memory at the end of the work; the current memory while it runs."""
         return self._end or Memory.now()
 
     @property
     def peak(self) -> Memory:
-        """At most, from the beginning to the end, or to now."""
+        """Highest memory from the beginning of the work to its end, or until now."""
         if self._end is None:
             self.look()
-        return self._seen
+        return self._peak
 
     def look(self, *, is_end: bool = False) -> None:
-        """Take notice of what is held now, and of what this process has held."""
+        """Take a sample: `peak` rises to the current memory, or to a new maximum of the process."""
         now, ever = Memory.now(), Memory.ever()
-        record = self._record
-        if ever.resident is not None and ever.resident > (record.resident or 0):
+        highest_before = self._highest_before
+        # The kernel's maximum moved during the work, so it is the exact peak of the work.
+        if ever.resident is not None and ever.resident > (highest_before.resident or 0):
             now = now.or_more(Memory(ever.resident))
-        beyond = {name: most for name, most in ever.device.items() if most > record.device.get(name, 0)}
-        self._seen = self._seen.or_more(now).or_more(Memory(None, beyond))
+        beyond = {
+            name: most for name, most in ever.device.items() if most > highest_before.device.get(name, 0)
+        }
+        self._peak = self._peak.or_more(now).or_more(Memory(None, beyond))
         if is_end:
             self._end = Memory.now()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: bytes before, after and at most, resident and by device."""
+        """Bytes before, after and at the peak: {"resident": {…}, "device": {"cuda:0": {…}}}."""
         parts = {"before": self.before, "after": self.after, "peak": self.peak}
         devices = sorted({name for part in parts.values() for name in part.device})
         return {
@@ -121,22 +124,23 @@ class MemoryUsed:
         }
 
     def __str__(self) -> str:
-        told = self.to_json()
-        rooms = {"resident": told["resident"], **told["device"]}
+        usage = self.to_json()
+        usage_by_kind = {"resident": usage["resident"], **usage["device"]}
         return "; ".join(
-            f"{room} {megabytes(each['before'])} -> {megabytes(each['after'])}, at most "
-            f"{megabytes(each['peak'])}"
-            for room, each in rooms.items()
-            if None not in each.values()
+            f"{kind} {megabytes(sizes['before'])} -> {megabytes(sizes['after'])}, at most "
+            f"{megabytes(sizes['peak'])}"
+            for kind, sizes in usage_by_kind.items()
+            if None not in sizes.values()
         )
 
 
 @contextmanager
 def memory() -> Iterator[MemoryUsed]:
-    """Within: `before`, `after` and `peak` of what is done, of the whole process; see the first lines above.
+    """Context that measures the memory of this process: `before`, `after` and `peak`; see the module's
+    docstring.
 
     >>> with memory() as used:
-    ...     held = bytearray(1 << 20)
+    ...     block = bytearray(1 << 20)
     >>> sorted(used.to_json())
     ['device', 'resident']
     """
@@ -153,26 +157,27 @@ def memory() -> Iterator[MemoryUsed]:
         used.look(is_end=True)
 
 
-def most_held(notes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """The most that any of some notes of provenance tells, in bytes: "resident", and by device."""
-    found: dict[str, int] = {}
+def highest_peaks(notes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Highest peak in several notes of provenance, in bytes: under "resident" and by device."""
+    peaks: dict[str, int] = {}
     for note in notes:
-        told = note.get("memory") or {}
-        rooms = {"resident": told.get("resident") or {}, **(told.get("device") or {})}
-        for room, each in rooms.items():
-            if each.get("peak") is not None:
-                found[room] = max(found.get(room, 0), int(each["peak"]))
-    return found
+        usage = note.get("memory") or {}
+        usage_by_kind = {"resident": usage.get("resident") or {}, **(usage.get("device") or {})}
+        for kind, sizes in usage_by_kind.items():
+            if sizes.get("peak") is not None:
+                peaks[kind] = max(peaks.get(kind, 0), int(sizes["peak"]))
+    return peaks
 
 
 def megabytes(count: int) -> str:
-    """Bytes for people: 1,234 MB."""
+    """Bytes as text: "1,234 MB"."""
     return f"{count / 1e6:,.0f} MB"
 
 
 def resident() -> int | None:
-    """Bytes of the machine's memory that this process holds now; None where the system does not say."""
+    """Resident set size of this process in bytes; None if the system does not report it."""
     try:
+        # Second field of /proc/self/statm: resident pages.
         return int(_PAGES.read_bytes().split()[1]) * _page()
     except OSError:
         return None
@@ -180,6 +185,7 @@ def resident() -> int | None:
 
 def _most_resident() -> int | None:
     try:
+        # VmHWM, the peak resident size in KiB, exists only on Linux.
         return int(_STATUS.read_text().partition("VmHWM:")[2].split()[0]) << 10
     except OSError:
         pass
@@ -187,8 +193,8 @@ def _most_resident() -> int | None:
         import resource
     except ImportError:
         return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most << 10
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest << 10  # bytes on macOS, KiB on Linux
 
 
 @cache
@@ -196,49 +202,49 @@ def _page() -> int:
     return os.sysconf("SC_PAGE_SIZE")
 
 
-def _on_devices(question: str) -> dict[str, int]:
-    """What torch says of each CUDA device that this process has used; nothing where it has used none."""
+def _on_devices(function: str) -> dict[str, int]:
+    """Result of a function of `torch.cuda` for each CUDA device; empty if this process has not used CUDA."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return {}
-    return {f"cuda:{i}": int(getattr(cuda, question)(i)) for i in range(cuda.device_count())}
+    return {f"cuda:{i}": int(getattr(cuda, function)(i)) for i in range(cuda.device_count())}
 
 
-# One thread looks for all that are watched, and ends with the last of them.
+# One thread samples for all measurements in progress, and ends with the last of them.
 _WATCHED: list[MemoryUsed] = []
 _LOCK = threading.Lock()
-_looking: Repeated | None = None
+_sampler: Repeated | None = None
 
 
 def _watch(used: MemoryUsed) -> None:
-    global _looking
+    global _sampler
     with _LOCK:
         _WATCHED.append(used)
-        if _looking is None:
-            looking = Repeated(EVERY, _look_at_all, "mizarr-memory")
-            looking.start()
-            _looking = looking
+        if _sampler is None:
+            sampler = Repeated(EVERY, _sample_all, "mizarr-memory")
+            sampler.start()
+            _sampler = sampler
 
 
 def _unwatch(used: MemoryUsed) -> None:
-    global _looking
+    global _sampler
     with _LOCK:
         _WATCHED[:] = [usage for usage in _WATCHED if usage is not used]
-        if not _WATCHED and _looking is not None:
-            _looking.stop(wait=False)  # it may wait for this lock
-            _looking = None
+        if not _WATCHED and _sampler is not None:
+            _sampler.stop(wait=False)  # it may wait for this lock
+            _sampler = None
 
 
-def _look_at_all() -> None:
+def _sample_all() -> None:
     with _LOCK:
         for used in _WATCHED:
             used.look()
 
 
 Took = Callable[[], dict[str, Any]]
-"""What the work has taken so far: {"seconds": …, "setup_seconds": …, "memory": …}, plain values. seconds:
-wall time, set-up included. setup_seconds: the part spent in `setting_up`."""
+"""Returns {"seconds": …, "setup_seconds": …, "memory": …} of the work so far, as plain values. seconds: wall
+time, set-up included. setup_seconds: the part spent in `setting_up`."""
 
 
 class _Setup:
@@ -249,12 +255,12 @@ class _Setup:
 
 
 _SETUPS: list[_Setup] = []
-"""One for each measurement in progress."""
+"""One counter for each measurement in progress."""
 
 
 @contextmanager
 def measured() -> Iterator[Took]:
-    """Measure the wall time and the memory of this process, before, now and at most."""
+    """Context that measures wall time and memory; gives a function that returns both so far."""
     started, setup = time.monotonic(), _Setup()
 
     def took() -> dict[str, Any]:
@@ -271,9 +277,10 @@ def measured() -> Iterator[Took]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """Count the time within as set-up of every measurement in progress.
+    """Context whose time counts as set-up in every measurement in progress.
 
-    Set-up (reading the weights of a model) is the same for little and much work: estimates scale the rest.
+    Set-up (reading the weights of a model) takes the same time for little and much work; estimates scale only
+    the remaining time.
     """
     started = time.monotonic()
     try:

@@ -1,14 +1,14 @@
-"""Nodes: what a workflow's graph is made of.
+"""Nodes of a workflow's graph.
 
-A node gives a labelled dataset and knows how to say what it is (`status`), what it will cost (`estimate`),
-how to make it (`run`) and how to read it (`open`, `part`). `StageNode` is a stage with its inputs;
-`SourceNode` something made by a function of declared identity; `ConstantNode` a dataset in hand; capture,
-in the forward room, is another. An edge is a `Port`: a node, or one of its variables.
+A node stands for a labelled dataset. It reports whether the dataset is stored (`status`) and what computing
+it would cost (`estimate`), computes it (`run`) and reads it (`open`, `part`). `StageNode` is a stage with its
+inputs; `SourceNode` a dataset made by a function of declared identity; `ConstantNode` a dataset in memory;
+`CaptureNode`, in stages/forward, a capture. An edge is a `Port`: a node, or one variable of its dataset.
 
 Border: keys, parts and labels; knows no stage, no scheduler, no model.
 
-Keys follow content: a stage's key is made of what its inputs *are* (content digests), never of how they
-came about, so that an upstream which runs again and gives the same bytes leaves everything downstream
+Keys follow content: the key of a stage is made of the content digests of its inputs, never of how they were
+computed. An upstream node that runs again and gives the same bytes therefore leaves everything downstream
 cached (early cutoff; Mokhov, Mitchell, Peyton Jones 2018, "Build Systems a la Carte").
 """
 
@@ -41,40 +41,48 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a node's result is stored, and why not."""
+    """Whether a node's result is stored."""
 
     is_cached: bool
+    """Whether the whole result is stored."""
     reason: str = ""
-    """Why it will run; empty when cached."""
+    """Why the node will run; empty if it is cached."""
     cells: int = 1
+    """Number of cells of the node; 1 if it is not cut."""
     cells_cached: int = 0
+    """Number of these cells that are stored."""
     warning: str = ""
-    """Something a reader of a cached result should know."""
+    """Warning about a cached result, such as a changed source with an unchanged version."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would cost."""
+    """Expected cost of a run."""
 
     bytes_read: int = 0
+    """Bytes of the arrays that the missing cells read."""
     bytes_written: int = 0
+    """Bytes that will be stored; 0 if unknown."""
     peak_bytes: int = 0
-    """Largest memory that is held at once."""
+    """Largest memory of one cell, in bytes; 0 if unknown."""
     seconds: float | None = None
-    """Wall time, `setup_seconds` included; None where nothing is known."""
+    """Wall time including `setup_seconds`; None if unknown."""
     work: str = ""
-    """Sentence on the runs and passes of an experiment; empty for other nodes."""
+    """One sentence on the runs and forward passes of an experiment; empty for other nodes."""
     setup_seconds: float = 0.0
-    """Time to read the model, which the steps of a plan share."""
+    """Seconds to read the model, which the steps of a plan share."""
 
 
 class Part:
-    """A piece of a node's result: what it is, how large, and how to get it.
+    """A piece of a node's result: its content digest, its size, and a function that loads it.
 
-    content: digest of everything `load` gives, labels included: two parts with one content are one part.
-    load: the piece as a dataset, lazily labelled. nbytes: of its arrays. parents: R of the stored arrays it
-    is cut from, for lineage. content and nbytes may be functions, called when first asked for. check:
-    raises SourceChanged when `load` gives something else than it did when it was digested.
+    Arguments:
+        content: Digest of everything that `load` returns, labels included; or a function that computes the
+            digest when it is first used. Two parts with equal content are interchangeable.
+        load: Returns the piece as a dataset that is read lazily.
+        nbytes: Bytes of its arrays, or a function that computes them.
+        parents: Content digests of the stored results that the piece is cut from, for lineage.
+        check: Raises SourceChanged if `load` no longer returns the digested content.
     """
 
     def __init__(
@@ -91,22 +99,22 @@ class Part:
 
     @cached_property
     def content(self) -> str:
-        """Digest of what `load` gives."""
+        """Content digest of the dataset that `load` returns."""
         return self._content if isinstance(self._content, str) else self._content()
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the piece when it is in memory."""
+        """Bytes of the piece in memory."""
         return self._nbytes if isinstance(self._nbytes, int) else self._nbytes()
 
 
 @runtime_checkable
 class Node(Protocol):
-    """What the graph of a workflow is made of.
+    """Protocol of the nodes of a workflow's graph.
 
-    Planning (`status`, `estimate`, `labels`) computes nothing, loads no model and works on a read-only
-    store. With a cluster, a stage's task carries the nodes it reads from: pickled, a node is names and
-    digests, never arrays or a model (`__getstate__`), and only `part` is called there.
+    Planning (`status`, `estimate`, `labels`) computes nothing, loads no model and works on a read-only store.
+    On a cluster, the task of a stage carries the nodes it reads from: a pickled node consists of names and
+    digests, without arrays or a model (`__getstate__`), and workers call only its `part`.
     """
 
     name: str
@@ -114,58 +122,74 @@ class Node(Protocol):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """What it reads beside its inputs, and what must not change while it runs."""
+        """Resources beside the inputs that must not change while the node runs."""
         ...
 
     def status(self, store: Store) -> Status:
-        """Whether the result is stored. Looks afresh at every call. Raises SourceChanged where something in
-        `pinned` is no longer what the key says."""
+        """Whether the result is stored; the store is read again at every call.
+
+        Raises:
+            SourceChanged: A resource in `pinned` no longer has the content that the key states.
+        """
         ...
 
     def estimate(self, store: Store) -> Estimate:
-        """Cost of what is missing; nothing when cached."""
+        """Expected cost of computing the missing cells; zeros if the result is cached."""
         ...
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Labels along a cell axis ("layer", "block": indices; "segment": (start, stop) token ranges).
+        """Labels along a cell axis: indices for "layer" and "block", (start, stop) token ranges for
+        "segment".
 
-        Empty if the node has no such axis, or does not know it yet.
+        Empty if the node has no such axis or does not know its labels yet.
         """
         ...
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of the stored result; variable None for all. Axes the node does not have are ignored."""
+        """A piece of the stored result.
+
+        Arguments:
+            store: The store that holds the result.
+            variable: One variable of the dataset; None for all.
+            selection: Labels by cell axis; axes that the node does not have are ignored.
+        """
         ...
 
     def require_workers(self, context: Context) -> None:
-        """Raise PlanError where other processes cannot compute this. Asked before anything starts."""
+        """Raise PlanError if worker processes cannot compute this node; called before any node runs."""
         ...
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and store what is missing, in the calling thread or through `context.map`.
+        """Compute and store the missing cells, in the calling thread or through `context.map`.
 
-        Called when all inputs are stored. Whatever is finished is published at once, so that a kill at any
-        moment leaves a store from which `run` goes on.
+        All inputs must be stored. Each cell is published as soon as it is computed, so a run that is killed
+        can be resumed by another call.
         """
         ...
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, labelled and lazy. StageError, or of a run EntryNotFound, unless it is whole."""
+        """The stored result, labelled and lazy.
+
+        Raises:
+            StageError, or EntryNotFound for a captured run: the result is not complete.
+        """
         ...
 
 
 # -- one look at the store
 
 _MEMO: ContextVar[dict[Any, Any] | None] = ContextVar("mizarr-look", default=None)
+"""Results of the functions decorated with `remembered` within the current `one_look`; None outside of one."""
 
 
 @contextmanager
 def one_look() -> Iterator[None]:
-    """Within: each node is asked once whether it is stored, however many others read it.
+    """Context in which each node is looked up in the store once, however many other nodes read it.
 
-    Without it a chain of n stages would look 2^n times: a status needs the keys of the inputs, a key their
-    status.
+    Without it a chain of n stages would need 2^n lookups: a status needs the keys of the inputs, and a key
+    needs their status.
     """
+    # Nested: the outer look keeps its results, so that one status is consistent throughout.
     if _MEMO.get() is not None:
         yield
         return
@@ -177,47 +201,50 @@ def one_look() -> Iterator[None]:
 
 
 def remembered(
-    ask: Callable[Concatenate[S, Store, P], T],
+    function: Callable[Concatenate[S, Store, P], T],
 ) -> Callable[Concatenate[S, Store, P], T]:
-    """A question to a node and a store, answered once per look."""
+    """Decorator of a method or function of (node, store): its result is cached within `one_look`."""
 
-    @wraps(ask)
-    def answer(node: S, store: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    @wraps(function)
+    def cached(node: S, store: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
         memo = _MEMO.get()
         if memo is None:
-            return ask(node, store, *args, **kwargs)
-        # The node itself is kept beside the answer, so that its id is not given to another one meanwhile.
-        place = (ask.__qualname__, id(node), store, args)
-        if place not in memo:
-            memo[place] = (node, ask(node, store, *args, **kwargs))
-        found: T = memo[place][1]
-        return found
+            return function(node, store, *args, **kwargs)
+        # The node is stored beside the result: its id could be reused if it were freed.
+        key = (function.__qualname__, id(node), store, args)
+        if key not in memo:
+            memo[key] = (node, function(node, store, *args, **kwargs))
+        result: T = memo[key][1]
+        return result
 
-    return cast("Callable[Concatenate[S, Store, P], T]", answer)
+    return cast("Callable[Concatenate[S, Store, P], T]", cached)
 
 
 @remembered
 def status_of(node: Node, store: Store) -> Status:
-    """`node.status(store)`, asked once within `one_look`."""
+    """`node.status(store)`, called once per node within `one_look`."""
     return node.status(store)
 
 
 @remembered
 def estimate_of(node: Node, store: Store) -> Estimate:
-    """`node.estimate(store)`, asked once within `one_look`."""
+    """`node.estimate(store)`, called once per node within `one_look`."""
     return node.estimate(store)
 
 
 def check_pinned(node: Node) -> None:
-    """Raise SourceChanged unless all that a node reads beside its inputs is what its key says. Each resource
-    is asked once within `one_look`."""
+    """Check the pinned resources of a node, each once within `one_look`.
+
+    Raises:
+        SourceChanged: A resource no longer has the content that the key states.
+    """
     memo = _MEMO.get()
     for resource in node.pinned:
-        place = ("check", id(resource))
-        if memo is None or place not in memo:
+        key = ("check", id(resource))
+        if memo is None or key not in memo:
             resource.check()
             if memo is not None:
-                memo[place] = resource
+                memo[key] = resource
 
 
 # -- edges
@@ -231,12 +258,12 @@ class Port:
     variable: str | None = None
 
     def part(self, store: Store, selection: Selection) -> Part:
-        """A piece of what comes through here."""
+        """A piece of the dataset or variable, as `Node.part`."""
         return self.node.part(store, self.variable, selection)
 
 
 class Ports:
-    """What every kind of node has: `node["variable"]`, nothing pinned, and leave to be computed anywhere."""
+    """Base class of nodes: `node["variable"]` gives a port; nothing is pinned, workers may compute."""
 
     def __getitem__(self, variable: str) -> Port:
         return Port(self, variable)  # type: ignore[arg-type]  # every subclass is a Node
@@ -254,14 +281,14 @@ class Ports:
 
 
 class ResultNode(Ports, ABC):
-    """What nodes with one stored result share: finding it, reading it, whole or in part."""
+    """Base class of nodes with one stored result: looks it up, reads and publishes it."""
 
     name: str
     inputs: tuple[Node, ...] = ()
 
     @abstractmethod
     def key(self, store: Store) -> ResultKey | None:
-        """The result's key; None while an input is missing."""
+        """Key of the result; None while an input is not stored."""
 
     @abstractmethod
     def status(self, store: Store) -> Status:
@@ -276,28 +303,28 @@ class ResultNode(Ports, ABC):
         """See `Node`."""
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers or blocks of the stored result; a result has no segments of its own."""
+        """Layers or blocks of the stored result; empty for segments, which results do not have."""
         if axis == "segment" or self.record(store) is None:
             return []
         return indices_along(self.open(store), axis)
 
     @remembered
     def record(self, store: Store) -> Record | None:
-        """What is published under the key."""
+        """Store record published under the key; None while the result is not stored."""
         key = self.key(store)
         return None if key is None else store.lookup(key)
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of the result, cut by layer and token range where it has those axes."""
+        """A piece of the result, cut by layer, block and token range if it has those axes."""
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, lazy, in a dataset of the caller's own. StageError unless there is one."""
+        """The stored result, lazy; a shallow copy that the caller may change. StageError if missing."""
         return self._opened(store).copy(deep=False)
 
     @remembered
     def _opened(self, store: Store) -> xr.Dataset:
-        # Asked for labels, for sizes and for values of each reader; never handed out itself, as it is shared.
+        # Opened once per look, for labels, sizes and values. Shared, so callers get copies of it.
         return store.open_result(self._stored(store))
 
     def publish(
@@ -308,8 +335,18 @@ class ResultNode(Ports, ABC):
         note: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store a result under its key, unless something in `pinned` changed since it was opened, or `check`
-        raises; note: its provenance. Raises SourceChanged, and then nothing is stored."""
+        """Store a result under its key.
+
+        Arguments:
+            store: The store to write to.
+            key: Key of the result.
+            dataset: The result.
+            note: Provenance of the result.
+            check: Further check before publication; raises if the result must not be published.
+
+        Raises:
+            SourceChanged: A resource in `pinned` changed since it was opened; nothing is stored.
+        """
 
         def unchanged() -> None:
             for resource in self.pinned:
@@ -333,26 +370,36 @@ def cut(
     *,
     changes: bool = False,
 ) -> Part:
-    """A piece of a dataset whose content is known; changes: somebody else may change what `load` reads.
+    """A piece of a dataset whose content digest is known.
 
-    The whole is identified by its content; which variable is read, the key of the reader says. A real cut is
-    identified by its own bytes, so that a result which grew by a layer leaves the pieces of its other layers
-    what they were.
+    The whole dataset is identified by its content, and the reader's key names the variable that is read. A
+    piece cut along an axis is identified by its own bytes: a result that grows by one layer leaves the
+    digests of its other layers unchanged.
+
+    Arguments:
+        content: Content digest of the whole dataset.
+        load: Returns the whole dataset.
+        variable: One variable; None for all.
+        selection: Labels by cell axis; axes that the dataset does not have are ignored.
+        changes: Whether the data that `load` reads may change, so that the part must be digested again before
+            publication.
     """
 
     def read() -> xr.Dataset:
         dataset = load()
         if variable is not None:
             if variable not in dataset.data_vars:
-                held = [str(name) for name in dataset.data_vars]
-                near = nearest(variable, held)
+                names = [str(name) for name in dataset.data_vars]
+                near = nearest(variable, names)
                 hint = f"; nearest is {near!r}" if near else ""
-                raise StageError(f"expected a variable {variable!r}, found {', '.join(held)}{hint}")
+                raise StageError(f"expected a variable {variable!r}, found {', '.join(names)}{hint}")
             dataset = dataset[[variable]]
+        # A one-element list keeps the dim, which the declaration of the stage requires.
         for axis in ("layer", "block"):
             if axis in selection and axis in dataset.dims:
-                place = _index(axis, dataset[axis].values.tolist(), selection[axis])
-                dataset = dataset.isel({axis: [place]})
+                position = _index(axis, dataset[axis].values.tolist(), selection[axis])
+                dataset = dataset.isel({axis: [position]})
+        # Inputs without tokens (e.g. weights) enter every cell whole.
         if "segment" in selection and "token" in dataset.dims:
             dataset = dataset.isel(token=slice(*selection["segment"]))
         return dataset
@@ -360,17 +407,17 @@ def cut(
     def size() -> int:
         return sum(int(array.nbytes) for array in read().data_vars.values())
 
-    def own() -> str:
+    def content_of_piece() -> str:
         from ..store.content import content_of
 
         return content_of(read())
 
     def check() -> None:
-        found = own() if selection else content_of_whole()
-        if found != part.content:
+        current = content_of_piece() if selection else content_of_whole()
+        if current != part.content:
             raise SourceChanged(
                 f"expected an array as it was when it was given ({part.content[:19]}), found it changed "
-                f"({found[:19]}): what it reads lazily was written to; load it first, or start again"
+                f"({current[:19]}): its lazily read data was overwritten; call .load() first, or start again"
             )
 
     def content_of_whole() -> str:
@@ -378,16 +425,18 @@ def cut(
 
         return content_of(load())
 
-    part = Part(own if selection else content, read, size, (content,), check if changes else lambda: None)
+    part = Part(
+        content_of_piece if selection else content, read, size, (content,), check if changes else lambda: None
+    )
     return part
 
 
 def indices_along(dataset: xr.Dataset, axis: str) -> list[int]:
-    """Labels of the layers, or blocks, of a dataset; empty where it has none."""
+    """Indices along the layer or block axis of a dataset; empty if it has no such axis."""
     return [int(label) for label in dataset[axis].values] if axis in dataset.dims else []
 
 
-def _index(axis: str, held: list[int], wanted: int) -> int:
-    if wanted not in held:
-        raise StageError(f"expected {axis} {wanted}, found {axis}s {', '.join(map(str, held))}")
-    return held.index(wanted)
+def _index(axis: str, indices: list[int], index: int) -> int:
+    if index not in indices:
+        raise StageError(f"expected {axis} {index}, found {axis}s {', '.join(map(str, indices))}")
+    return indices.index(index)

@@ -1,11 +1,11 @@
 """Stage parameters: the record that enters a key, and the copies that the stage's function gets.
 
-Two values that Python code can tell apart have two records: a tuple and a list, `np.uint8(200)` and 200, 0.0
-and -0.0, an enum member and its name, mappings in another order. A function may compute something else with
-each, so a record that folded them would serve one's result for the other's. What has no such record (sets,
-arrays, instances of other classes, subclasses of the built-in types) is refused.
+Any two values that Python code can distinguish have different records: a tuple and a list, `np.uint8(200)`
+and 200, 0.0 and -0.0, an enum member and its name, mappings in another order. A function may compute
+different results with each, so a shared record would return the result of one for the other. Values without
+such a record (sets, arrays, instances of other classes, subclasses of the built-in types) are refused.
 
-The fields of an intervention that a user wrote are recorded the same way (stages/forward/hooks).
+The fields of a user's intervention are recorded the same way (stages/forward/hooks).
 
 Border: Python values in, JSON values or Python values out; knows no stage and no key.
 """
@@ -25,23 +25,26 @@ __all__ = ["parameter_copy", "parameter_record", "parameter_records"]
 
 NUMPY_NUMBERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
                  "float16", "float32", "float64")  # fmt: skip
-"""Names of the dtypes whose scalars a Python number holds exactly."""
+"""Names of the numpy dtypes whose scalars a Python number represents exactly."""
 
 
-def parameter_records(params: Mapping[str, Any], other: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    """The record of each parameter by its name.
+def parameter_records(
+    params: Mapping[str, Any], fallback: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """The record of each parameter by name.
 
-    Args:
-        params: name of a parameter -> its value.
-        other: as for `parameter_record`.
+    Arguments:
+        params: Value of each parameter by name.
+        fallback: As for `parameter_record`.
 
     Raises:
-        TypeError, ValueError: as `parameter_record`, naming the parameter.
+        TypeError, ValueError: As `parameter_record`; the message names the parameter.
     """
     records = {}
     for name, value in params.items():
         try:
-            records[name] = parameter_record(value, other or _refuse)
+            records[name] = parameter_record(value, fallback or _refuse)
+            # Lone surrogates are valid in str but not in UTF-8, which the digest uses.
             canonical_json(records[name]).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: expected text that UTF-8 can hold, found {value!r:.80}") from error
@@ -53,55 +56,61 @@ def parameter_records(params: Mapping[str, Any], other: Callable[[Any], Any] | N
 
 
 def _refuse(value: Any) -> Any:
-    """TypeError: there is no record of such a value."""
+    """Raise TypeError: values of this type have no record."""
     raise TypeError(f"{_remedy(value)}, found {type(value).__name__} {value!r:.80}")
 
 
-def parameter_record(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
+def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> Any:
     """JSON values that differ for any two values that differ in type, content or order.
 
-    Numbers, booleans, None, text and lists are themselves; everything else is a mapping of one entry, whose
-    name says what it is: {"tuple": [0, 1]}, {"numpy": ["uint8", 200]}, {"dict": [["q_proj", 1]]}.
+    Numbers, booleans, None, text and lists are recorded as themselves; other values as a mapping of one
+    entry, whose name states the type: {"tuple": [0, 1]}, {"numpy": ["uint8", 200]}, {"dict": [["q_proj",
+    1]]}.
 
-    Args:
+    Arguments:
         value: None, bool, int, float, str, list, tuple, dict with names as keys, an enum member, a numpy
             number or numpy dtype of numbers.
-        other: makes the record of any other value; by default it is refused.
+        fallback: Makes the record of a value of another type; by default such a value is refused.
 
     Raises:
-        TypeError: for every other type, subclasses of the above included.
-        ValueError: for NaN, infinity and integers beyond 2**53.
+        TypeError: The value has another type; subclasses of the above are other types.
+        ValueError: NaN, infinity, or an integer beyond 2**53.
     """
     kind = type(value)
     if value is None or kind is bool or kind is int:
         return value
+    # NaN differs from itself, and JSON has no infinity.
     if kind is float and not math.isfinite(value):
         raise ValueError(f"expected a finite number, found {value}")
     if kind is float or kind is str:
         return exact(value)
     if kind is list:
-        return [parameter_record(item, other) for item in value]
+        return [parameter_record(item, fallback) for item in value]
     if kind is tuple:
-        return {"tuple": [parameter_record(item, other) for item in value]}
+        return {"tuple": [parameter_record(item, fallback) for item in value]}
     if kind is dict:
-        return {"dict": [[_name(name), parameter_record(item, other)] for name, item in value.items()]}
+        return {"dict": [[_name(name), parameter_record(item, fallback)] for name, item in value.items()]}
+    # The class is in the record: members of two enums may have equal names and values.
     if isinstance(value, enum.Enum):
         place = f"{kind.__module__}.{kind.__qualname__}.{value.name}"
         return {"enum": [place, parameter_record(_enum_value(value))]}
     if isinstance(value, np.generic) and value.dtype.name in NUMPY_NUMBERS:
         return {"numpy": [value.dtype.name, parameter_record(value.item())]}
     if isinstance(value, np.dtype) and value.name in NUMPY_NUMBERS:
-        return {"dtype": value.str}  # with its byte order, which views and files show
-    return other(value)
+        return {
+            "dtype": value.str
+        }  # `str` includes the byte order, which code can observe through views and files
+    return fallback(value)
 
 
 def parameter_copy(value: Any) -> Any:
-    """A copy that shares nothing that can be changed, neither with `value` nor within itself.
+    """A copy that shares no mutable object with `value`, and in which no mutable object occurs twice.
 
-    `copy.deepcopy` keeps one list in two places one list, which no record tells from two equal ones.
+    `copy.deepcopy` would keep a list that occurs twice as one object, and no record distinguishes that from
+    two equal lists.
 
-    Args:
-        value: a value that has a record.
+    Arguments:
+        value: A value that has a record.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -118,7 +127,7 @@ def _name(name: Any) -> Any:
 
 
 def _enum_value(member: enum.Enum) -> Any:
-    """The value of an enum member as a built-in type: that of a StrEnum is a str already."""
+    """The value of an enum member; TypeError for a list or dict, which could be changed."""
     value = member.value
     if isinstance(value, list | dict):
         raise TypeError(f"expected an enum of constant values, found {member!r:.80}; make its value a tuple")
@@ -126,7 +135,7 @@ def _enum_value(member: enum.Enum) -> Any:
 
 
 def _remedy(value: Any) -> str:
-    """What to give in place of a value without a record."""
+    """Expected type, and the replacement to use, for a value without a record."""
     if isinstance(value, set | frozenset):
         return "expected a list or tuple (the order of a set differs between processes: sorted(…))"
     if isinstance(value, np.ndarray) or hasattr(value, "dims"):

@@ -31,26 +31,31 @@ class Pinned(Protocol):
     """Protocol of a resource (files, or weights in memory) that must not change while a command runs."""
 
     def check(self) -> None:
-        """Raise SourceChanged if its content is no longer that in the keys of the command."""
+        """Raise SourceChanged if the content differs from the digest in the keys of the running command."""
         ...
 
 
 @runtime_checkable
 class PinnedResource(Pinned, Protocol):
-    """A pinned resource that a stage's function gets, such as a dictionary of features: it has an identity,
-    which enters the key, and a place, which does not. Sent to workers it is names and digests."""
+    """A pinned resource that a stage's function uses, such as a dictionary of features.
+
+    Its identity enters the key; its location does not. Pickled for workers, it consists of names and digests.
+    """
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that stand for it among the parameters of a key."""
+        """Plain values that enter the key among the parameters."""
         ...
 
     def open(self) -> AbstractContextManager[Any]:
-        """The object that the function gets, opened once per process. Raises SourceChanged unless it is the
-        one of the identity."""
+        """Context that gives the object for the function, opened once per process.
+
+        Raises:
+            SourceChanged: The files do not have the content that `identity` states.
+        """
         ...
 
 
-class _Noted(NamedTuple):
+class _Fingerprint(NamedTuple):
     """Fingerprint of a file."""
 
     state: str
@@ -60,56 +65,76 @@ class _Noted(NamedTuple):
 
 
 class PinnedFiles:
-    """Files that must not change until `check`. Each is fingerprinted before its first read, so everything
-    read of it until then is of one content: also a change that was undone moves the stamp."""
+    """Files that must not change until `check`.
+
+    Each file is fingerprinted before it is first read, so everything read until `check` is of one content. A
+    change that was undone is detected too, because it moves the file's time stamp.
+
+    Arguments:
+        name: Owner of the files, for messages.
+        advice: Next step for the user if a file has changed.
+    """
 
     def __init__(self, name: str, advice: str = "start again with the files as they are now") -> None:
-        """name: whose files they are, for messages. advice: what to do once one has changed."""
         self.name, self.advice = name, advice
-        self._noted: dict[Path, _Noted] = {}
+        self._fingerprints: dict[Path, _Fingerprint] = {}
         self._digests: dict[Path, str] = {}
 
     def note(self, path: Path) -> Path:
-        """The path of a file that is about to be read. One that cannot be is its reader's business. Raises
-        OSError for a file that is being written."""
-        if path not in self._noted and (current := _state(path)) is not None:
+        """Fingerprint a file that is about to be read, and return its path.
+
+        An unreadable file gets no fingerprint: its reader reports the error.
+
+        Raises:
+            OSError: The file is being written.
+        """
+        if path not in self._fingerprints and (current := _state(path)) is not None:
             state, is_settled = current
-            self._noted[path] = _Noted(state, None if is_settled else file_digests().digest(path))
+            self._fingerprints[path] = _Fingerprint(
+                state, None if is_settled else file_digests().digest(path)
+            )
         return path
 
     def digest(self, path: Path) -> str:
         """`sha256:…` of a file's bytes, read once; OSError when it cannot be read."""
-        noted = self._noted.get(self.note(path))
+        fingerprint = self._fingerprints.get(self.note(path))
         if path not in self._digests:
-            content = None if noted is None else noted.content
+            content = None if fingerprint is None else fingerprint.content
             self._digests[path] = content or file_digests().digest(path)
         return self._digests[path]
 
     @property
     def are_settled(self) -> bool:
-        """Whether every change would show without reading the files."""
-        return all(noted.content is None for noted in self._noted.values())
+        """Whether a change of any file would be visible without reading it."""
+        return all(fingerprint.content is None for fingerprint in self._fingerprints.values())
 
     def check(self) -> None:
-        """Raise SourceChanged, naming a file, unless all are as they were when they were noted."""
+        """Raise SourceChanged, naming a file, if a file no longer has the fingerprint that `note` took."""
         if (path := self._first_changed()) is not None:
             raise SourceChanged(f"expected {self.name} as it was, found another {path.name}: {self.advice}")
 
     @property
     def have_changed(self) -> bool:
-        """Whether `check` would raise."""
+        """Whether `check` would raise SourceChanged."""
         return self._first_changed() is not None
 
     def _first_changed(self) -> Path | None:
-        return next((path for path, noted in list(self._noted.items()) if not _is_same(path, noted)), None)
+        return next(
+            (
+                path
+                for path, fingerprint in list(self._fingerprints.items())
+                if not _is_same(path, fingerprint)
+            ),
+            None,
+        )
 
 
-def _is_same(path: Path, noted: _Noted) -> bool:
+def _is_same(path: Path, fingerprint: _Fingerprint) -> bool:
     current = _state(path)
-    if current is None or current[0] != noted.state:
+    if current is None or current[0] != fingerprint.state:
         return False
     with suppress(OSError):
-        return noted.content is None or noted.content == file_digests().digest(path)
+        return fingerprint.content is None or fingerprint.content == file_digests().digest(path)
     return False
 
 
@@ -128,14 +153,16 @@ class OpenResource(NamedTuple):
 
 
 _OPEN: OrderedDict[FileResource, OpenResource] = OrderedDict()
-"""What is open in this process, the newest last: equal resources share one object."""
+"""Resources open in this process, the most recent last; equal resources share one object."""
 _OPENING = threading.RLock()
-"""Held while a resource is opened: threads that want the same one wait for the first."""
+"""Lock during opening: threads that open the same resource wait for the thread that came before them."""
 
 
 class FileResource(ABC):
-    """A `PinnedResource` that lies in files, opened once per process. Subclasses are frozen dataclasses of
-    names and digests."""
+    """Base class of a `PinnedResource` stored in files, opened once per process.
+
+    Subclasses are frozen dataclasses of names and digests.
+    """
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -143,22 +170,29 @@ class FileResource(ABC):
 
     @abstractmethod
     def opened_anew(self) -> OpenResource:
-        """Open it. Raises SourceChanged unless it is the one of the identity."""
+        """Open the files.
+
+        Raises:
+            SourceChanged: The files do not have the content that `identity` states.
+        """
 
     def opened_as(self, opened: OpenResource) -> Self:
-        """This resource, which whoever plans with it has open already; nobody else may hold the object."""
+        """This resource with an object that the planning code has opened already.
+
+        The caller must not share the object with a user, who might edit it.
+        """
         self._share(lambda: opened)
         return self
 
     @contextmanager
     def open(self) -> Iterator[Any]:
-        """The object. Raises SourceChanged as `check`, before and behind the block."""
+        """Context that gives the object. Raises SourceChanged like `check`, before and after the block."""
         self.check()
         yield self._opened.value
         self.check()
 
     def check(self) -> None:
-        """Raise SourceChanged unless its files are as they were when this resource was opened."""
+        """Raise SourceChanged if a file has changed since this resource was opened."""
         self._opened.files.check()
 
     @property
@@ -168,6 +202,7 @@ class FileResource(ABC):
     def _share(self, make: Callable[[], OpenResource]) -> OpenResource:
         with _OPENING:
             opened = _OPEN.pop(self, None)
+            # A resource whose files were replaced is opened again.
             if opened is None or opened.files.have_changed:
                 opened = make()
             _OPEN[self] = vars(self)["_open"] = opened
@@ -176,4 +211,5 @@ class FileResource(ABC):
         return opened
 
     def __getstate__(self) -> dict[str, Any]:
+        # Memory maps cannot be sent to workers, which open the files themselves.
         return {name: value for name, value in vars(self).items() if name != "_open"}

@@ -1,6 +1,6 @@
-"""Plans: the nodes of a workflow in order, with what each will do, before anything is done.
+"""Plans: the nodes of a workflow in order, with the expected work of each, before anything runs.
 
-Border: asks nodes; computes nothing, and works on a read-only store.
+Border: calls the nodes' `status` and `estimate`; computes nothing, and works on a read-only store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One node of a plan: what is stored of it, and what is left to do."""
+    """One node of a plan: its status in the store and the estimate of its missing work."""
 
     name: str
     status: Status
@@ -31,56 +31,61 @@ class Step:
 
     @property
     def state(self) -> str:
-        """'cached', or 'will run because …'."""
+        """ "cached", or "will run because …"."""
         work = f": {self.estimate.work}" if self.estimate.work else ""
-        told = "cached" if self.status.is_cached else f"will run because {self.status.reason}{work}"
-        return f"{told} ({self.status.warning})" if self.status.warning else told
+        state = "cached" if self.status.is_cached else f"will run because {self.status.reason}{work}"
+        return f"{state} ({self.status.warning})" if self.status.warning else state
 
     def to_json(self) -> dict[str, Any]:
-        """Name and state, and beside them the fields of status and estimate."""
+        """Plain values: `name`, `state`, and all fields of `Status` and `Estimate`."""
         return {"name": self.name, "state": self.state, **asdict(self.status), **asdict(self.estimate)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What running some nodes will do, inputs first."""
+    """Status and cost of each node that a run would visit, inputs first."""
 
     steps: tuple[Step, ...]
 
     @property
     def is_cached(self) -> bool:
-        """Whether nothing will run."""
+        """Whether all steps are cached, so that nothing will run."""
         return all(step.status.is_cached for step in self.steps)
 
     @property
     def bytes_read(self) -> int:
-        """Of all steps together; a cached one reads none."""
+        """Sum of the bytes that all steps read; a cached step reads none."""
         return sum(step.estimate.bytes_read for step in self.steps)
 
     @property
     def bytes_written(self) -> int:
-        """Of all steps together, as far as it is known."""
+        """Sum of the bytes that steps will write; a step of unknown size counts as 0."""
         return sum(step.estimate.bytes_written for step in self.steps)
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory any one cell needs, as far as it is known."""
+        """Largest memory of any one cell, in bytes; a step of unknown size counts as 0."""
         return max((step.estimate.peak_bytes for step in self.steps), default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Expected wall time of all steps, one after another; the model they share is read once.
+        """Expected wall time of all steps in sequence; None if that of any step is unknown.
 
-        None where it is not known of one of them.
+        The set-up (reading the model) is counted once.
         """
         estimates = [step.estimate for step in self.steps if not step.status.is_cached]
         if any(estimate.seconds is None for estimate in estimates):
             return None
+        # Each estimate includes the set-up, so it is subtracted per step and added once.
         work = sum((estimate.seconds or 0.0) - estimate.setup_seconds for estimate in estimates)
         return round(work + max((estimate.setup_seconds for estimate in estimates), default=0.0), 3)
 
     def check_memory(self, budget: int | None) -> None:
-        """Raise PlanError naming the node whose smallest piece of work exceeds a budget in bytes."""
+        """Check the largest cell of each step against a memory budget in bytes (None: no limit).
+
+        Raises:
+            PlanError: A step needs more; the message names its node.
+        """
         for step in self.steps:
             if budget is not None and step.estimate.peak_bytes > budget:
                 raise PlanError(
@@ -89,7 +94,7 @@ class Plan:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Every step, and what holds of all of them: bytes, peak memory, seconds (None: not known)."""
+        """Plain values: all steps, and totals of bytes, peak memory and seconds (None: unknown)."""
         return {
             "steps": [step.to_json() for step in self.steps],
             "is_cached": self.is_cached,
@@ -100,49 +105,56 @@ class Plan:
         }
 
     def rows(self) -> list[tuple[str, str, str, str, str, str, str]]:
-        """(stage, state, cells done, bytes read, bytes written, peak memory, time) per node, as text."""
+        """(stage, state, cells done, bytes read, bytes written, peak memory, time) of each step, as text."""
         rows = []
         for step in self.steps:
-            held, cost = step.status, step.estimate
-            cells = f"{held.cells_cached}/{held.cells}" if held.cells > 1 else ""
+            status, cost = step.status, step.estimate
+            cells = f"{status.cells_cached}/{status.cells}" if status.cells > 1 else ""
             sizes = [human_bytes(size) for size in (cost.bytes_read, cost.bytes_written, cost.peak_bytes)]
-            took = "" if step.status.is_cached else human_seconds(cost.seconds)
-            rows.append((step.name, step.state, cells, sizes[0], sizes[1], sizes[2], took))
+            time = "" if status.is_cached else human_seconds(cost.seconds)
+            rows.append((step.name, step.state, cells, sizes[0], sizes[1], sizes[2], time))
         return rows
 
     def _repr_html_(self) -> str:
-        """For a notebook: a line per stage, and the sums."""
+        """Table for a notebook: one row per step, and totals."""
         columns = ["stage", "state", "cells", "read", "written", "peak memory", "time"]
         sizes = [human_bytes(size) or "nothing" for size in (self.bytes_read, self.bytes_written)]
         seconds = "" if self.seconds is None else f"; {self.seconds:.3g} s as last time"
-        told = "all cached" if self.is_cached else f"{sizes[0]} read, {sizes[1]} written{seconds}"
-        return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5, 6]), told)
+        totals = "all cached" if self.is_cached else f"{sizes[0]} read, {sizes[1]} written{seconds}"
+        return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5, 6]), totals)
 
 
 def plan(nodes: Node | Iterable[Node], store: Store, where: Context | None = None) -> Plan:
-    """What computing these nodes would do now.
+    """Plan of computing these nodes, from the current content of the store.
 
-    where: they would run; PlanError where that cannot be.
+    Arguments:
+        nodes: One or several nodes.
+        store: The store to look results up in.
+        where: Settings of the run to check; None for no check.
+
+    Raises:
+        PlanError: The nodes cannot run with these settings.
     """
     with one_look():
-        asked = [node for node in in_order(nodes) if not isinstance(node, ConstantNode)]
-        found = Plan(tuple(Step(n.name, status_of(n, store), estimate_of(n, store)) for n in asked))
-        if where is not None and where.has_workers and not found.is_cached:
+        ordered = [node for node in in_order(nodes) if not isinstance(node, ConstantNode)]
+        result = Plan(tuple(Step(n.name, status_of(n, store), estimate_of(n, store)) for n in ordered))
+        if where is not None and where.has_workers and not result.is_cached:
             where.require_shared(store)
-            for node in asked:
+            for node in ordered:
                 if not status_of(node, store).is_cached:
                     node.require_workers(where)
-        return found
+        return result
 
 
 def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:
-    """Nodes and all they depend on, inputs first, each once."""
+    """The nodes and all their direct and indirect inputs, each once, inputs first."""
     ordered: dict[int, Node] = {}
 
     def visit(node: Node) -> None:
+        # By identity: nodes have no equality, and two equal nodes have one key anyway.
         if id(node) not in ordered:
-            for needed in node.inputs:
-                visit(needed)
+            for input_node in node.inputs:
+                visit(input_node)
             ordered[id(node)] = node
 
     for node in [nodes] if isinstance(nodes, Node) else nodes:
@@ -155,10 +167,15 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def as_bytes(size: int | str | None) -> int | None:
-    """A memory budget in bytes from a number or a text like "2GiB"; PlanError for anything else."""
+    """A memory budget in bytes, from a number or a text like "2GiB"; None stays None.
+
+    Raises:
+        PlanError: The value is neither.
+    """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
         return size
     text = size.replace(" ", "").upper() if isinstance(size, str) else ""
+    # rstrip removes the unit, whose letters are all in this set.
     number = text.rstrip("KMGTIB")
     with suppress(ValueError, KeyError, OverflowError):
         if (count := int(float(number) * _UNITS[text[len(number) :] or "B"])) >= 0:
@@ -167,16 +184,17 @@ def as_bytes(size: int | str | None) -> int | None:
 
 
 def human_seconds(seconds: float | None) -> str:
-    """An estimate of a time: "about 3.1 s"; "unknown" where nothing is known."""
+    """Expected seconds as text: "about 3.1 s"; "unknown" for None."""
     return "unknown" if seconds is None else f"about {seconds:.2g} s"
 
 
 def human_bytes(size: float) -> str:
-    """A size in binary units: 1.5 MiB; empty for none."""
+    """Bytes in binary units as text: "1.5 MiB"; empty for 0."""
     if not size:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1023.5:
+            # 1000 to 1023 need four digits; %.3g would print 1.02e+03.
             return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"

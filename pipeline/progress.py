@@ -1,12 +1,12 @@
-"""Progress on stderr: what is done, of how much, how fast, how long it will take, and in how much memory.
+"""Progress on stderr: amount done, total, rate, remaining time and memory of the process.
 
-A bar on a terminal; a line every few seconds where stderr is a file; nothing when quiet. A log gets a line of
-JSON for every step, flushed, whatever stderr is:
+A bar on a terminal; a line every few seconds if stderr is a file; nothing when quiet. A log file gets one
+flushed line of JSON for every step, independently of stderr:
 
     {"time": "2026-01-31T12:00:00Z", "task": "capture", "done": 8192, "total": 65536, "unit": "tokens",
      "bytes": 6291456, "seconds": 4.1, "rate": 1998.0, "seconds_left": 28.7}
 
-Border: counts and units; knows nothing of what is counted. rich is imported only when a bar is drawn.
+Border: counts and units; does not know what the units are. rich is imported only when a bar is drawn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZES = ("", "k", "M", "G", "T")
 
 
 class Bar:
-    """One thing counted; `advance` from any thread."""
+    """Counter of one task, such as captured tokens; `advance` may be called from any thread."""
 
     def __init__(self, owner: Progress, label: str, total: int | None, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
@@ -39,7 +39,7 @@ class Bar:
         self._bar: Any = None
 
     def advance(self, count: int = 1, written: int = 0) -> None:
-        """Count `count` more as done, and `written` bytes."""
+        """Add `count` finished units and `written` bytes."""
         with self._lock:
             self.done += count
             self.written += written
@@ -53,12 +53,12 @@ class Bar:
 
     @property
     def seconds_left(self) -> float | None:
-        """As the rate so far has it; None where it says nothing."""
+        """Remaining seconds at the average rate; None if the total is unknown or nothing is done."""
         return (self.total - self.done) / self.rate if self.total and self.done else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as the log has them."""
-        left = self.seconds_left
+        """One line of the log as plain values."""
+        seconds_left = self.seconds_left
         return {
             "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "task": self.label,
@@ -68,45 +68,51 @@ class Bar:
             "bytes": self.written,
             "seconds": round(time.monotonic() - self._started, 3),
             "rate": round(self.rate, 3),
-            "seconds_left": None if left is None else round(left, 3),
+            "seconds_left": None if seconds_left is None else round(seconds_left, 3),
         }
 
     def describe(self) -> str:
         """One line: label, done / total, rate, bytes, time left, memory this process holds."""
         total = f" / {short(self.total)}" if self.total else ""
-        left = "" if (seconds := self.seconds_left) is None else f", {clock(seconds)} left"
+        remaining = "" if (seconds := self.seconds_left) is None else f", {clock(seconds)} left"
         written = f", {short(self.written)}B written" if self.written else ""
         rate = f"{short(self.rate)} {self.unit}/s"
-        held = resident()
-        memory = "" if held is None else f", {megabytes(held)}"
-        return f"{self.label}: {short(self.done)}{total} {self.unit}, {rate}{written}{left}{memory}"
+        resident_bytes = resident()
+        memory = "" if resident_bytes is None else f", {megabytes(resident_bytes)}"
+        return f"{self.label}: {short(self.done)}{total} {self.unit}, {rate}{written}{remaining}{memory}"
 
 
 class Progress:
-    """The bars of one piece of work.
+    """Progress bars, lines or log of one piece of work.
 
     >>> with Progress(quiet=True) as progress:
     ...     task = progress.task("capture", total=100, unit="tokens")
     ...     task.advance(40)
     >>> task.done
     40
+
+    Arguments:
+        quiet: Whether to write nothing to stderr.
+        log: File to which lines of JSON are appended.
+
+    Raises:
+        ConfigError: The log cannot be written.
     """
 
     def __init__(self, quiet: bool = False, log: str | Path | None = None) -> None:
-        """log: a file whose end gets the lines. Raises ConfigError where it cannot be written."""
         self.quiet = quiet
         self._lines = None if log is None else _opened(Path(log))
         self._bars: Any = None
 
     def task(self, label: str, *, total: int | None = None, unit: str = "") -> Bar:
-        """Start counting something; total None when it is not known."""
+        """Start a counter; `total` is None if it is unknown."""
         task = Bar(self, label, total, unit)
         if self._bars is not None:
             task._bar = self._bars.add_task(label, total=total, shown="")
         return task
 
     def say(self, line: str) -> None:
-        """One line, above the bars."""
+        """Print one line above the bars."""
         if self._bars is not None:
             self._bars.console.print(line, highlight=False, markup=False)
         elif not self.quiet:
@@ -130,7 +136,7 @@ class Progress:
             raise
 
     def close(self) -> None:
-        """End the bars and the log; what is counted later is shown no more."""
+        """Remove the bars and close the log; later counts are not shown."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -141,6 +147,7 @@ class Progress:
     def _log(self, task: Bar) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps(task.to_json()) + "\n")
+            # Flushed, so that `tail -f` and a killed run show every step.
             self._lines.flush()
 
     def _show(self, task: Bar) -> None:
@@ -154,11 +161,12 @@ class Progress:
 
 
 def _bars() -> Any:
-    """A line of text and a bar for each task, on stderr."""
+    """rich's progress display on stderr, with a line of text and a bar for each task."""
     from rich.progress import BarColumn, Progress as Bars, TextColumn
 
     from ..store.display.console import EscapingConsole
 
+    # No markup: names of models and prompts may contain brackets.
     columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
     return Bars(*columns, console=EscapingConsole(stderr=True), transient=True)
 
@@ -173,7 +181,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def short(count: float) -> str:
-    """A count with three digits and a metric prefix: 1.25M."""
+    """A count with three digits and a metric prefix: "1.25M"."""
     for size in _SIZES:
         if abs(count) < 1000 or size == _SIZES[-1]:
             return f"{count:.3g}{size}" if count < 1000 else f"{count:.0f}{size}"
@@ -182,7 +190,7 @@ def short(count: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 0:07, 12:03 or 3:00:00."""
+    """Seconds as "0:07", "12:03" or "3:00:00"."""
     whole = int(seconds + 0.5)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

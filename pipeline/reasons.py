@@ -1,6 +1,6 @@
-"""Why a result is not stored, in words: what differs from the nearest result that is.
+"""Why a result is not stored: its differences from the most similar stored result, as text.
 
-Border: reads provenance for people; nothing here decides a cache hit.
+Border: reads provenance for messages; no cache hit depends on it.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ if TYPE_CHECKING:
     from ..store.records import Record
 
 NEWEST = 50
-"""Stored results of a stage that are compared: enough to find a neighbour, few enough to stay fast."""
+"""Stored results of a stage that are compared: enough to find a similar one, and still fast."""
 
 
 def why_not(store: Store, key: ResultKey | None) -> str:
-    """Why there is no result under a key: the fewest differences to a stored result of the same stage."""
+    """Why no result has this key: the smallest set of differences from a result of the same stage."""
     if key is None:
         return "an input will run"
     requests = [note["request"] for note in notes(key.stage, store)]
     if not requests:
         return "there is no result yet"
-    wanted = json.loads(json.dumps(key.request()))  # as provenance spells it: lists for tuples
-    found = sorted((differences(wanted, stored) for stored in requests), key=len)
-    return ", ".join(found[0])
+    request = json.loads(json.dumps(key.request()))  # JSON turns tuples into lists, as in provenance
+    # A stable sort: among equally similar results the newest is described.
+    candidates = sorted((differences(request, stored) for stored in requests), key=len)
+    return ", ".join(candidates[0])
 
 
-def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """What differs between two requests, one phrase each: version, parameters, inputs."""
-    found = []
-    if wanted["version"] != stored["version"]:
-        found.append(f"version {stored['version']} -> {wanted['version']}")
-    for name in dict.fromkeys([*wanted["params"], *stored["params"]]):
-        params = stored["params"], wanted["params"]
-        if len({repr(each[name]) if name in each else None for each in params}) == 1:
+def differences(request: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Differences between a request and a stored one, one phrase each: version, parameters, inputs."""
+    phrases = []
+    if request["version"] != stored["version"]:
+        phrases.append(f"version {stored['version']} -> {request['version']}")
+    for name in dict.fromkeys([*request["params"], *stored["params"]]):
+        params = stored["params"], request["params"]
+        if len({repr(values[name]) if name in values else None for values in params}) == 1:
             continue
-        old, new = (_shown(each, name) for each in params)
+        old, new = (_shown(values, name) for values in params)
         # Long values may differ where they are no longer shown.
-        found.append(f"parameter {name} changed" + (f" {old} -> {new}" if old != new else ""))
-    inputs = dict.fromkeys([*wanted["inputs"], *stored["inputs"]])
-    was, now = stored["inputs"], wanted["inputs"]
-    found += [f"input {name} changed" for name in inputs if now.get(name) != was.get(name)]
-    return found or ["its stored result was removed"]
+        phrases.append(f"parameter {name} changed" + (f" {old} -> {new}" if old != new else ""))
+    inputs = dict.fromkeys([*request["inputs"], *stored["inputs"]])
+    was, now = stored["inputs"], request["inputs"]
+    phrases += [f"input {name} changed" for name in inputs if now.get(name) != was.get(name)]
+    return phrases or ["its stored result was removed"]
 
 
 def _shown(params: Mapping[str, Any], name: str) -> str:
@@ -58,20 +59,20 @@ def _shown(params: Mapping[str, Any], name: str) -> str:
 
 
 def missing_cells(missing: Sequence[Selection], total: int) -> str:
-    """Cells for people: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing"."""
+    """Missing cells as text: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing"."""
     layers = {cell.get("layer") for cell in missing}
     segments = {cell.get("segment") for cell in missing}
     numbers = [layer for layer in layers if layer is not None]
     if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
         return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)} missing"
     axes = {axis for cell in missing for axis in cell}
-    what = f"{axes.pop()}s" if axes in ({"segment"}, {"block"}) else "cells"
-    of = f" (layers {spans(numbers)})" if numbers else ""
-    return f"{len(missing)} of {total} {what} missing{of}"
+    unit = f"{axes.pop()}s" if axes in ({"segment"}, {"block"}) else "cells"
+    layer_note = f" (layers {spans(numbers)})" if numbers else ""
+    return f"{len(missing)} of {total} {unit} missing{layer_note}"
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: 0-3, 7, 9-10."""
+    """Numbers as ranges: "0-3, 7, 9-10"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -82,21 +83,27 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:
-    """Provenance of the newest stored results of a stage, newest first; `verify` tells what is damaged."""
-    found = []
+    """Provenance of the newest stored results of a stage, newest first; damaged entries are skipped."""
+    provenance = []
     for record in _newest(stage, store):
         with suppress(CorruptEntry):
-            written = [note for note in store.provenance(record) if "request" in note]
-            found += written[:1]
-    return found
+            requests = [note for note in store.provenance(record) if "request" in note]
+            provenance += requests[:1]
+    return provenance
 
 
 def last_timed(
     name: str, store: Store, fits: Callable[[Mapping[str, Any]], bool] = lambda note: True
 ) -> dict[str, Any] | None:
-    """The newest note, among those that fit, that says how long a stage or a captured variable took."""
+    """Newest provenance that states seconds, of a stage or captured variable, among those that `fits`
+    accepts.
+
+    Returns:
+        None if there is none.
+    """
     for record in _newest(name, store):
         with suppress(CorruptEntry):
+            # The last note belongs to the latest computation of the record.
             for note in reversed(store.provenance(record)):
                 if "seconds" in note and fits(note):
                     return dict(note)
@@ -104,20 +111,20 @@ def last_timed(
 
 
 def scaled_seconds(note: Mapping[str, Any], share: float) -> float:
-    """Expected seconds of `share` times the work of an earlier run; its set-up is needed once, not scaled."""
+    """Expected seconds of `share` times the work of an earlier run; its set-up time is not scaled."""
     setup = min(note.get("setup_seconds", 0.0), note["seconds"])
     return float(setup + (note["seconds"] - setup) * share)
 
 
 def _newest(name: str, store: Store) -> list[Record]:
-    of_it = _by_stage("", store).get(name, ())
-    return sorted(of_it, key=lambda record: record.created, reverse=True)[:NEWEST]
+    records = _by_stage("", store).get(name, ())
+    return sorted(records, key=lambda record: record.created, reverse=True)[:NEWEST]
 
 
 @remembered
 def _by_stage(_: str, store: Store) -> dict[str, list[Record]]:
-    """Every record by the stage that made it; one pass over the key files per look."""
-    found: dict[str, list[Record]] = {}
+    """All records by the stage that made them; the key files are read once per look."""
+    records_by_stage: dict[str, list[Record]] = {}
     for record in store.records():
-        found.setdefault(record.label.rpartition("/")[0], []).append(record)
-    return found
+        records_by_stage.setdefault(record.label.rpartition("/")[0], []).append(record)
+    return records_by_stage

@@ -1,7 +1,7 @@
-"""Where graphs begin: datasets made by a function of declared identity, and datasets in hand.
+"""Nodes where graphs begin: datasets made by a function of declared identity, and datasets in memory.
 
-Border: says what something is and gets it; what reads it is a stage's business. What cannot be identified is
-refused, as a key that guesses returns somebody else's numbers.
+Border: identifies a dataset and provides it; what reads it is decided by stages. Data that cannot be
+identified is refused, because a guessed key could return the result of other data.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ if TYPE_CHECKING:
     from .pinned import Pinned
 
 NOTHING = Estimate()
+"""The estimate of a cached node."""
 
 
 class SourceNode(ResultNode):
     """A dataset made by a function from declared parameters, e.g. a model's readout from its files.
 
-    params: plain values that identify the result: digests of files, not their names. make: called in the main
-    process, and only while the result is not stored. pinned: what `make` reads.
+    Arguments:
+        name: Name in keys.
+        version: Raise it when the result changes.
+        params: Plain values that identify the result; digests of files instead of their names.
+        make: Computes the dataset; called in the main process, and only while the result is not stored.
+        estimate: Cost of calling `make`.
+        pinned: Resources that `make` reads.
     """
 
     def __init__(
@@ -63,48 +69,51 @@ class SourceNode(ResultNode):
         return f"SourceNode({self.name}, {self.params})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker reads; what these hold on to stays here, where the source was checked.
+        # Workers only read the stored result; functions and open files stay in the main process.
         return {**self.__dict__, "_make": None, "_pinned": ()}
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """What `make` reads."""
+        """The resources that `make` reads."""
         return self._pinned
 
     def key(self, store: Store) -> ResultKey:
-        """Made of the parameters alone."""
+        """Key made of the parameters; a source has no inputs."""
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
-        """Whether it is stored."""
+        """Whether the dataset is stored."""
         check_pinned(self)
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """As declared, while it is missing; seconds in proportion to the bytes read last time."""
+        """The declared estimate while the dataset is missing; seconds scaled by bytes from the last run."""
         if status_of(self, store).is_cached:
             return NOTHING
-        last = last_timed(self.name, store, lambda note: bool(note.get("bytes_read")))
-        if last is None:
+        last_note = last_timed(self.name, store, lambda note: bool(note.get("bytes_read")))
+        if last_note is None:
             return self._estimate
-        share = self._estimate.bytes_read / last["bytes_read"]
-        return replace(self._estimate, seconds=round(scaled_seconds(last, share), 3))
+        share = self._estimate.bytes_read / last_note["bytes_read"]
+        return replace(self._estimate, seconds=round(scaled_seconds(last_note, share), 3))
 
     def run(self, store: Store, context: Context) -> None:
-        """Make and publish it, in the calling thread."""
+        """Make and publish the dataset in the calling thread."""
         with measured() as took:
-            made = self._make()
+            dataset = self._make()
             note = {**took(), "bytes_read": self._estimate.bytes_read}
-        self.publish(store, self.key(store), made, note)
+        self.publish(store, self.key(store), dataset, note)
 
 
 class ConstantNode(Ports):
-    """A dataset in hand as an input: identified by its content, stored only when a cluster has to read it.
+    """A dataset in memory as an input: identified by its content, stored only if worker processes must read
+    it.
 
-    The dataset is copied, so that changing the original in place does not change what the digest stands for;
-    what it reads lazily is digested once more before anything made of it is published. Raises ShapeError for
-    dtypes and attributes that cannot be digested.
+    The dataset is copied, so that changing the original in place does not invalidate the digest. Data that it
+    reads lazily is digested again before anything computed from it is published.
+
+    Raises:
+        ShapeError: A dtype or attribute cannot be digested.
     """
 
     inputs: tuple[Node, ...] = ()
@@ -113,6 +122,7 @@ class ConstantNode(Ports):
         from ..store.content import content_of
 
         self.name = name
+        # A deep copy: the original may be changed in place after its content was digested.
         self._dataset: xr.Dataset | None = dataset.copy(deep=True)
         self.content = content_of(dataset)
         self._is_lazy = any(not variable._in_memory for variable in dataset.variables.values())
@@ -121,64 +131,73 @@ class ConstantNode(Ports):
         return f"ConstantNode({self.name}, {self.content[:19]})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_dataset": None}  # workers read what `keep` has stored
+        return {**self.__dict__, "_dataset": None}  # workers read the copy that `keep` stored
 
     def keep(self, store: Store) -> None:
-        """Store it, so that workers of a cluster can read it: paths travel, arrays do not."""
-        whole = cut(self.content, lambda: self._held(store), None, {}, changes=self._is_lazy)
-        store.put_result(self._key, self._held(store), provenance={}, confirm=whole.check)
+        """Store the dataset for workers of a cluster; arrays are never sent to workers directly."""
+        whole = cut(self.content, lambda: self._loaded(store), None, {}, changes=self._is_lazy)
+        store.put_result(self._key, self._loaded(store), provenance={}, confirm=whole.check)
 
     def status(self, store: Store) -> Status:
-        """Cached: what is in hand needs no run."""
+        """Always cached: a dataset in memory needs no run."""
         return Status(True, cells_cached=1)
 
     def estimate(self, store: Store) -> Estimate:
-        """Nothing is read or written: it is there."""
+        """Zeros: nothing has to be read or written."""
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Its layers or blocks; all tokens are one segment."""
-        dataset = self._held(store)
+        """Layers or blocks of the dataset; all its tokens are one segment."""
+        dataset = self._loaded(store)
         if axis != "segment":
             return indices_along(dataset, axis)
         return [(0, dataset.sizes["token"])] if "token" in dataset.dims else []
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """See `Node`; the store is read in workers alone, which have no dataset in hand."""
-        held = self._held(store)
-        return cut(self.content, lambda: held, variable, selection, changes=self._is_lazy)
+        """See `Node`. Only workers, which have no dataset in memory, read the store."""
+        dataset = self._loaded(store)
+        return cut(self.content, lambda: dataset, variable, selection, changes=self._is_lazy)
 
     def run(self, store: Store, context: Context) -> None:
-        """Does nothing: what is in hand is there."""
+        """Do nothing: the dataset is in memory already."""
 
     def open(self, store: Store) -> xr.Dataset:
-        """The dataset in hand, as it was given."""
-        return self._held(store)
+        """The dataset in memory; a worker reads the stored copy."""
+        return self._loaded(store)
 
     @property
     def _key(self) -> ResultKey:
         return ResultKey("constant", 1, {"content": self.content}, {})
 
-    def _held(self, store: Store) -> xr.Dataset:
+    def _loaded(self, store: Store) -> xr.Dataset:
         if self._dataset is None:
             self._dataset = store.open_result(self._key)
         return self._dataset
 
 
-def as_port(given: Any, name: str) -> Port:
-    """Whatever may be given as a stage's input, as a port; StageError for what has no identity."""
-    if isinstance(given, Port):
-        return given
-    if isinstance(given, Node):
-        return Port(given)
+def as_port(source: Any, name: str) -> Port:
+    """A stage's input as a port.
+
+    Arguments:
+        source: A port, a node, an xarray DataArray or a Dataset.
+        name: Name of the input, for messages and as the name of a constant node.
+
+    Raises:
+        StageError: The value is of another type and has no identity.
+    """
+    if isinstance(source, Port):
+        return source
+    if isinstance(source, Node):
+        return Port(source)
     import xarray as xr
 
-    if isinstance(given, xr.DataArray):
-        label = name if given.name is None else str(given.name)
-        return Port(ConstantNode(given.to_dataset(name=label), name), label)
-    if isinstance(given, xr.Dataset):
-        return Port(ConstantNode(given, name))
+    # The variable's name enters the key, so an unnamed array gets the input's name.
+    if isinstance(source, xr.DataArray):
+        label = name if source.name is None else str(source.name)
+        return Port(ConstantNode(source.to_dataset(name=label), name), label)
+    if isinstance(source, xr.Dataset):
+        return Port(ConstantNode(source, name))
     raise StageError(
         f"input {name!r}: expected a node, node['variable'] or a labelled array (xarray), found "
-        f"{type(given).__name__}; name the axes of a bare array: xr.DataArray(values, dims=(…))"
+        f"{type(source).__name__}; name the axes of a bare array: xr.DataArray(values, dims=(…))"
     )

@@ -1,15 +1,15 @@
 """Stages: cached pure analyses, declared by one decorator.
 
-A stage is a plain function on labelled arrays plus a declaration: version, the dims of its inputs, the dims
-and units of its outputs, and along which axes it may be cut into cells. The decorated name is still the
-function, and is tested as one; `.on(…)` puts it into a workflow's graph. It opens no file, holds no model
-and reads no clock; randomness comes as a parameter and is therefore in its key.
+A stage is a plain function on labelled arrays plus a declaration: version, dims of its inputs, dims and units
+of its outputs, and the axes along which it may be cut into cells. The decorated name can still be called as
+the function, and tests do so; `.on(…)` makes it a node of a workflow's graph. A stage opens no file, holds no
+model and reads no clock; randomness is a parameter and therefore in its key.
 
-A function that takes several kinds of input has *forms*: names with the inputs of each, as an input may be
-left out, or have other dims. What a stage reads beside arrays is a *resource* (pinned.py).
+A function that takes several sets of inputs has *forms*: names with the inputs of each, as an input may be
+left out or have other dims. Data that a stage reads beside arrays is a *resource* (pinned.py).
 
-Border: what is declared is in declaration.py and function.py; what is stored, and when something runs, is
-decided in `stage_node.py` and `execute.py`.
+Border: declarations are in declaration.py and function.py; stage_node.py decides what is stored, execute.py
+when it runs.
 """
 
 from __future__ import annotations
@@ -33,60 +33,70 @@ if TYPE_CHECKING:
 
 
 class Stage(StageFunction):
-    """A declared stage; call it as the function it is, or put it into a graph with `on`."""
+    """A declared stage: call it like its function, or make it a node of a graph with `on`."""
 
-    def on(self, **given: Any) -> StageNode:
-        """This stage in a workflow's graph: inputs are nodes (or arrays), parameters plain values, resources
-        what they are. Of several forms the one that takes the inputs given; `form` names one where more do.
+    def on(self, **arguments: Any) -> StageNode:
+        """This stage as a node of a workflow's graph.
 
-        Raises StageError for an input or parameter that is missing, unknown (with the nearest name), or
-        without identity, and for a stage without a version whose code has none.
+        If the stage has forms, the one with exactly these inputs is used; where several have them, choose
+        with `form`.
+
+        Arguments:
+            arguments: By name: inputs (nodes, ports or xarray objects), parameters (plain values) and
+                resources.
+
+        Raises:
+            StageError: An argument is missing, unknown (the message offers the nearest name) or has no
+                identity, or the stage has no version and its code has no identity.
         """
-        fitting = self._form_of(given)
+        fitting = self._form_of(arguments)
         if fitting != self.name:
-            return self.form(fitting).on(**given)
-        known = [*self.inputs, *self.params, *self.resources]
-        for name in given:
-            if name not in known:
-                near = nearest(name, known)
+            return self.form(fitting).on(**arguments)
+        accepted = [*self.inputs, *self.params, *self.resources]
+        for name in arguments:
+            if name not in accepted:
+                near = nearest(name, accepted)
                 hint = f"; did you mean {near!r}?" if near else ""
-                raise StageError(f"stage {self.name!r} takes {', '.join(known)}, found {name!r}{hint}")
-        params = {name: given.get(name, default) for name, default in self.params.items()}
-        missing = [name for name in (*self.inputs, *self.resources) if name not in given]
+                raise StageError(f"stage {self.name!r} takes {', '.join(accepted)}, found {name!r}{hint}")
+        params = {name: arguments.get(name, default) for name, default in self.params.items()}
+        missing = [name for name in (*self.inputs, *self.resources) if name not in arguments]
         missing += [name for name, value in params.items() if value is REQUIRED]
         if missing:
             raise StageError(f"stage {self.name!r} also needs {', '.join(missing)}; give it by name")
-        self.key_version  # noqa: B018 - raises here, where the user is
-        held = {name: given[name] for name in self.resources}
-        for name, resource in held.items():
+        self.key_version  # noqa: B018 - raises early, where the user calls
+        resources = {name: arguments[name] for name in self.resources}
+        for name, resource in resources.items():
             if not isinstance(resource, PinnedResource):
                 raise StageError(
                     f"stage {self.name!r}: expected a resource as {name}, found {resource!r:.60}; give what "
-                    "has identity(), check() and open()"
+                    "has identity(), check() and open() (see PinnedResource)"
                 )
-        return StageNode(self, {name: as_port(given[name], name) for name in self.inputs}, params, held)
+        return StageNode(
+            self, {name: as_port(arguments[name], name) for name in self.inputs}, params, resources
+        )
 
     def form(self, name: str) -> Stage:
-        """The form of this name; StageError names those there are."""
+        """The form of this name; StageError lists the names that exist."""
         if name not in self.forms:
             raise StageError(f"stage {self.name!r} has the forms {', '.join(self.forms)}, found {name!r}")
         if name == self.name:
             return self
         return _named_as_function(replace(self, name=name, inputs=self.forms[name]))
 
-    def _form_of(self, given: Mapping[str, Any]) -> str:
-        """The form that takes just the inputs given: this one if it does, or if none or several others do."""
-        every = {name for inputs in self.forms.values() for name in inputs}
-        asked = every & set(given)
-        fitting = [name for name, inputs in self.forms.items() if set(inputs) == asked]
-        return fitting[0] if len(fitting) == 1 and set(self.inputs) != asked else self.name
+    def _form_of(self, arguments: Mapping[str, Any]) -> str:
+        """Name of the single form with exactly these inputs; this form's name if the choice is ambiguous."""
+        # Optional inputs belong to other forms, so arguments are compared with the inputs of all forms.
+        all_inputs = {name for inputs in self.forms.values() for name in inputs}
+        input_names = all_inputs & set(arguments)
+        fitting = [name for name, inputs in self.forms.items() if set(inputs) == input_names]
+        return fitting[0] if len(fitting) == 1 and set(self.inputs) != input_names else self.name
 
     def __reduce__(self) -> Any:
         # Sent to a worker by name, as the decorator has put the stage where its function was; a stage of a
         # notebook or inside a function has no such name and travels with its code.
         module, name = self.function.__module__, self.function.__qualname__
         if module == "__main__" or "<locals>" in name:
-            return _made, (self.__dict__,)
+            return _stage_of_fields, (self.__dict__,)
         return _find, (module, name, self.name)
 
 
@@ -103,66 +113,77 @@ def stage(
     resources: tuple[str, ...] = (),
     several_models: bool = False,
 ) -> Callable[[Callable[..., Any]], Stage]:
-    """Declare a function on labelled arrays as a stage; the parameters of the stage are its other parameters.
+    """Declare a function on labelled arrays as a stage.
 
-    inputs: dims of each, in order, None for a whole dataset; "head|ssm_head" for a dim that has one name or
-    another, of which the function gets the first.  forms: instead, where there are several sets of
-    inputs: name of the form, which is that of the stage in keys, -> its inputs; an input that a form leaves
-    out is an optional parameter of the function.  outputs: `Output` (or just the dims) of each. version:
-    moves when numbers move. Without one the key holds the code of the function, and everything that code
-    reads, at each moment of use (DESIGN.md, "Functions without a version"). cells: axes along which the work
-    is cut, each cell cached by itself: "layer", "segment", "block". combine: makes one dataset of the cells'
-    (needed for segments and blocks; layers are stacked without it). memory: the most a cell needs, as a
-    multiple of the bytes it reads: 2 for the inputs and as much again for work, less for a function that
-    reads block by block. resources: parameters that are resources; the function gets each opened.
-    several_models: inputs may be of different models, which is refused otherwise.
+    The function's parameters that are neither inputs nor resources become the parameters of the stage.
+
+    Arguments:
+        version: Raise it when results change. None: the key holds a digest of the function's code and of
+            everything that code reads, taken at each use (DESIGN.md, "Functions without a version").
+        inputs: Dims of each input in order; None for a whole dataset. "head|ssm_head" accepts either name,
+            and the function gets the first.
+        forms: In place of `inputs`, several sets of inputs by name; the name stands for the stage in keys. An
+            input that a form leaves out is an optional parameter of the function.
+        outputs: `Output`, or just the dims, of each output.
+        cells: Axes along which the work is cut into separately cached cells: "layer", "segment", "block".
+        combine: Makes one dataset of the datasets of all cells; required for segments and blocks. None
+            concatenates along `layer`.
+        name: Name in keys; None for the function's name.
+        memory: Peak memory of a cell, as a multiple of the bytes it reads: 2 for the inputs and as much again
+            for intermediate arrays; less for a function that reads block by block.
+        resources: Parameters that are resources; the function gets each one opened.
+        several_models: Whether inputs may be activations of different models.
+
+    Raises:
+        StageError: The declaration does not fit the function.
     """
     axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
     if (inputs is None) == (forms is None):
         raise StageError("expected inputs=… or forms=… of a stage, found both or neither")
 
     def declare(function: Callable[..., Any]) -> Stage:
-        taken = dict(forms) if forms else {name or function.__name__: dict(inputs or {})}
-        label = next(iter(taken))
-        found = inspect.signature(function).parameters
-        for each in taken.values():
-            _check(label, each, found, axes, combine)
-        every = {name for each in taken.values() for name in each} | set(resources)
-        made = Stage(
+        all_forms = dict(forms) if forms else {name or function.__name__: dict(inputs or {})}
+        label = next(iter(all_forms))
+        parameters = inspect.signature(function).parameters
+        for form_inputs in all_forms.values():
+            _check(label, form_inputs, parameters, axes, combine)
+        not_params = {name for form_inputs in all_forms.values() for name in form_inputs} | set(resources)
+        declared = Stage(
             label,
             version,
             function,
-            dict(taken[label]),
+            dict(all_forms[label]),
             {key: Output(tuple(o)) if not isinstance(o, Output) else o for key, o in outputs.items()},
             axes,
             combine,
-            {key: parameter.default for key, parameter in found.items() if key not in every},
+            {key: parameter.default for key, parameter in parameters.items() if key not in not_params},
             memory,
             _source(function),
-            taken,
+            all_forms,
             resources,
             several_models,
         )
-        return _named_as_function(made)
+        return _named_as_function(declared)
 
     return declare
 
 
-def _named_as_function(made: Stage) -> Stage:
-    """A stage with the name and docstring of its function."""
+def _named_as_function(stage: Stage) -> Stage:
+    """The stage itself, after it got the name and docstring of its function."""
+    # object.__setattr__, because the dataclass is frozen.
     for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
-        object.__setattr__(made, attribute, getattr(made.function, attribute))
-    return made
+        object.__setattr__(stage, attribute, getattr(stage.function, attribute))
+    return stage
 
 
 def _check(
     label: str,
     inputs: Mapping[str, Dims | None],
-    found: Mapping[str, inspect.Parameter],
+    parameters: Mapping[str, inspect.Parameter],
     axes: tuple[str, ...],
     combine: Any,
 ) -> None:
-    """StageError for a declaration that does not fit its function."""
+    """Raise StageError if a declaration does not fit its function."""
     for axis in axes:
         if axis not in AXES:
             raise StageError(f"stage {label!r}: expected cells among {', '.join(AXES)}, found {axis!r}")
@@ -171,18 +192,27 @@ def _check(
     for axis in ("segment", "block"):
         if axis in axes and combine is None:
             raise StageError(
-                f"stage {label!r} is cut by {axis}; give combine=… to make one result of the parts"
+                f"stage {label!r} is cut by {axis}; give combine=… to join the results of its cells"
             )
     for name in inputs:
-        if name not in found:
-            raise StageError(f"stage {label!r} declares an input {name!r} its function does not take")
-    loose = [name for name, each in found.items() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        if name not in parameters:
+            raise StageError(
+                f"stage {label!r} declares an input {name!r} that is no parameter of its function"
+            )
+    # *args and **kwargs have no names that could enter a key.
+    loose = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
     if loose:
-        raise StageError(f"stage {label!r}: parameters enter the key by name; spell out {loose[0]!r}")
+        raise StageError(
+            f"stage {label!r}: parameters enter the key by name; replace {loose[0]!r} by named parameters"
+        )
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """Digest of a function's text; empty where there is none, as in a console."""
+    """SHA-256 of a function's source text; empty if there is no text, as in a console."""
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
     except (OSError, TypeError):
@@ -190,15 +220,17 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 def _find(module: str, name: str, form: str) -> Stage:
-    found: Any = importlib.import_module(module)
+    """The stage with this dotted name in a module; used to unpickle it."""
+    member: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    stage: Stage = found
+        member = getattr(member, part)
+    stage: Stage = member
     return stage.form(form)
 
 
-def _made(fields: Mapping[str, Any]) -> Stage:
-    made = object.__new__(Stage)
+def _stage_of_fields(fields: Mapping[str, Any]) -> Stage:
+    """A stage from its fields; used to unpickle it without calling `__init__`."""
+    stage = object.__new__(Stage)
     for name, value in fields.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(stage, name, value)
+    return stage

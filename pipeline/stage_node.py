@@ -1,12 +1,12 @@
-"""A stage in a graph: its key, its cells, why it will run, and running it.
+"""A stage in a graph: its key, its cells, its status, and how it is run.
 
-Border: asks the store what is there and hands missing cells to the context; what a cell computes is the
-stage's business, where it runs the executor's.
+Border: looks up results in the store and hands missing cells to the context. What a cell computes is defined
+by the stage; where it runs is decided by the context.
 
-Cells: a stage may be cut along layers, segments (token ranges) or both. Each cell is a stored result of its
-own, keyed by the content of just the pieces it reads, so a killed sweep goes on where it was, and one more
-layer costs one layer. Inputs without the cut axis enter every cell whole. When all cells stand,
-`Stage.joined` makes the result, stored under the key of the whole.
+A stage may be cut along layers, segments (token ranges) or both. Each cell is a stored result of its own,
+keyed by the content of just the pieces it reads: a killed sweep resumes, and one more layer costs one layer.
+Inputs without the cut axis enter every cell whole. When all cells are stored, `Stage.joined` makes the
+result, which is stored under the key of the whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class StageNode(ResultNode):
-    """A stage with its inputs and parameters, in a graph."""
+    """A stage with its inputs, parameters and resources, as a node of a graph."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class StageNode(ResultNode):
     ) -> None:
         self.stage = stage
         self.ports = dict(ports)
+        # Recorded and copied now: the caller may change a list after planning.
         self._key_params = self._records(params)
         self._params = {name: parameter_copy(value) for name, value in params.items()}
         self.resources = dict(resources or {})
@@ -66,10 +67,11 @@ class StageNode(ResultNode):
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         for name, resource in self.resources.items():
             identity = self._records(resource.identity())
+            # Identity and parameters share one namespace in the key.
             if both := sorted(identity.keys() & self._key_params.keys()):
                 raise StageError(
                     f"{self.name}: expected a parameter of another name than what identifies {name}, found "
-                    f"{', '.join(both)}; one would stand for both in the key, so rename it"
+                    f"{', '.join(both)}; both would have one name in the key, so rename the parameter"
                 )
             self._key_params |= identity
 
@@ -84,22 +86,22 @@ class StageNode(ResultNode):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters, defaults included: a copy for every caller.
+        """The parameters, defaults included; a new copy at each call.
 
-        The function may change what it gets; the next cell must not see that, nor a node that is planned.
+        The function may modify its arguments; neither the next cell nor a planned node may see such a change.
         """
         return {name: parameter_copy(value) for name, value in self._params.items()}
 
     @property
     def pinned(self) -> Sequence[PinnedResource]:
-        """Its resources."""
+        """The resources of the stage."""
         return tuple(self.resources.values())
 
     # -- identity
 
     @remembered
     def key(self, store: Store) -> ResultKey | None:
-        """Made of the content of all inputs; None while one of them is not stored."""
+        """Key made of the content of all inputs; None while an input is not stored."""
         if self._waiting(store):
             return None
         return self._key_of(store, self.name, self._parts(store, {}))
@@ -113,7 +115,7 @@ class StageNode(ResultNode):
         return self.stage.key_version
 
     def _input_name(self, name: str) -> str:
-        # The content is that of the whole dataset, so lineage finds it; the name says what is read of it.
+        # The digest is that of the whole dataset, so that `lineage` finds it; the variable is in the name.
         variable = self.ports[name].variable
         return name if variable is None else f"{name}[{variable}]"
 
@@ -121,12 +123,12 @@ class StageNode(ResultNode):
         return [node for node in self.inputs if not status_of(node, store).is_cached]
 
     def _parts(self, store: Store, selection: Selection) -> dict[str, Part]:
-        """What a cell reads: of each input the axes it is cut along."""
-        found = {}
+        """The piece of each input that a cell reads, cut along the axes that the input has."""
+        parts = {}
         for name, port in self.ports.items():
-            own = {axis: label for axis, label in selection.items() if self._is_cut(name, axis)}
-            found[name] = port.part(store, own)
-        return found
+            input_selection = {axis: label for axis, label in selection.items() if self._is_cut(name, axis)}
+            parts[name] = port.part(store, input_selection)
+        return parts
 
     # -- cells
 
@@ -135,13 +137,13 @@ class StageNode(ResultNode):
         return f"{self.name}/cell"
 
     def selections(self, store: Store) -> list[Selection]:
-        """What together is the whole, layers outermost; one empty selection for what is not cut."""
+        """One selection per cell, layers outermost; a single empty selection if the stage is not cut."""
         axes = [[(axis, label) for label in self._labels(store, axis)] for axis in self.stage.cells]
-        return [dict(chosen) for chosen in itertools.product(*(axis for axis in axes if axis))]
+        return [dict(labels) for labels in itertools.product(*(axis for axis in axes if axis))]
 
     @remembered
     def cells(self, store: Store) -> list[Cell]:
-        """Every cell with its key; the inputs must be stored."""
+        """All cells with their keys; the inputs must be stored."""
         label = self._cell_label if self.stage.cells else self.name
         return [
             Cell(cut, self._key_of(store, label, self._parts(store, cut))) for cut in self.selections(store)
@@ -149,18 +151,19 @@ class StageNode(ResultNode):
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
-        """Cells that are not stored, each once, though pieces with equal content share one."""
+        """Cells that are not stored. Cells with equal inputs have equal keys and all appear."""
         return [cell for cell in self.cells(store) if store.lookup(cell.key) is None]
 
     @remembered
     def _labels(self, store: Store, axis: str) -> list[Any]:
-        cut = {name: port.node for name, port in self.ports.items() if self._is_cut(name, axis)}
-        given = {name: node.labels(store, axis) for name, node in cut.items()}
-        found = [labels for labels in given.values() if labels]
-        if axis == "layer" and any(sorted(labels) != sorted(found[0]) for labels in found):
-            told = ", ".join(f"{name} has {labels}" for name, labels in given.items())
-            raise ShapeError(f"stage {self.name!r}: expected inputs with the same layers, found {told}")
-        return max(found, key=len, default=[])
+        cut_nodes = {name: port.node for name, port in self.ports.items() if self._is_cut(name, axis)}
+        labels_by_input = {name: node.labels(store, axis) for name, node in cut_nodes.items()}
+        nonempty = [labels for labels in labels_by_input.values() if labels]
+        if axis == "layer" and any(sorted(labels) != sorted(nonempty[0]) for labels in nonempty):
+            listing = ", ".join(f"{name} has {labels}" for name, labels in labels_by_input.items())
+            raise ShapeError(f"stage {self.name!r}: expected inputs with the same layers, found {listing}")
+        # A dataset in memory is one segment, a capture several: the finest division is used.
+        return max(nonempty, key=len, default=[])
 
     def _is_cut(self, name: str, axis: str) -> bool:
         return any(dim in AXES[axis] for dim in self.stage.inputs[name] or ())
@@ -168,7 +171,7 @@ class StageNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run and how much of it stands already."""
+        """Whether the result is cached, or why it will run and how many of its cells are stored."""
         check_pinned(self)
         with one_look():
             if waiting := self._waiting(store):
@@ -189,14 +192,16 @@ class StageNode(ResultNode):
 
     def _source_changed(self, store: Store) -> str:
         record = self.record(store)
-        told = [] if record is None else store.provenance(record)
-        before = next((note["source"] for note in told if note.get("source")), self.stage.source)
-        if before == self.stage.source or self.stage.version is None:  # then the code is in the key
+        provenance = [] if record is None else store.provenance(record)
+        stored_source = next((note["source"] for note in provenance if note.get("source")), self.stage.source)
+        # Without a version the code is in the key, so a change of the source is a change of the key.
+        if stored_source == self.stage.source or self.stage.version is None:
             return ""
         return f"the source of {self.name} changed, its version {self.stage.version} did not"
 
     def estimate(self, store: Store) -> Estimate:
-        """Bytes that missing cells read, memory by `Stage.memory`; written bytes and seconds as last time."""
+        """Bytes that the missing cells read and peak memory by `StageFunction.memory`; bytes written and
+        seconds scaled from the newest stored result."""
         with one_look():
             if status_of(self, store).is_cached:
                 return Estimate()
@@ -211,20 +216,21 @@ class StageNode(ResultNode):
         return [sum(part.nbytes for part in self._parts(store, cut).values()) for cut in cuts]
 
     def _sizes_ahead(self, store: Store) -> list[int]:
-        """The same while inputs have yet to run: from what they say they will write."""
+        """Bytes read by each cell while inputs are missing, from the estimates of their nodes."""
         selections = self.selections(store) or [{}]
         total = 0
         for name, port in self.ports.items():
             cached = status_of(port.node, store).is_cached
             size = port.part(store, {}).nbytes if cached else estimate_of(port.node, store).bytes_written
             is_cut = any(self._is_cut(name, axis) for axis in self.stage.cells)
+            # An input without the cut axis is read whole by every cell.
             total += size // len(selections) if is_cut else size
         return [total] * len(selections)
 
     def _last_time(self, store: Store, read: int) -> tuple[float | None, int]:
-        """Seconds and bytes written, in proportion to the bytes read, after the newest stored result."""
-        told = notes(self._cell_label if self.stage.cells else self.name, store)
-        last = next((note for note in told if note.get("bytes_read") and "seconds" in note), None)
+        """Seconds (None: unknown) and bytes written, scaled by bytes read from the newest result."""
+        provenance = notes(self._cell_label if self.stage.cells else self.name, store)
+        last = next((note for note in provenance if note.get("bytes_read") and "seconds" in note), None)
         if last is None:
             return None, 0
         share = read / last["bytes_read"]
@@ -233,15 +239,17 @@ class StageNode(ResultNode):
     # -- running
 
     def run(self, store: Store, context: Context) -> None:
-        """Missing cells as Dask tasks, each published when done; then the whole."""
+        """Compute the missing cells as Dask tasks, publishing each when it is done; then join them."""
         with one_look():
+            # Cells with equal inputs share a key and are computed once.
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
             if missing:
                 if context.has_workers:
                     for node in self.inputs:
                         if isinstance(node, ConstantNode):
-                            node.keep(store)
+                            node.keep(store)  # workers cannot see a dataset in this process
                 context.map(run_cell, self, store, missing, peak=estimate_of(self, store).peak_bytes)
+            # The whole result has a key of its own: later runs look up one file instead of every cell.
             if self.stage.cells:
                 self._join(store)
 
@@ -255,35 +263,38 @@ class StageNode(ResultNode):
             self._put(store, key, joined, self._parts(store, {}), took)
 
     def compute(self, store: Store, cell: Cell) -> None:
-        """Run the stage's function on the pieces of one cell, and publish what it gives."""
+        """Run the stage's function on the pieces of one cell, and publish the result."""
         with measured() as took, ExitStack() as stack:
             self._check_code(cell.key)
             parts = self._parts(store, cell.selection)
-            # What the key says of an input and no more, in copies that the function may write to.
-            arrays = {name: self._given(name, as_digested(part.load())) for name, part in parts.items()}
-            opened = {name: stack.enter_context(each.open()) for name, each in self.resources.items()}
-            given = self.stage.compute(arrays, self.params | opened)
-            self._put(store, cell.key, given, parts, took)
+            # Copies in the canonical form that the content digest describes; the function may write to them.
+            arrays = {name: self._argument(name, as_digested(part.load())) for name, part in parts.items()}
+            opened = {name: stack.enter_context(resource.open()) for name, resource in self.resources.items()}
+            result = self.stage.compute(arrays, self.params | opened)
+            self._put(store, cell.key, result, parts, took)
 
-    def _given(self, name: str, dataset: xr.Dataset) -> Any:
-        """An input as the function takes it: the whole dataset, or the one array."""
+    def _argument(self, name: str, dataset: xr.Dataset) -> Any:
+        """An input in the form that the function takes: the whole dataset, or one array."""
         if self.stage.inputs[name] is None:
             return dataset
-        variable, held = self.ports[name].variable, [str(each) for each in dataset.data_vars]
-        if variable is None and len(held) != 1:
-            raise StageError(f"input {name!r} gives {', '.join(held)}; say which: {name}=node['{held[0]}']")
-        return dataset[variable or held[0]]
+        variable, names = self.ports[name].variable, [str(variable) for variable in dataset.data_vars]
+        if variable is None and len(names) != 1:
+            raise StageError(
+                f"input {name!r}: expected one variable, found {', '.join(names)}; choose one: "
+                f"{name}=node['{names[0]}']"
+            )
+        return dataset[variable or names[0]]
 
     def _put(
-        self, store: Store, key: ResultKey, given: xr.Dataset, parts: Mapping[str, Part], took: Took
+        self, store: Store, key: ResultKey, dataset: xr.Dataset, parts: Mapping[str, Part], took: Took
     ) -> None:
         # A lazy result is computed while it is written; loading it here puts that into the measured time.
-        given = given.load() if given.nbytes <= LOADED else given
+        dataset = dataset.load() if dataset.nbytes <= LOADED else dataset
         note = {
             "source": self.stage.source,
             **took(),
             "bytes_read": sum(part.nbytes for part in parts.values()),
-            "bytes_written": int(given.nbytes),
+            "bytes_written": int(dataset.nbytes),
             "parents": {name: list(part.parents) for name, part in parts.items()},
         }
 
@@ -292,23 +303,23 @@ class StageNode(ResultNode):
             for part in parts.values():
                 part.check()
 
-        self.publish(store, key, given, note, check)
+        self.publish(store, key, dataset, note, check)
 
     def _check_code(self, key: ResultKey) -> None:
-        """SourceChanged unless the code is still, and here, what the key was made of."""
-        if (now := self.stage.key_version) != key.version:
+        """Raise SourceChanged unless the function's code has, in this process, the digest in the key."""
+        if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
-                f"stage {self.name!r}: expected the code it was planned with ({key.version}), found {now}: "
-                "something its function reads changed meanwhile, is changed by the function itself, or is "
-                "another one on this worker; nothing was stored, make it constant and run again"
+                f"stage {self.name!r}: expected the code it was planned with ({key.version}), found "
+                f"{current}: something its function reads changed meanwhile, is changed by the function "
+                "itself, or is another one on this worker; nothing was stored; make it constant and run again"
             )
 
 
 LOADED = 64 << 20
-"""Bytes up to which a lazy result is computed before it is written, not chunk by chunk."""
+"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
 
 
 def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
-    """Compute and publish one cell; a task of its own, here or on a worker elsewhere."""
+    """Compute and publish one cell; the function of a Dask task, in a thread or on a worker."""
     with one_look():
         node.compute(store, cell)

@@ -102,7 +102,7 @@ class Workflow:
 
     def open_results(self, store: Store) -> Self:
         """Open the stored results of all nodes."""
-        from ..pipeline.memory import most_held
+        from ..pipeline.memory import highest_peaks
         from ..pipeline.nodes import one_look
 
         self.store = store
@@ -112,7 +112,7 @@ class Workflow:
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
         notes = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in notes)
-        self._memory = most_held(notes)
+        self._memory = highest_peaks(notes)
         return self
 
     @property

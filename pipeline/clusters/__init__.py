@@ -1,6 +1,6 @@
-"""Cells on the workers of a Dask cluster: one that is there already, or processes of this machine."""
+"""Computation of cells by the workers of an existing Dask cluster, or by processes of this machine."""
 
 from .client import ClusterClient
-from .local import local_workers, threads_each
+from .local import local_workers, threads_per_worker
 
-__all__ = ["ClusterClient", "local_workers", "threads_each"]
+__all__ = ["ClusterClient", "local_workers", "threads_per_worker"]

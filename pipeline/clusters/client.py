@@ -1,6 +1,7 @@
-"""A client of a Dask cluster: tasks handed over a few at a time, and what goes wrong with a cluster in words.
+"""A client of a Dask cluster: submits tasks a few at a time, and turns failures of the cluster into clear
+errors.
 
-Border: tasks are calls with names; knows no cells and no store. Imports `distributed` when it connects.
+Border: tasks are named function calls; knows no cells and no store. Imports `distributed` when it connects.
 """
 
 from __future__ import annotations
@@ -19,76 +20,100 @@ from ...store.errors import MizarrError, PlanError, StageError
 __all__ = ["ClusterClient", "Submitted"]
 
 PATIENCE = "MIZARR_PATIENCE"
-"""Seconds to wait for workers where there are none."""
+"""Environment variable: seconds to wait for a worker before giving up."""
 _PATIENCE = 600.0
-_SAID_AFTER = 5.0  # seconds without a worker: one that is started anew in its place is back by then
+_REPORT_AFTER = 5.0  # seconds without a worker; a restarted worker is back by then
 _LOOK_EVERY = 1.0  # seconds between questions to a scheduler from whom nothing is heard
 
 _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched")
-"""Loggers of the client's side, which tell a lost scheduler in tracebacks; we say it in a line."""
+"""Client-side loggers that report a lost scheduler as tracebacks; ClusterClient reports it in one line."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A call to be made on a worker. key: its name, the same for all who want the same done."""
+    """A function call for a worker."""
 
     key: str
+    """Name of the task; tasks with equal keys, also of different clients, are computed once."""
     call: tuple[Any, ...]
     """A function and its arguments."""
 
 
 class ClusterClient:
-    """Connected to the scheduler at an address; PlanError where there is none.
+    """Client of the Dask scheduler at an address.
 
-    say: told in a line when no worker is left, and when there are some again. How long they are waited for is
-    said by MIZARR_PATIENCE, in seconds; PlanError for what is none.
+    Arguments:
+        address: Address such as "tcp://127.0.0.1:8786".
+        say: Called with a line of text when no worker is left, and again when there are workers.
+
+    Raises:
+        PlanError: There is no scheduler, or MIZARR_PATIENCE (seconds to wait for workers) is no number.
     """
 
     def __init__(self, address: str, say: Callable[[str], None] = lambda line: None) -> None:
         from distributed import Client
 
         self.address, self._say, self._patience = address, say, patience()
-        self._held = ExitStack()
-        self._held.enter_context(_without_logs())
+        self._exit_stack = ExitStack()
+        self._exit_stack.enter_context(_without_logs())
         try:
             self._client = Client(address, timeout="10s", set_as_default=False)
         except (OSError, ValueError) as error:
-            self._held.close()
+            self._exit_stack.close()
             raise PlanError(
                 f"expected a Dask scheduler at {address!r}, found none ({error}); start one with "
                 "`dask scheduler` and workers with `dask worker`"
             ) from error
-        self._held.callback(self._client.close)
+        self._exit_stack.callback(self._client.close)
 
     def width(self, needs: str = "") -> int:
-        """Tasks that can run at once: threads of all workers; where some have the resource, of those.
+        """Number of tasks that can run at once, at least 1: threads of all workers, or of those with the
+        resource.
 
-        Raises StageError where the scheduler went away.
+        Raises:
+            StageError: The scheduler is gone.
         """
-        return max(1, self._able(needs)[0])
+        # At least 1, since a worker may join while tasks wait.
+        return max(1, self._capacity(needs)[0])
 
-    def _able(self, needs: str, expected: bool = False) -> tuple[int, bool]:
-        """Threads of the workers that tasks may go to, and whether these are those with the resource: where
-        any has it, or is expected to."""
+    def _capacity(self, needs: str, expected: bool = False) -> tuple[int, bool]:
+        """Threads of the workers that may take the tasks, and whether tasks must request the resource.
+
+        They must if any worker has it, or if `expected` says that one had it before.
+        """
         if self._client.status != "running":
-            raise self._gone()  # asking would try to connect for ten seconds
-        with self._telling(OSError):
-            having = self._having(needs)
+            raise self._lost_error()  # a request would try to reconnect for ten seconds
+        with self._translated_errors(OSError):
+            workers = self._workers_with(needs)
             threads: dict[str, int] = self._client.nthreads()
-        special = bool(having) or expected
-        return sum(count for worker, count in threads.items() if not special or worker in having), special
+        needs_resource = bool(workers) or expected
+        return sum(
+            count for worker, count in threads.items() if not needs_resource or worker in workers
+        ), needs_resource
 
     def run(
-        self, tasks: Sequence[Submitted], done: Callable[[int], None], *, needs: str = "", most: int = 0
+        self,
+        tasks: Sequence[Submitted],
+        on_done: Callable[[int], None],
+        *,
+        needs: str = "",
+        max_submitted: int = 0,
     ) -> None:
-        """Make all calls; returns when they have ended. done: told the number of each that has.
+        """Make all calls on workers; returns when all have ended. At the first error no further call is
+        submitted.
 
-        needs: name of a resource ("GPU"); tasks take one each from when the cluster has any. most: how many
-        are handed over at once, 0 for twice as many as can run: workers never wait, and no scheduler holds a
-        sweep of a million. Workers are counted whenever a task ends: those that come later get theirs. At
-        the first error the rest is not started.
-        Raises StageError where the scheduler goes away, a task takes its workers down with it, or there is no
-        worker for as long as patience lasts.
+        Workers are counted again whenever a task ends, so that workers that join later get tasks.
+
+        Arguments:
+            tasks: The calls.
+            on_done: Called with the number of each task that ended.
+            needs: Name of a Dask resource ("GPU"); each task takes one as soon as any worker has it.
+            max_submitted: Number of tasks submitted at once. 0 for twice as many as can run, so that workers
+                never wait and the scheduler does not hold a million tasks.
+
+        Raises:
+            StageError: The scheduler is gone, a task killed its workers, or there was no worker for
+                MIZARR_PATIENCE seconds.
         """
         from distributed import as_completed
         from distributed.comm.core import CommClosedError
@@ -96,14 +121,16 @@ class ClusterClient:
         client = self._client
         ahead = iter(enumerate(tasks))
         under_way: dict[Any, int] = {}
-        special = False
+        needs_resource = False
 
         def submit() -> list[Any]:
-            """As many further calls as there is room for."""
-            nonlocal special
-            width, special = self._able(needs, special)
-            room = (most or 2 * max(1, width)) - len(under_way)
-            resources = {needs: 1} if special else None
+            """Submit further calls up to the limit, and return their futures."""
+            nonlocal needs_resource
+            width, needs_resource = self._capacity(needs, needs_resource)
+            # Counting workers takes 1 to 2 ms beside the 3 ms of a task.
+            room = (max_submitted or 2 * max(1, width)) - len(under_way)
+            resources = {needs: 1} if needs_resource else None
+            # pure=False: the key is given, Dask need not hash the arguments.
             handed = {
                 client.submit(*task.call, key=task.key, pure=False, resources=resources): number
                 for number, task in islice(ahead, max(0, room))
@@ -111,66 +138,79 @@ class ClusterClient:
             under_way.update(handed)
             return list(handed)
 
-        # Not any OSError: what is done with a result may meet a disk that is full.
-        with self._telling(CommClosedError):
+        # CommClosedError and not every OSError: `on_done` may raise an OSError of its own, e.g. a full disk.
+        with self._translated_errors(CommClosedError):
             try:
                 completed = as_completed(submit(), loop=client.loop)
                 while not completed.is_empty():
-                    future = self._next(completed, lambda: self._able(needs, special)[0], needs * special)
-                    # What ended well has published. Its result, which is nothing, lies on a worker that may
-                    # be gone by now: who asked for it would wait for another one to do it all again.
+                    future = self._next(
+                        completed, lambda: self._capacity(needs, needs_resource)[0], needs * needs_resource
+                    )
+                    # A finished task has published its cell. Its return value, None, is on a worker that may
+                    # be gone by now: fetching it would make Dask compute the task again elsewhere.
                     if future.status in ("error", "cancelled"):
                         _result_of(future)
-                    done(under_way.pop(future))
+                    on_done(under_way.pop(future))
                     completed.update(submit())
             finally:
                 if client.status == "running":
+                    # After an error, tasks that have not started are dropped; started ones end by themselves.
                     client.cancel(list(under_way))
 
     def _next(self, completed: Any, threads: Callable[[], int], needs: str) -> Any:
-        """The next future that ends. threads: of the workers there are; StageError when there were none for
-        as long as patience lasts, which is said when it begins."""
-        looked, there, said = time.monotonic(), time.monotonic(), False
+        """The next future that ends.
+
+        Arguments:
+            completed: The `as_completed` iterator of submitted futures.
+            threads: Returns the number of threads of suitable workers.
+            needs: Name of the resource, for messages.
+
+        Raises:
+            StageError: There was no worker for as long as MIZARR_PATIENCE; a line was printed when the wait
+                began.
+        """
+        last_check, last_worker, is_reported = time.monotonic(), time.monotonic(), False
         while not completed.has_ready():
             with completed.thread_condition:
+                # Polled, because the loop also has to count workers.
                 completed.thread_condition.wait(0.1)
-            if (now := time.monotonic()) - looked < _LOOK_EVERY:
+            if (now := time.monotonic()) - last_check < _LOOK_EVERY:
                 continue
-            looked = now
+            last_check = now
             if threads():
-                if said:
-                    self._say(self._again)
-                there, said = now, False
-            elif now - there > self._patience:
-                raise self._deserted(needs)
-            elif now - there > min(_SAID_AFTER, self._patience / 2) and not said:
-                said = True
+                if is_reported:
+                    self._say(self._back_message)
+                last_worker, is_reported = now, False
+            elif now - last_worker > self._patience:
+                raise self._no_workers_error(needs)
+            elif now - last_worker > min(_REPORT_AFTER, self._patience / 2) and not is_reported:
+                is_reported = True
                 self._say(
-                    f"{self._none(needs)}; what is to be computed waits for one: start some with "
-                    f"`dask worker {self.address}`. This gives up in {self._patience - (now - there):.0f} "
-                    f"seconds ({PATIENCE})"
+                    f"{self._none_left(needs)}; the remaining tasks wait for one: start workers with "
+                    f"`dask worker {self.address}`. This gives up in "
+                    f"{self._patience - (now - last_worker):.0f} seconds ({PATIENCE})"
                 )
         future = next(completed)
-        if said and future.status == "finished":
-            self._say(self._again)
+        if is_reported and future.status == "finished":
+            self._say(self._back_message)
         return future
 
     @property
-    def _again(self) -> str:
+    def _back_message(self) -> str:
         return f"there are workers at {self.address} again; going on"
 
-    def _none(self, needs: str) -> str:
+    def _none_left(self, needs: str) -> str:
         return f"no worker{f' with the resource {needs}' * bool(needs)} is left at {self.address}"
 
-    def _deserted(self, needs: str) -> StageError:
+    def _no_workers_error(self, needs: str) -> StageError:
         return StageError(
-            f"{self._none(needs)}, and none came in {self._patience:g} seconds ({PATIENCE}); what was "
+            f"{self._none_left(needs)}, and none came in {self._patience:g} seconds ({PATIENCE}); what was "
             "committed stays: start workers, and the same command goes on from there"
         )
 
     @contextmanager
-    def _telling(self, lost: type[Exception]) -> Iterator[None]:
-        """Says in words what goes wrong with a cluster. lost: a further sign that the scheduler is gone."""
+    def _translated_errors(self, lost: type[Exception]) -> Iterator[None]:
+        """Context that turns errors of `distributed`, and the exception type `lost`, into StageError."""
         from asyncio import CancelledError
         from concurrent.futures import CancelledError as Cancelled
 
@@ -178,44 +218,48 @@ class ClusterClient:
 
         try:
             yield
-        except (NoWorkerError, NoValidWorkerError) as error:  # a scheduler may have a patience of its own
+        except (NoWorkerError, NoValidWorkerError) as error:  # a scheduler may have a time limit of its own
             raise StageError(
-                f"no worker is left at {self.address}, whose scheduler waits no longer for one "
+                f"no worker is left at {self.address}, and its scheduler stopped waiting for one "
                 "(distributed.scheduler.no-workers-timeout); what was committed stays: start workers, and "
                 "the same command goes on from there"
             ) from error
         except KilledWorker as error:
             raise StageError(
-                f"expected a task to end, found that {error.allowed_failures + 1} workers died of it "
-                "one after another, mostly for want of memory; give each more, or start fewer of them. What "
-                "was committed stays"
+                f"expected a task to end, found that {error.allowed_failures + 1} workers died computing it, "
+                "one after another, usually because memory ran out; give each worker more memory, or start "
+                "fewer workers. What was committed stays"
             ) from error
         except (CancelledError, Cancelled) as error:
-            raise self._gone() from error
+            raise self._lost_error() from error
         except lost as error:
-            raise self._gone() from error
+            raise self._lost_error() from error
 
-    def _gone(self) -> StageError:
+    def _lost_error(self) -> StageError:
         return StageError(
             f"the scheduler at {self.address} went away, or somebody cancelled the work; what was committed "
             "stays: the same command goes on from there"
         )
 
-    def _having(self, needs: str) -> set[str]:
-        """Workers with some of a resource."""
+    def _workers_with(self, needs: str) -> set[str]:
+        """Addresses of the workers that have a resource."""
         if not needs:
             return set()
         workers = self._client.scheduler_info(n_workers=-1)["workers"]
         return {worker for worker, about in workers.items() if about.get("resources", {}).get(needs)}
 
     def close(self) -> None:
-        """Let go of the cluster, which goes on."""
-        self._held.close()
+        """Disconnect; the cluster keeps running."""
+        self._exit_stack.close()
 
 
 def _result_of(future: Any) -> Any:
-    """The result of a task, or what it was ended by. Raises StageError, in one line, for what a worker raised
-    before or behind the task itself: a module it has not, an error that cannot be sent."""
+    """The result of a task, or its error.
+
+    Raises:
+        StageError: In one line, for an error of the worker outside the task: a missing module, or an error
+            that cannot be pickled.
+    """
     from concurrent.futures import CancelledError
 
     from distributed.comm.core import CommClosedError
@@ -235,22 +279,22 @@ def in_one_line(error: BaseException) -> str:
 
 
 def patience() -> float:
-    """Seconds to wait for workers, as MIZARR_PATIENCE says; PlanError for what is none."""
-    told = os.environ.get(PATIENCE) or _PATIENCE
+    """Seconds to wait for workers: MIZARR_PATIENCE, or 600. PlanError if it is no number of seconds."""
+    value = os.environ.get(PATIENCE) or _PATIENCE
     try:
-        seconds = float(told)
+        seconds = float(value)
     except ValueError:
         seconds = -1.0
     if not seconds >= 0:
         raise PlanError(
-            f"expected seconds to wait for workers in {PATIENCE}, found {told!r}; set it to a number"
+            f"expected seconds to wait for workers in {PATIENCE}, found {value!r}; set it to a number"
         )
     return seconds
 
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Within: what `distributed` would log of a connection is not shown."""
+    """Context in which `distributed` logs nothing about its connections."""
     loggers = [logging.getLogger(name) for name in _LOGS]
     levels = [logger.level for logger in loggers]
 

@@ -1,7 +1,7 @@
-"""Workers of this machine: processes that are started for one run and stopped with it.
+"""Worker processes of this machine, started for one run and stopped with it.
 
-Each gets its share of the cores and of the memory, and, where the machine shows GPUs, one of them: its
-environment says which, so that no code below has to choose. A worker holds one task at a time.
+Each gets an equal share of cores and memory, and one GPU if there are enough; CUDA_VISIBLE_DEVICES in its
+environment states which, so the code that it runs need not choose. A worker computes one task at a time.
 
 Border: processes and their environment; knows no cells. Imports `distributed` when it starts them.
 """
@@ -18,36 +18,44 @@ from typing import Any
 
 from ...store.errors import PlanError
 
-__all__ = ["local_workers", "threads_each"]
+__all__ = ["local_workers", "threads_per_worker"]
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GPUS = Path("/proc/driver/nvidia/gpus")
-"""A folder for every GPU that the driver shows; asked before any library of CUDA is loaded."""
+"""The driver's folder with one entry per GPU; reading it loads no CUDA library."""
 
 
 @contextmanager
 def local_workers(count: int, say: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """Start `count` worker processes; gives the address of their scheduler, and stops them at the end.
+    """Context that starts worker processes, gives the address of their scheduler, and stops them at its end.
 
-    say: told how they share the machine. They listen on 127.0.0.1. Raises PlanError where they cannot be
-    started: from a script, the call must stand under `if __name__ == "__main__":`, as each worker imports it.
+    The scheduler listens on 127.0.0.1 only. A script must call this under `if __name__ == "__main__":`,
+    because each worker imports the script.
+
+    Arguments:
+        count: Number of worker processes.
+        say: Called with a line about cores, memory and GPUs of the workers.
+
+    Raises:
+        PlanError: The processes cannot be started.
     """
     import dask
     from dask.utils import format_bytes
     from distributed import Nanny, Scheduler, SpecCluster
     from distributed.system import MEMORY_LIMIT
 
-    cards, threads, memory = visible_gpus(), threads_each(count), MEMORY_LIMIT // count
+    # MEMORY_LIMIT respects cgroups, unlike the size of the machine's memory.
+    cards, threads, memory = visible_gpus(), threads_per_worker(count), MEMORY_LIMIT // count
     with (
         tempfile.TemporaryDirectory(prefix="mizarr-workers-", ignore_cleanup_errors=True) as scratch,
-        # What is loaded before a worker reads its own environment (numpy) splits its work likewise.
+        # numpy is loaded before a worker sets its own environment, so the thread limits are set before it.
         dask.config.set({"distributed.nanny.pre-spawn-environ": _threads(threads)}),
     ):
-        place = {"host": "127.0.0.1", "port": 0, "dashboard": False}
-        # A port of its own: the usual one may be taken by another run of this kind, which would be warned of.
-        head = {**place, "dashboard_address": "127.0.0.1:0"}
+        address_options = {"host": "127.0.0.1", "port": 0, "dashboard": False}
+        # Port 0 for the dashboard: if another run had taken the default port, Dask would print a warning.
+        head = {**address_options, "dashboard_address": "127.0.0.1:0"}
         options = {
-            **place,
+            **address_options,
             "nthreads": 1,
             "memory_limit": memory,
             "local_directory": scratch,
@@ -64,37 +72,39 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
                 '`if __name__ == "__main__":`, or run without workers'
             ) from error
         with cluster:
-            of_cards = f", {min(count, len(cards))} with a GPU" if cards else ""
-            threads_told = f"{threads} thread{'s' if threads > 1 else ''}"
-            say(f"{count} workers, each of {threads_told} and at most {format_bytes(memory)}{of_cards}")
+            gpu_note = f", {min(count, len(cards))} with a GPU" if cards else ""
+            thread_note = f"{threads} thread{'s' if threads > 1 else ''}"
+            say(f"{count} workers, each of {thread_note} and at most {format_bytes(memory)}{gpu_note}")
             yield str(cluster.scheduler_address)
 
 
 def share_of(number: int, threads: int, cards: Sequence[str]) -> dict[str, Any]:
-    """What worker `number` has of the machine: its environment, and a GPU among its resources if it has one.
+    """Environment and Dask resources of worker `number`: thread limits, and a GPU if there is one for it.
 
-    Where there are more workers than GPUs, those left over see none, and take what needs none.
+    If there are more workers than GPUs, the remaining workers see none and take tasks without that resource.
     """
     environment, resources = _threads(threads), {}
     if cards:
+        # An empty value hides all GPUs; a missing one would show all of them.
         environment["CUDA_VISIBLE_DEVICES"] = cards[number] if number < len(cards) else ""
         resources = {"GPU": 1} if number < len(cards) else {}
     return {"env": environment, "resources": resources}
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs this process may use, as CUDA_VISIBLE_DEVICES says them."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
+    """Identifiers of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if setting is not None:
+        return [name.strip() for name in setting.split(",") if name.strip() and name.strip() != "-1"]
     return [str(number) for number, _ in enumerate(_GPUS.iterdir())] if _GPUS.is_dir() else []
 
 
-def threads_each(count: int) -> int:
-    """Threads of each of `count` workers: of all that this process would use, an equal share."""
+def threads_per_worker(count: int) -> int:
+    """Threads per worker: an equal share of OMP_NUM_THREADS or of the available cores, at least 1."""
+    # The affinity mask respects taskset and container limits; os.cpu_count does not.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, (int(given) if given.isdigit() else cores) // count)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, (int(setting) if setting.isdigit() else cores) // count)
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a worker process of this machine does before its first task: Dask imports this file there (`preload`).
+"""Set-up of a local worker process before its first task; Dask imports this file there (option `preload`).
 
 Border: the settings of a process; knows no tasks.
 """
@@ -13,5 +13,5 @@ __all__ = ["dask_setup"]
 
 
 def dask_setup(worker: Any) -> None:
-    """Escape what Python reports in this process: it shares the terminal of whoever started it."""
+    """Escape control characters in Python's error reports: the worker shares its parent's terminal."""
     escape_reports_of_python()

@@ -1,7 +1,7 @@
-"""What is installed, and what is the user's own: of the first the name counts, of the second the code.
+"""Tells installed code from the user's own: the first is identified by name in keys, the second by its code.
 
-Installed is what lies where the standard library and packages do, and mizarr itself, wherever it lies. All
-else is the user's own: a script, a notebook, a folder on the path, a package installed as editable.
+Installed are the standard library, packages in site-packages, and mizarr itself wherever it is. All other
+code is the user's own: a script, a notebook, a folder on the path, an editable install.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made while Python runs
 
 
 def is_library(name: str) -> bool:
-    """Whether a module is installed, by its name; one that is not loaded yet is not loaded here."""
+    """Whether the module of this name is installed; the module is not imported."""
     top = name.partition(".")[0]
     if top == _OWN:
         return True
@@ -44,7 +44,7 @@ def is_library(name: str) -> bool:
 
 
 def is_library_namespace(namespace: Mapping[str, Any]) -> bool:
-    """Whether the globals of some code are those of the standard library or of something installed."""
+    """Whether these module globals belong to the standard library or an installed package."""
     name = namespace.get("__name__")
     if not isinstance(name, str) or name == "__main__":
         return False
@@ -58,12 +58,13 @@ def is_library_namespace(namespace: Mapping[str, Any]) -> bool:
 
 @cache
 def _is_installed(place: Any) -> bool:
+    # realpath: virtual environments link to the standard library of their base Python.
     return any(root in Path(os.path.realpath(place)).parents for root in _installed())
 
 
 @cache
 def _installed() -> frozenset[Path]:
-    """Where the standard library and installed packages lie."""
+    """Folders of the standard library and of installed packages."""
     paths = sysconfig.get_paths()
     roots = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     roots += [*site.getsitepackages(), site.getusersitepackages()]
@@ -71,35 +72,38 @@ def _installed() -> frozenset[Path]:
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether a class is one of Python's own, or one that an installed module holds under its name."""
-    return not kind.__flags__ & _HEAP_TYPE or _found(kind.__module__, kind.__qualname__) is kind
+    """Whether a class is built into Python, or is a member of an installed module under its own name."""
+    # Static types are compiled into Python or an extension; users cannot create them.
+    return not kind.__flags__ & _HEAP_TYPE or _member_of(kind.__module__, kind.__qualname__) is kind
 
 
-def _found(module: Any, name: Any) -> Any:
-    """What a loaded module of a library holds under a dotted name."""
-    held = sys.modules.get(module) if isinstance(module, str) else None
-    if held is None or not isinstance(name, str) or not is_library_namespace(vars(held)):
+def _member_of(module: Any, name: Any) -> Any:
+    """The object under a dotted name in a loaded module of a library; `_NOTHING` if there is none."""
+    loaded = sys.modules.get(module) if isinstance(module, str) else None
+    if loaded is None or not isinstance(name, str) or not is_library_namespace(vars(loaded)):
         return _NOTHING
-    found: Any = held
+    member: Any = loaded
     for part in name.split("."):
-        found = vars(found).get(part, _NOTHING) if hasattr(found, "__dict__") else _NOTHING
-    return found
+        member = vars(member).get(part, _NOTHING) if hasattr(member, "__dict__") else _NOTHING
+    return member
 
 
 def library_name(value: Any) -> str | None:
-    """The name under which a library holds this very object; None where it does not."""
+    """Dotted name by which an installed library exposes this very object; None if no library does."""
     owner = getattr(value, "__objclass__", None)
     if isinstance(owner, type) and is_library_class(owner):  # str.upper
         return f"{owner.__module__}.{value.__qualname__}"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if _found(module, name) is value:
+    if _member_of(module, name) is value:
         return f"{module}.{name}"
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return None
-    if isinstance(value, np.ufunc):  # from any library, and none says which
-        holders = [each for each in list(sys.modules) if _found(each, value.__name__) is value]
-        return f"{min(holders, key=lambda each: (len(each), each))}.{value.__name__}" if holders else None
+    if isinstance(value, np.ufunc):  # does not name its library, which may be numpy or scipy
+        holders = [module for module in list(sys.modules) if _member_of(module, value.__name__) is value]
+        return (
+            f"{min(holders, key=lambda module: (len(module), module))}.{value.__name__}" if holders else None
+        )
     home = type(value).__module__
-    held = vars(sys.modules[home]) if is_library_class(type(value)) and home in sys.modules else {}
-    names = [each for each, other in held.items() if other is value]
+    members = vars(sys.modules[home]) if is_library_class(type(value)) and home in sys.modules else {}
+    names = [name for name, member in members.items() if member is value]
     return f"{home}.{min(names)}" if names else None

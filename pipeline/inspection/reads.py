@@ -1,8 +1,8 @@
-"""Which variables code reads from outside: globals, cells of its closure, and what it imports.
+"""Variables that code reads from outside: globals, closure cells, and imports.
 
-Read from the instructions, and from those of the functions, classes and comprehensions inside.
+They are found in the instructions of the code and of the functions, classes and comprehensions inside it.
 
-Border: says which names; what they stand for is the business of code.py.
+Border: gives names; code.py finds the values.
 """
 
 from __future__ import annotations
@@ -17,68 +17,77 @@ from typing import Any
 __all__ = ["NOTHING", "Read", "cells_of", "global_of", "reads_of"]
 
 NOTHING = object()
-"""Stands for a variable that is not assigned yet."""
+"""Marks a variable that is not assigned yet."""
 _SILENT = frozenset(["CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"])
 _READS_GLOBAL = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 
 
 @dataclass(frozen=True, order=True)
 class Read:
-    """A variable that code reads from outside, or a module it imports.
-
-    kind: "global", "closure" or "import". chain: attributes asked of it at once, or names imported from it.
-    """
+    """A variable that code reads from outside, or a module that it imports."""
 
     kind: str
+    """One of "global", "closure", "import"."""
     name: str
     chain: tuple[str, ...] = ()
+    """Attributes read from the variable at once (`name.a.b`), or names imported from the module."""
     level: int = 0
+    """Number of leading dots of a relative import."""
     writes: bool = False
+    """Whether the code assigns or deletes the variable."""
 
 
 def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
-    """What code and the functions, classes and comprehensions inside it read from outside.
+    """Variables that code, and the functions, classes and comprehensions inside it, read from outside.
 
-    outer: its variables that belong to what surrounds the outermost function.
+    Arguments:
+        code: The code object.
+        outer: Names of the closure variables of the outermost function.
     """
-    listed = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
-    for i, each in enumerate(listed):
-        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            yield Read("global", each.argval, writes=True)
-        elif each.opname in _READS_GLOBAL:
-            yield Read("global", each.argval, _chain(listed[i + 1 :]))
-        elif each.opname == "IMPORT_NAME":
-            level, names = (before.argval for before in listed[i - 2 : i])
-            yield Read("import", each.argval, tuple(names or ()), level)
-        elif each.opcode in dis.hasfree and each.argval in outer:
-            if each.opname in ("STORE_DEREF", "DELETE_DEREF"):
-                yield Read("closure", each.argval, writes=True)
-            elif each.opname != "LOAD_CLOSURE":
-                yield Read("closure", each.argval, _chain(listed[i + 1 :]))
+    instructions = [
+        instruction for instruction in dis.get_instructions(code) if instruction.opname not in _SILENT
+    ]
+    for i, instruction in enumerate(instructions):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield Read("global", instruction.argval, writes=True)
+        elif instruction.opname in _READS_GLOBAL:
+            yield Read("global", instruction.argval, _chain(instructions[i + 1 :]))
+        elif instruction.opname == "IMPORT_NAME":
+            # IMPORT_NAME takes the level and the names from the two constants loaded before it.
+            level, names = (argument.argval for argument in instructions[i - 2 : i])
+            yield Read("import", instruction.argval, tuple(names or ()), level)
+        elif instruction.opcode in dis.hasfree and instruction.argval in outer:
+            if instruction.opname in ("STORE_DEREF", "DELETE_DEREF"):
+                yield Read("closure", instruction.argval, writes=True)
+            # LOAD_CLOSURE passes the cell to an inner function, whose own reads are listed below.
+            elif instruction.opname != "LOAD_CLOSURE":
+                yield Read("closure", instruction.argval, _chain(instructions[i + 1 :]))
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from reads_of(inner, outer & frozenset(inner.co_freevars))
 
 
 def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
-    """Attributes asked of what was just loaded."""
-    asked = itertools.takewhile(lambda each: each.opname in ("LOAD_ATTR", "LOAD_METHOD"), following)
-    return tuple(each.argval for each in asked)
+    """Attributes that follow the loading of an object: ("a", "b") for `name.a.b`."""
+    attributes = itertools.takewhile(
+        lambda instruction: instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"), following
+    )
+    return tuple(instruction.argval for instruction in attributes)
 
 
 def global_of(function: types.FunctionType, name: str) -> Any:
-    """What a global of a function, or a built-in, stands for now."""
-    found = function.__globals__.get(name, NOTHING)
-    untyped: Any = function  # mypy leaves the name __builtins__ out of its cache
-    return untyped.__builtins__.get(name, NOTHING) if found is NOTHING else found
+    """Current value of a function's global or built-in; `NOTHING` if it is not assigned."""
+    value = function.__globals__.get(name, NOTHING)
+    untyped_function: Any = function  # mypy leaves the name __builtins__ out of its cache
+    return untyped_function.__builtins__.get(name, NOTHING) if value is NOTHING else value
 
 
 def cells_of(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """The variables a function closes over, and what they hold now."""
-    held = []
+    """Closure variables of a function with their values; `NOTHING` if not assigned yet."""
+    cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            held.append((name, cell.cell_contents))
+            cells.append((name, cell.cell_contents))
         except ValueError:  # not assigned yet
-            held.append((name, NOTHING))
-    return held
+            cells.append((name, NOTHING))
+    return cells

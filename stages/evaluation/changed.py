@@ -179,14 +179,14 @@ class ChangedModelExperiment(Experiment):
             return model, self.mean.taken(model)
         if not self.dictionary:
             return model, None
-        from ..features.training.replacement import Reconstructed
+        from ..features.training.replacement import ReconstructionRuns
         from .random_errors import RandomErrors
 
         dictionary = self._resource.opened
         dictionary.require_fit(model.config, model.name)
         layers = {layer: dictionary.layer(layer) for layer in dictionary.layers}
         read, write = (at(dictionary.layers[0]).kind for at in (dictionary.read_hook, dictionary.write_hook))
-        return model, RandomErrors(Reconstructed(model, layers, read, write, SKIP))
+        return model, RandomErrors(ReconstructionRuns(model, layers, read, write, SKIP))
 
     def bound(self, prepared: tuple[Model, Any], rows: list[list[int]]) -> BoundSpec:
         """HookSpec of prompts of one length, bound to the model.

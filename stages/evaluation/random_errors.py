@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..features.training.replacement import Reconstructed
+    from ..features.training.replacement import ReconstructionRuns
     from ..forward.hooks.spec import HookSpec
 
 __all__ = ["RandomErrors", "rotated"]
@@ -53,7 +53,7 @@ def rotated(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
 class RandomErrors:
     """Interventions that add rotated reconstruction errors to the activations they belong to."""
 
-    def __init__(self, worker: Reconstructed) -> None:
+    def __init__(self, worker: ReconstructionRuns) -> None:
         """Arguments:
         worker: the dictionary's closed loop of reconstructions.
         """

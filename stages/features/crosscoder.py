@@ -2,14 +2,14 @@
 
     f = activation(sum over places W_enc[p] x[p] + b),   x[p] ~ W_dec[p] f + b_dec[p]
 
-(Lindsey et al. 2024, "Sparse Crosscoders for Cross-Layer Features and Model Diffing"). A feature that one
-model has and the other has not is written to one only: the relative norm of its decoders tells.
+(Lindsey et al. 2024, "Sparse Crosscoders for Cross-Layer Features and Model Diffing"). A feature that exists
+in only one of two models is written only to that model, which the relative norm of its decoders shows.
 
-Files are `config.json` and `model.safetensors`, tensors named and shaped as `CrossCoder` of
-dictionary_learning has them, and `threshold` beside them where the activation is JumpReLU. Opened by
-`Dictionary.from_pretrained` they are a dictionary as any other (formats/crosscoder.py).
+Files are `config.json` and `model.safetensors`, with tensors named and shaped as in `CrossCoder` of
+dictionary_learning, and `threshold` in addition if the activation is JumpReLU. `Dictionary.from_pretrained`
+opens them like any other dictionary (formats/crosscoder.py).
 
-Border: rows of states in, features out; training is training/'s, which joins the places to one row.
+Border: rows of states in, features out; training/ trains them, on the places joined to one row.
 
 Axes: place, feature, width; rows [row, place, width].
 """
@@ -41,42 +41,44 @@ __all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "CrosscoderPl
 
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "mizarr crosscoder"
 EXCLUSIVE = 0.1
-"""Relative norm up to which a feature is one model's alone, and from 1 - which on the other's (Minder et al.
-2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
+"""A feature with a relative norm up to this is exclusive to the first model, from 1 minus this on to the
+second (Minder et al. 2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
 
 
 @dataclass(frozen=True, eq=False)
 class Crosscoder:
-    """W_enc, W_dec [place, feature, width]; b_enc [feature]; b_dec [place, width]; all float32, on states as
-    they are stored.
-    """
+    """Weights of a crosscoder, float32, that apply to states as they are stored."""
 
     places: tuple[CrosscoderPlace, ...]
     W_enc: Tensor
+    """Encoders [place, feature, width]."""
     b_enc: Tensor
+    """Encoder bias [feature]."""
     W_dec: Tensor
+    """Decoders [place, feature, width]."""
     b_dec: Tensor
+    """Decoder bias [place, width]."""
     activation: Activation
 
     @classmethod
     def of_joined(cls, features: LayerFeatures, places: Iterable[CrosscoderPlace]) -> Self:
-        """Of features that read and write the rows of all places, one behind the other."""
-        there = tuple(places)
+        """A crosscoder from features that read and write the states of all places joined to one row."""
+        place_list = tuple(places)
         W_enc, W_dec, b_dec = features.W_enc, features.W_dec[features.layer], features.b_dec
         assert features.b_enc is not None
         assert b_dec is not None
         return cls(
-            there,
-            W_enc.unflatten(1, (len(there), -1)).transpose(0, 1).contiguous(),
+            place_list,
+            W_enc.unflatten(1, (len(place_list), -1)).transpose(0, 1).contiguous(),
             features.b_enc,
-            W_dec.unflatten(1, (len(there), -1)).transpose(0, 1).contiguous(),
-            b_dec.unflatten(0, (len(there), -1)).contiguous(),
+            W_dec.unflatten(1, (len(place_list), -1)).transpose(0, 1).contiguous(),
+            b_dec.unflatten(0, (len(place_list), -1)).contiguous(),
             features.activation,
         )
 
     @property
     def n_features(self) -> int:
-        """Features, of all places together."""
+        """Number of features, which all places share."""
         return len(self.b_enc)
 
     @plain_torch()
@@ -94,53 +96,59 @@ class Crosscoder:
         return self.features()
 
     def features(self, device: torch.device | str = "cpu") -> LayerFeatures:
-        """The same features on the states of all places in one row [row, place * width], as a dictionary's:
-        of the last layer they read, written to the layers of the first model.
+        """The crosscoder as plain features that read all places joined to one row [row, place * width].
+
+        Layer number: the last layer that is read. Targets: the layers of the first model.
         """
         from .layers.layer import LayerFeatures
 
-        own = [number for number, model in enumerate(models_of(self.places)) if model == 0]
-        layers = [HookPoint.parse(self.places[number].hook).layer or 0 for number in own]
-        last = layers.index(max(layers))
+        first_model = [number for number, model in enumerate(models_of(self.places)) if model == 0]
+        layers = [HookPoint.parse(self.places[number].hook).layer or 0 for number in first_model]
+        last_place = layers.index(max(layers))
         return LayerFeatures(
-            layer=layers[last],
+            layer=layers[last_place],
             W_enc=self.W_enc.transpose(1, 2).flatten(0, 1).T,
-            W_dec={layer: self.W_dec[number] for layer, number in zip(layers, own, strict=True)},
+            W_dec={layer: self.W_dec[number] for layer, number in zip(layers, first_model, strict=True)},
             activation=self.activation,
             b_enc=self.b_enc,
-            b_dec=self.b_dec[own[last]],
+            b_dec=self.b_dec[first_model[last_place]],
             device=device,
         )
 
     @plain_torch()
     def decode(self, activations: Tensor) -> Tensor:
-        """States [row, place, width] of activations [row, feature]."""
+        """Reconstructed states [row, place, width] from activations [row, feature]."""
         import torch
 
         return torch.einsum("rf,pfw->rpw", activations, self.W_dec) + self.b_dec
 
     def norms(self) -> Tensor:
-        """Norm of what each feature writes, in units of the spread of the states there [place, feature]."""
-        found: Tensor = self._scaled().norm(dim=2)
-        return found
+        """Decoder norms [place, feature], in units of the spread of the states at each place."""
+        norms: Tensor = self._scaled().norm(dim=2)
+        return norms
 
     def relative_norm(self) -> Tensor:
-        """Share of the second in the norms of two models, or of two places of one [feature]: 0 is written to
-        the first alone, 1 to the second alone, 1/2 to both alike. DictionaryError where there are not two.
+        """Second decoder norm divided by the sum of both, of two models or of two places of one model
+        [feature].
+
+        0: written only to the first, 1: only to the second, 1/2: equally to both. DictionaryError unless
+        there are two.
         """
-        first, second = (each.norm(dim=1) for each in self._two())
-        found: Tensor = second / (first + second).clamp(min=1e-12)
-        return found
+        norm_a, norm_b = (decoder.norm(dim=1) for decoder in self._decoder_pair())
+        # The clamp gives 0 instead of NaN for features that write nothing.
+        share: Tensor = norm_b / (norm_a + norm_b).clamp(min=1e-12)
+        return share
 
     def decoder_cosine(self) -> Tensor:
-        """Cosine of what each feature writes to the same two [feature]."""
+        """Cosine similarity of each feature's two decoders [feature]."""
         import torch
 
-        return torch.cosine_similarity(*self._two(), dim=1)
+        return torch.cosine_similarity(*self._decoder_pair(), dim=1)
 
-    def _two(self) -> tuple[Tensor, Tensor]:
-        """What is written to each of two models, all places in a row, or to two places [feature, width]."""
+    def _decoder_pair(self) -> tuple[Tensor, Tensor]:
+        """Decoders [feature, width] of two models (all places side by side), or of one model's two places."""
         models = models_of(self.places)
+        # One model: compare its two places; several models: all places of each together.
         groups = models if max(models) else tuple(range(len(self.places)))
         if max(groups) != 1:
             raise DictionaryError(
@@ -148,14 +156,14 @@ class Crosscoder:
                 "compare `norms()`"
             )
         scaled = self._scaled()
-        first, second = (
-            scaled[[n for n, group in enumerate(groups) if group == one]].transpose(0, 1).flatten(1)
-            for one in (0, 1)
+        decoder_a, decoder_b = (
+            scaled[[n for n, group in enumerate(groups) if group == side]].transpose(0, 1).flatten(1)
+            for side in (0, 1)
         )
-        return first, second
+        return decoder_a, decoder_b
 
     def _scaled(self) -> Tensor:
-        """What features write, in units of the spread of the states there [place, feature, width]."""
+        """Decoders in units of the spread of the states at each place [place, feature, width]."""
         import torch
 
         return self.W_dec * torch.tensor([place.scale for place in self.places])[:, None, None]
@@ -163,7 +171,7 @@ class Crosscoder:
     # -- files
 
     def save(self, folder: str | Path) -> Path:
-        """Write a new folder; returns it. Raises ConfigError where something is there already."""
+        """Write a new folder, and return it. ConfigError if it exists already."""
         from safetensors.torch import save_file
 
         from .layers.activations import JumpReLU, TopK
@@ -171,15 +179,17 @@ class Crosscoder:
         folder = Path(folder)
         if folder.exists():
             raise ConfigError(f"expected a new folder, found {str(folder)!r} there already; name another")
+        # Written under another name and renamed, so that a kill leaves no incomplete dictionary.
         hidden = folder.with_name(f".{folder.name}.part")
         hidden.mkdir(parents=True, exist_ok=True)
         tensors = {
+            # dictionary_learning stores the encoder as [place, width, feature].
             "encoder.weight": self.W_enc.transpose(1, 2),
             "encoder.bias": self.b_enc,
             "decoder.weight": self.W_dec,
             "decoder.bias": self.b_dec,
         }
-        said: dict[str, Any] = {
+        config: dict[str, Any] = {
             "kind": KIND,
             "activation_dim": self.W_dec.shape[2],
             "dict_size": self.n_features,
@@ -190,65 +200,75 @@ class Crosscoder:
         if isinstance(self.activation, JumpReLU):
             tensors["threshold"] = self.activation.threshold
         if isinstance(self.activation, TopK):
-            said["k"] = self.activation.k
+            config["k"] = self.activation.k
         save_file({name: value.detach().contiguous() for name, value in tensors.items()}, hidden / WEIGHTS)
-        (hidden / CONFIG).write_text(json.dumps(said, indent=1) + "\n", "utf-8")
+        (hidden / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
         hidden.rename(folder)
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """What `save` wrote; DictionaryError for a folder that holds none, or tensors that do not fit."""
+        """Read the folder that `save` wrote; DictionaryError if files are missing or tensors do not fit."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder = Path(folder)
         try:
-            said = json_object(folder / CONFIG, DictionaryError)
+            config = json_object(folder / CONFIG, DictionaryError)
             require_content(folder / WEIGHTS, DictionaryError)
-            held = load_file(folder / WEIGHTS)
-            places = tuple(CrosscoderPlace(**place) for place in said["places"])
-            found = cls(
+            tensors = load_file(folder / WEIGHTS)
+            places = tuple(CrosscoderPlace(**place) for place in config["places"])
+            crosscoder = cls(
                 places,
-                held["encoder.weight"].transpose(1, 2),
-                held["encoder.bias"],
-                held["decoder.weight"],
-                held["decoder.bias"],
-                _activation(said, held),
+                tensors["encoder.weight"].transpose(1, 2),
+                tensors["encoder.bias"],
+                tensors["decoder.weight"],
+                tensors["decoder.bias"],
+                _activation(config, tensors),
             )
         except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, SafetensorError) as error:
             raise DictionaryError(
                 f"expected a crosscoder in {folder} ({CONFIG} and {WEIGHTS}), found none ({error}); name the "
                 "folder that a training wrote"
             ) from error
-        size = (len(places), found.n_features, found.b_dec.shape[-1])
-        if not found.W_enc.shape == found.W_dec.shape == size:
+        size = (len(places), crosscoder.n_features, crosscoder.b_dec.shape[-1])
+        # Shapes are checked after loading, as config.json and tensors may come from different trainings.
+        if not crosscoder.W_enc.shape == crosscoder.W_dec.shape == size:
             raise DictionaryError(
                 f"expected encoders and decoders of shape {list(size)} in {folder}, found "
-                f"{list(found.W_enc.shape)} and {list(found.W_dec.shape)}; write it again"
+                f"{list(crosscoder.W_enc.shape)} and {list(crosscoder.W_dec.shape)}; write it again"
             )
-        return found
+        return crosscoder
 
 
-def _activation(said: Mapping[str, Any], held: Mapping[str, Tensor]) -> Activation:
+def _activation(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Activation:
     from .layers.activations import JumpReLU, ReLU, TopK
 
-    name = said["activation"]
+    name = config["activation"]
     if name == "JumpReLU":
-        return JumpReLU(held["threshold"])
+        return JumpReLU(tensors["threshold"])
     if name not in ("TopK", "ReLU"):
         raise ValueError(f"expected an activation among ReLU, TopK, JumpReLU, found {name!r}")
-    return TopK(said["k"]) if name == "TopK" else ReLU()
+    return TopK(config["k"]) if name == "TopK" else ReLU()
 
 
 def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Dataset:
-    """How well each place is reconstructed, and of two models, or places, which features are one's alone.
+    """Reconstruction error of each place, and for two models or places the number of exclusive features.
 
-    blocks: states [row, place, width], one after the other.
-    Returns fvu [place]: fraction of variance unexplained; density [feature]: share of rows in which it is
-    active; norm [place, feature]; of two models, or places, relative_norm and decoder_cosine [feature], and
-    how many of the features that are active at all are exclusive to the first, to the second, or neither.
-    Features that never fire say nothing of the models: their decoders are where training left them.
+    Features that never fire are not counted as exclusive: training left their decoders near the start.
+
+    Arguments:
+        crosscoder: The crosscoder.
+        blocks: Blocks of states [row, place, width].
+
+    Returns:
+        fvu [place]: fraction of variance unexplained. density [feature]: share of rows in which a feature is
+        active. norm [place, feature]: decoder norms. For two models or places also relative_norm and
+        decoder_cosine [feature], and the attributes alive, first_alone, second_alone: number of features that
+        fire at all, and of those that are exclusive to each side.
+
+    Raises:
+        DictionaryError: There are no rows.
     """
     import torch
     import xarray as xr
@@ -259,16 +279,17 @@ def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Datase
     total: Tensor | float = 0.0
     for block in blocks:
         active = crosscoder.encode(block)
-        wide, made = block.double(), crosscoder.decode(active).double()
-        error += (made - wide).square().sum((0, 2))
-        squares += wide.square().sum((0, 2))
-        total = total + wide.sum(0)
+        states, rebuilt = block.double(), crosscoder.decode(active).double()
+        error += (rebuilt - states).square().sum((0, 2))
+        squares += states.square().sum((0, 2))
+        total = total + states.sum(0)
         fired += (active != 0).sum(0)
         rows += len(block)
     if not rows or isinstance(total, float):
         raise DictionaryError("expected states to measure on, found no rows; hold some prompts out")
+    # Sums are float64: the variance is a small difference of large sums.
     variance = squares - total.square().sum(1) / rows
-    found = xr.Dataset(
+    figures = xr.Dataset(
         {
             "fvu": ("place", (error / variance).numpy()),
             "density": ("feature", (fired / rows).numpy()),
@@ -278,14 +299,14 @@ def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Datase
         {"rows": rows},
     )
     if count != 2 and max(models_of(crosscoder.places)) != 1:
-        return found
+        return figures
     relative, alive = crosscoder.relative_norm(), fired > 0
-    found["relative_norm"] = ("feature", relative.numpy())
-    found["decoder_cosine"] = ("feature", crosscoder.decoder_cosine().numpy())
-    first, second = relative <= EXCLUSIVE, relative >= 1 - EXCLUSIVE
-    found.attrs |= {
+    figures["relative_norm"] = ("feature", relative.numpy())
+    figures["decoder_cosine"] = ("feature", crosscoder.decoder_cosine().numpy())
+    is_first_only, is_second_only = relative <= EXCLUSIVE, relative >= 1 - EXCLUSIVE
+    figures.attrs |= {
         "alive": int(alive.sum()),
-        "first_alone": int((first & alive).sum()),
-        "second_alone": int((second & alive).sum()),
+        "first_alone": int((is_first_only & alive).sum()),
+        "second_alone": int((is_second_only & alive).sum()),
     }
-    return found
+    return figures

@@ -4,13 +4,14 @@
     cache = model.forward(prompt, HookSpec().capture(*clt.read_hooks))
     active = clt.encode({layer: cache[clt.read_hook(layer)][0] for layer in clt.layers})
 
-Kinds: "clt" (Lindsey et al. 2025, "Circuit Tracing": a feature reads one layer and writes to it and all later
-ones), "plt" (a transcoder per layer, Dunefsky et al. 2024), "sae" (reads and writes one place), "crosscoder"
-(Lindsey et al. 2024: reads and writes several layers, or models, at once; crosscoder.py). Where features read
-and write comes from the files' own configuration, never from their layout.
+Kinds: "clt" (Lindsey et al. 2025, "Circuit Tracing": a feature reads one layer and writes to that and all
+later layers), "plt" (a transcoder per layer, Dunefsky et al. 2024), "sae" (reads and writes one hook point),
+"crosscoder" (Lindsey et al. 2024: reads and writes several layers, or models, at once; crosscoder.py). The
+hook points that features read and write are taken from the configuration in the files, never guessed from
+their layout.
 
-Border: activations by layer in, features out; runs no model. Making one reads headers only, without torch;
-weights are mapped when a layer is first used.
+Border: activations by layer in, features out; runs no model. Opening a dictionary reads only headers, without
+torch; the weights of a layer are memory-mapped when it is first used.
 
 Axes: layer, position, feature; d_in, d_out = widths read and written.
 """
@@ -33,7 +34,7 @@ from ..forward.architectures.points import BY_NAME, HookPoint
 from .formats.table import open_files
 from .layers.active import Active
 from .layers.files import DictionaryFiles, DictionaryReference, resolve
-from .layers.layout import CrosscoderPlace, DictionaryLayout, FeatureId, models_of, told
+from .layers.layout import CrosscoderPlace, DictionaryLayout, FeatureId, layers_text, models_of
 from .layers.names import require_module_output
 
 if TYPE_CHECKING:
@@ -46,11 +47,18 @@ if TYPE_CHECKING:
 __all__ = ["Dictionary", "DictionaryInMemory", "StoredDictionary"]
 
 BLOCK_BYTES = 1 << 26
-"""Of decoder rows gathered at a time."""
+"""Bytes of decoder rows gathered at a time."""
 
 
 class Dictionary:
-    """Features of a model's layers; see the module's docstring. Made by `from_pretrained`, or by a format."""
+    """Features of a model's layers; see the module's docstring. Opened by `from_pretrained`, or by a format.
+
+    Arguments:
+        files: Files of the dictionary.
+        layout: Kind, hook points, layers and sizes.
+        open_layer: Returns the features that read a layer, memory-mapped; called once per layer.
+        content: For a dictionary without files: returns the digest of its current weights as plain values.
+    """
 
     def __init__(
         self,
@@ -59,12 +67,10 @@ class Dictionary:
         open_layer: Callable[[int], LayerFeatures],
         content: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        """open_layer: the features that read a layer, mapped; called once per layer. content: what the
-        weights of a dictionary without files are now, as plain values."""
         self.files, self.layout = files, layout
         self._open_layer, self._content = open_layer, content
         self._opened: dict[int, LayerFeatures] = {}
-        self._elsewhere: dict[str, Dictionary] = {}
+        self._by_device: dict[str, Dictionary] = {}
         self.device: torch.device | str = "cpu"
         self.reference = files.name
 
@@ -78,51 +84,58 @@ class Dictionary:
         write: str | None = None,
         device: torch.device | str = "cpu",
     ) -> Dictionary:
-        """A dictionary from a local directory or a cached hub repository, in any supported format.
+        """Open a dictionary from a local directory or a cached hub repository, in any supported format.
 
-        name: "specimen/clt", directory, or "org/repo[/subfolder][@revision]", also with the next two behind
-        it, "NAME?read=HOOK&write=HOOK". read, write: names of hook points ("hook_resid_mid"; with their
-        layer, "blocks.3.hook_resid_mid", where files do not say that either) in place of those in the files.
-        device: where arithmetic is done; weights stay mapped from disk.
-        Raises ModelNotFound, or DictionaryError for a layout nobody knows or files that contradict each
-        other.
+        Arguments:
+            name: "specimen/clt", a directory, or "org/repo[/subfolder][@revision]"; hook points may be
+                appended as "NAME?read=HOOK&write=HOOK".
+            read: Hook point that features read, in place of that in the files: "hook_resid_mid", or with the
+                layer "blocks.3.hook_resid_mid" if the files do not state the layer either.
+            write: Hook point that features write to, likewise.
+            device: Device of the arithmetic; weights stay mapped from disk.
+
+        Raises:
+            ModelNotFound: There is no such directory or cached repository.
+            DictionaryError: The format is unknown, or the files contradict each other.
         """
         reference = DictionaryReference.parse(name, read, write)
         files = resolve(reference.name)
-        found = cls(*open_files(files, read=reference.read, write=reference.write))
-        found.reference, found.device = str(reference), device
-        return found
+        dictionary = cls(*open_files(files, read=reference.read, write=reference.write))
+        dictionary.reference, dictionary.device = str(reference), device
+        return dictionary
 
     def __repr__(self) -> str:
-        it = self.layout
-        return f"Dictionary({self.name!r}: {it.kind}, {len(it.layers)} x {it.n_features} features)"
+        layout = self.layout
+        return (
+            f"Dictionary({self.name!r}: {layout.kind}, {len(layout.layers)} x {layout.n_features} features)"
+        )
 
     def _repr_html_(self) -> str:
-        """For a notebook: kind, sizes, and where features read and write, layer by layer."""
-        it = self.layout
+        """Summary for a notebook: kind, sizes, and the hook points read and written by each layer."""
+        layout = self.layout
         facts = [
-            ("kind", it.kind),
-            ("format", it.format),
-            ("made for", it.model_name or "not said"),
-            ("features of a layer", f"{it.n_features:,}"),
-            ("width read, written", f"{it.d_in:,}, {it.d_out:,}"),
-            ("linear skip", "yes" if it.has_skip else "no"),
-            ("files", len(it.files)),
+            ("kind", layout.kind),
+            ("format", layout.format),
+            ("made for", layout.model_name or "not said"),
+            ("features of a layer", f"{layout.n_features:,}"),
+            ("width read, written", f"{layout.d_in:,}, {layout.d_out:,}"),
+            ("linear skip", "yes" if layout.has_skip else "no"),
+            ("files", len(layout.files)),
         ]
         rows: list[tuple[object, ...]] = [
             (layer, self.read_hook(layer), ", ".join(str(self.write_hook(m)) for m in self.targets(layer)))
             for layer in (() if self.places else self.layers)
         ]
         rows += [(self.layers[0], place, place) for place in self.places]
-        held = html.table(["layer", "reads", "writes"], rows, right=[0])
-        body = html.table(["", ""], facts) + html.details(f"{len(self.layers)} layers", held)
+        layer_table = html.table(["layer", "reads", "writes"], rows, right=[0])
+        body = html.table(["", ""], facts) + html.details(f"{len(self.layers)} layers", layer_table)
         return html.shown(f"Dictionary {self.name}", body)
 
     # -- what it is
 
     @property
     def name(self) -> str:
-        """As it was asked for, with the hook points the caller said: opens it again."""
+        """Name under which it was opened, hook points chosen by the caller included; opens it again."""
         return self.reference
 
     @property
@@ -132,53 +145,55 @@ class Dictionary:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers that are read, ascending."""
+        """Layers whose states are read, ascending."""
         return self.layout.layers
 
     @property
     def n_features(self) -> int:
-        """Features of each layer: all have as many."""
+        """Number of features per layer; the same for every layer."""
         return self.layout.n_features
 
     @property
     def d_in(self) -> int:
-        """Width of what is read."""
+        """Width of the states that features read."""
         return self.layout.d_in
 
     @property
     def d_out(self) -> int:
-        """Width of what is written."""
+        """Width of the states that features write."""
         return self.layout.d_out
 
     @property
     def model_name(self) -> str | None:
-        """The model it says it was made for."""
+        """Model name in the configuration; None if absent."""
         return self.layout.model_name
 
     @property
     def identity(self) -> str:
-        """Digest of the content of its files, of where it reads and writes, and of the settings that change
-        numbers: part of every result's key. Of a dictionary in memory: of its weights as they are now.
+        """Digest of the files, the hook points, and the settings that change numbers; part of every result's
+        key.
+
+        For a dictionary in memory, the digest of its current weights.
         """
-        return self._of_files if self._content is None else self._digest(self._content())
+        return self._files_identity if self._content is None else self._digest(self._content())
 
     @cached_property
-    def _of_files(self) -> str:
+    def _files_identity(self) -> str:
         return self._digest({})
 
     def _digest(self, content: Mapping[str, Any]) -> str:
         from ...store.digest import digest
 
-        it = self.layout
-        files = self.files.digest(it.files)
-        return digest("features", files, it.read, it.write, {**it.settings, **content})
+        layout = self.layout
+        files = self.files.digest(layout.files)
+        return digest("features", files, layout.read, layout.write, {**layout.settings, **content})
 
-    def _require_unedited(self, anew: Dictionary) -> None:
-        """Raise SourceChanged where an opened layer is not as in the files."""
+    def _require_unedited(self, reopened: Dictionary) -> None:
+        """Raise SourceChanged if the weights of an opened layer differ from those in the files."""
         from ..forward.models.fingerprint import fingerprint
 
         for layer, features in list(self._opened.items()):
-            edited = fingerprint(features).first_difference(fingerprint(anew.layer(layer)))
+            edited = fingerprint(features).first_difference(fingerprint(reopened.layer(layer)))
             if edited is not None:
                 raise SourceChanged(
                     f"expected the weights of {self.name} as they are in its files, found {edited} of layer "
@@ -187,9 +202,14 @@ class Dictionary:
                 )
 
     def as_resource(self, device: str | None = None) -> StoredDictionary | DictionaryInMemory:
-        """What nodes take: its name and identity, and where to compute, by default a GPU if there is one.
-        Reads the weights of opened layers twice, 8 ms per 100 MB each time. Raises SourceChanged for weights
-        that were edited in memory, as nodes read those of the files."""
+        """This dictionary as a pinned resource for nodes: name, identity, and device (None: a GPU if there is
+        one).
+
+        Reads the weights of opened layers twice, 8 ms per 100 MB each time.
+
+        Raises:
+            SourceChanged: Weights were edited in memory; nodes would read those of the files.
+        """
         if self._content is not None:
             return DictionaryInMemory(self, self.identity)
         untouched = self._copy()
@@ -197,66 +217,76 @@ class Dictionary:
             self.files.pinned.check()
             self._require_unedited(untouched)
             untouched = self._copy()
+        # `untouched` is a copy: a user may edit the tensors of this object.
         opened = OpenResource(untouched, self.files.pinned)
         return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
     def _copy(self) -> Dictionary:
-        """Copy of this dictionary with tensors of its own, which no user can edit."""
+        """A copy with separate tensors, so that user edits cannot reach it."""
         copy = Dictionary(self.files, self.layout, self._open_layer)
         copy.reference, copy.device = self.reference, self.device
         return copy
 
     def on(self, device: torch.device | str | None) -> Dictionary:
-        """This dictionary with computation on a device (None: a GPU if there is one, else the CPU)."""
+        """This dictionary computing on another device; None selects a GPU, or the CPU without one."""
         if device is None:
             import torch
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        # Compared as text: "cuda" and torch.device("cuda") are the same device.
         if str(device) == str(self.device):
             return self
-        if str(device) not in self._elsewhere:
-            copy = self._elsewhere[str(device)] = self._copy()
+        if str(device) not in self._by_device:
+            copy = self._by_device[str(device)] = self._copy()
             copy.device = device
-        return self._elsewhere[str(device)]
+        return self._by_device[str(device)]
 
     @property
     def places(self) -> tuple[CrosscoderPlace, ...]:
-        """Where the features of a crosscoder read and write, in the order of their rows; else none."""
+        """Hook points of a crosscoder's models, in row order; empty for other kinds."""
         return self.layout.places
 
     def reads(self, layers: Sequence[int] | None = None) -> tuple[tuple[HookPoint, ...], ...]:
-        """What is captured to encode some layers (default: all), of each model that is read: one, but for
-        crosscoders of several.
+        """Hook points to capture for encoding some layers (None: all), as one tuple per model.
+
+        Only a crosscoder of several models reads more than one model.
         """
         if not self.places:
             return (tuple(map(self.read_hook, self.layers if layers is None else layers)),)
         for layer in layers or ():
-            self._own(layer)
-        found: dict[int, list[HookPoint]] = {}
+            self._checked_layer(layer)
+        points_by_model: dict[int, list[HookPoint]] = {}
         for model, place in zip(models_of(self.places), self.places, strict=True):
-            found.setdefault(model, []).append(HookPoint.parse(place.hook))
-        return tuple(map(tuple, found.values()))
+            points_by_model.setdefault(model, []).append(HookPoint.parse(place.hook))
+        return tuple(map(tuple, points_by_model.values()))
 
     def require_models(self, names: Sequence[str]) -> None:
-        """Raise DictionaryError unless so many models are read, and none is named in the place of another."""
+        """Check the names of the models whose states are to be encoded.
+
+        Raises:
+            DictionaryError: The number of models is wrong, or known models are in another order.
+        """
         models = dict(zip(models_of(self.places), (place.model for place in self.places), strict=True))
-        known = list(models.values()) or [self.model_name or "one model"]
-        if len(names) != len(known):
+        expected = list(models.values()) or [self.model_name or "one model"]
+        if len(names) != len(expected):
             raise DictionaryError(
-                f"expected {len(known)} model{'s' if len(known) > 1 else ''} for {self.name} "
-                f"({', '.join(known)}), found {len(names)} ({', '.join(names)}); "
-                f"{'name the second with against=' if len(known) == 2 else 'give states of each'}"
+                f"expected {len(expected)} model{'s' if len(expected) > 1 else ''} for {self.name} "
+                f"({', '.join(expected)}), found {len(names)} ({', '.join(names)}); "
+                f"{'name the second with against=' if len(expected) == 2 else 'give states of each'}"
             )
-        swapped = [n for n, name in enumerate(names) if name in known and name != known[n]]
+        # Unknown names are accepted, since a model may have been moved or renamed.
+        swapped = [n for n, name in enumerate(names) if name in expected and name != expected[n]]
         if swapped:
             raise DictionaryError(
-                f"expected the models of {self.name} in its order, {', '.join(known)}, found "
+                f"expected the models of {self.name} in its order, {', '.join(expected)}, found "
                 f"{', '.join(names)}; swap them"
             )
 
     def read_hook(self, layer: int) -> HookPoint:
-        """Where the features of a layer read. DictionaryError for a crosscoder's, which read several places
-        at once: whoever asks has one in mind.
+        """Hook point that the features of a layer read.
+
+        Raises:
+            DictionaryError: It is a crosscoder, whose features read several hook points at once.
         """
         if self.places:
             raise DictionaryError(
@@ -264,10 +294,14 @@ class Dictionary:
                 f"read {len(self.places)} places at once; encode a corpus with it (encode_corpus, "
                 "feature_pages), or take another dictionary"
             )
-        return _point(self.layout.read, self._own(layer))
+        return _point(self.layout.read, self._checked_layer(layer))
 
     def write_hook(self, layer: int) -> HookPoint:
-        """Where features write at a layer. DictionaryError for those that write to several models."""
+        """Hook point that features write to at a layer.
+
+        Raises:
+            DictionaryError: It is a crosscoder that writes to several models.
+        """
         if max(models_of(self.places), default=0):
             raise DictionaryError(
                 f"expected features that write to one model, found the crosscoder {self.name}, whose "
@@ -277,25 +311,25 @@ class Dictionary:
 
     @property
     def read_hooks(self) -> tuple[HookPoint, ...]:
-        """Where all layers' features read."""
+        """Hook points that are read, one per layer."""
         return tuple(self.read_hook(layer) for layer in self.layers)
 
     @property
     def write_layers(self) -> tuple[int, ...]:
-        """Layers that are written to, ascending."""
+        """Layers that features write to, ascending."""
         return tuple(sorted({m for targets in self.layout.targets.values() for m in targets}))
 
     @property
     def write_hooks(self) -> tuple[HookPoint, ...]:
-        """Where features write, at every layer they write to."""
+        """Hook points that features write to, one per written layer."""
         return tuple(self.write_hook(layer) for layer in self.write_layers)
 
     def targets(self, layer: int) -> tuple[int, ...]:
         """Layers that the features of `layer` write to."""
-        return self.layout.targets[self._own(layer)]
+        return self.layout.targets[self._checked_layer(layer)]
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """Raise DictionaryError unless layers and widths are those of a model."""
+        """Raise DictionaryError if the model lacks a layer of this dictionary, or its widths differ."""
         last = max(self.write_layers)
         for hook in self.layout.modules:
             require_module_output(hook, config, model)
@@ -304,14 +338,14 @@ class Dictionary:
                 f"{self.name} has features of layer {last}, {model} has layers 0 to {config.num_layers - 1}; "
                 f"it was made for {self.model_name or 'another model'}"
             )
-        for what, point, width in (
+        for verb, point, width in (
             ("read", self.layout.read, self.d_in),
             ("write", self.layout.write, self.d_out),
         ):
             expected = config.width(point)
             if expected != width:
                 raise DictionaryError(
-                    f"{self.name} has features that {what} {width} numbers at {_point(point, last)}, "
+                    f"{self.name} has features that {verb} {width} numbers at {_point(point, last)}, "
                     f"{model} has {expected} there; it was made for {self.model_name or 'another model'}"
                 )
 
@@ -319,45 +353,57 @@ class Dictionary:
 
     @plain_torch()
     def layer(self, layer: int) -> LayerFeatures:
-        """The features that read a layer, with mapped weights."""
-        if self._own(layer) not in self._opened:
+        """The features that read a layer, with memory-mapped weights."""
+        if self._checked_layer(layer) not in self._opened:
             features = self._open_layer(layer)
-            is_there = str(self.device) == "cpu"
-            self._opened[layer] = features if is_there else replace(features, device=self.device)
+            is_on_cpu = str(self.device) == "cpu"
+            # Weights stay memory-mapped on the CPU; only the device of the arithmetic changes.
+            self._opened[layer] = features if is_on_cpu else replace(features, device=self.device)
         return self._opened[layer]
 
     def feature(self, feature: FeatureId | tuple[int, int] | str) -> FeatureId:
-        """A feature this dictionary has, from (layer, index) or "L14:13043"; DictionaryError for another."""
+        """Check that a feature exists, and return its id.
+
+        Arguments:
+            feature: A FeatureId, (layer, index), or text such as "L14:13043".
+
+        Raises:
+            DictionaryError: The layer or the index does not exist.
+        """
         if isinstance(feature, FeatureId):
-            found = feature
+            feature_id = feature
         else:
-            found = FeatureId.parse(feature) if isinstance(feature, str) else _pair(feature)
-        self._own(found.layer)
-        if not 0 <= found.index < self.n_features:
+            feature_id = FeatureId.parse(feature) if isinstance(feature, str) else _pair(feature)
+        self._checked_layer(feature_id.layer)
+        if not 0 <= feature_id.index < self.n_features:
             raise DictionaryError(
-                f"expected a feature of layer {found.layer} from 0 to {self.n_features - 1}, found "
-                f"{found.index}"
+                f"expected a feature of layer {feature_id.layer} from 0 to {self.n_features - 1}, found "
+                f"{feature_id.index}"
             )
-        return found
+        return feature_id
 
     def decoder_vector(self, feature: FeatureId | tuple[int, int] | str, target: int | None = None) -> Tensor:
-        """What one unit of a feature writes to layer `target` (default: its own): float32 [d_out].
+        """Vector that one unit of a feature writes to layer `target` (None: the feature's layer), float32
+        [d_out].
 
-        Raises DictionaryError for a feature there is not, or a layer it does not write to.
+        Raises:
+            DictionaryError: There is no such feature, or it does not write to that layer.
         """
-        found = self.feature(feature)
-        rows: Tensor = self.layer(found.layer).decoder_rows([found.index], target)
+        feature_id = self.feature(feature)
+        rows: Tensor = self.layer(feature_id.layer).decoder_rows([feature_id.index], target)
         return rows[0]
 
     # -- arithmetic
 
     @plain_torch()
     def encode(self, states: Mapping[int, Tensor], *, zero_positions: int = 0) -> Active:
-        """Everything active in the states of one prompt.
+        """All active features for the states of one prompt.
 
-        states: layer -> what features read there, [position, d_in]; of a crosscoder's layer the states of all
-        its places in one row. zero_positions: this many first positions have no features; circuit-tracer
-        leaves out 1, the token whose activations are out of all proportion.
+        Arguments:
+            states: By layer, the states [position, d_in] that features read; for a crosscoder, the states of
+                all its places side by side in one row.
+            zero_positions: Number of first positions without features. circuit-tracer uses 1 and so leaves
+                out the first token, whose activations are far larger than others.
         """
         import torch
 
@@ -371,55 +417,63 @@ class Dictionary:
         as_count(zero_positions, "zero_positions", least=0)
         if not states:
             raise DictionaryError(f"expected states of a layer, found none; {self.name} reads {self.layers}")
-        for layer, each in states.items():
-            if not isinstance(each, torch.Tensor):
+        for layer, tensor in states.items():
+            if not isinstance(tensor, torch.Tensor):
                 raise DictionaryError(
-                    f"expected the states of layer {layer} as a tensor, found {shown(each)}; write "
+                    f"expected the states of layer {layer} as a tensor, found {shown(tensor)}; write "
                     "torch.as_tensor(states)"
                 )
         parts = []
         for layer in sorted(states):
             position, feature, value = self.layer(layer).active(states[layer])
-            kept = position >= zero_positions
-            where = torch.full_like(position[kept], layer)
-            parts.append((where, position[kept], feature[kept], value[kept]))
+            is_counted = position >= zero_positions
+            layer_column = torch.full_like(position[is_counted], layer)
+            parts.append((layer_column, position[is_counted], feature[is_counted], value[is_counted]))
         return Active(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     @plain_torch()
     def reconstruct(self, active: Active, states: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """What features, biases and skips give at every written layer that was read: layer -> [position,
-        d_out].
+        """Reconstructed states at every layer of `states` that is written: {layer: [position, d_out]}.
 
-        active, states: as `encode` takes and gives them. A CLT's output at a layer is the sum of what all
-        earlier layers' features write there.
+        The sum of active features' decoder vectors, biases and skips. The output of a CLT at a layer sums the
+        features of all earlier layers.
+
+        Arguments:
+            active: Active features, as `encode` returns them.
+            states: The states that were encoded.
         """
         import torch
 
-        found: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
         for layer in sorted(states):
+            # In the dtype and on the device of the activations (float64 states give float64).
             y = torch.zeros(states[layer].shape[-2], self.d_out).to(active.value)
             for source in sorted(states):
                 if layer in self.targets(source):
                     self._write(active, source, layer, y)
-            found[layer] = self.layer(layer).finish(y, states[layer])
-        return found
+            outputs[layer] = self.layer(layer).finish(y, states[layer])
+        return outputs
 
     def _write(self, active: Active, source: int, target: int, out: Tensor) -> None:
-        """Add what the active features of one layer write to another; rows are gathered block by block."""
-        here = (active.layer == source).nonzero().squeeze(1)
-        for some in here.split(max(1, BLOCK_BYTES // (4 * self.d_out))):
-            rows = self.layer(source).decoder_rows(active.feature[some], target).to(out)
-            out.index_add_(0, active.position[some], active.value[some, None] * rows)
+        """Add the contribution of one layer's active features to `out` [position, d_out], block by block."""
+        # Gathering all rows at once would need memory of active features x d_out.
+        rows_of_layer = (active.layer == source).nonzero().squeeze(1)
+        for block in rows_of_layer.split(max(1, BLOCK_BYTES // (4 * self.d_out))):
+            rows = self.layer(source).decoder_rows(active.feature[block], target).to(out)
+            out.index_add_(0, active.position[block], active.value[block, None] * rows)
 
-    def _own(self, layer: int) -> int:
+    def _checked_layer(self, layer: int) -> int:
+        """Validate a layer number; DictionaryError if no features read that layer."""
         layer = as_index(layer, "layers", DictionaryError)
         if layer not in self.layout.targets:
-            raise DictionaryError(f"{self.name} has features of {told(self.layers)}, found layer {layer!r}")
+            raise DictionaryError(
+                f"{self.name} has features of {layers_text(self.layers)}, found layer {layer!r}"
+            )
         return layer
 
 
 def _pair(feature: Any) -> FeatureId:
-    """A feature from (layer, index)."""
+    """A feature id from (layer, index)."""
     if not isinstance(feature, Sequence) or isinstance(feature, bytes) or len(feature) != 2:
         raise DictionaryError(
             f"expected a feature as (layer, index), or as text such as L14:13043, found {shown(feature)}"
@@ -429,18 +483,17 @@ def _pair(feature: Any) -> FeatureId:
 
 @dataclass(frozen=True)
 class StoredDictionary(FileResource):
-    """A dictionary in files as a pinned resource of nodes: the one of an identity.
-
-    features: its identity. device: where it computes, None for a GPU if there is one; part of no key, as the
-    name.
-    """
+    """A dictionary in files as a pinned resource of nodes."""
 
     name: str
+    """Reference that opens the dictionary; no key contains it."""
     features: str
+    """Identity that the files must have (`Dictionary.identity`)."""
     device: str | None = field(default=None, compare=False)
+    """Device for the arithmetic, contained in no key; None selects a GPU, or the CPU without one."""
 
     def identity(self) -> dict[str, Any]:
-        """What features read and write, and all that decides them."""
+        """Identity and hook points, as they enter a key."""
         layout = self._opened.value.layout
         return {"features": self.features, "read": layout.read, "write": layout.write}
 
@@ -449,41 +502,43 @@ class StoredDictionary(FileResource):
         self._opened.value.require_fit(config, model)
 
     def opened_anew(self) -> OpenResource:
-        """The dictionary under the name. Raises SourceChanged unless it is the one of the identity."""
+        """Open the dictionary by name.
+
+        Raises:
+            SourceChanged: Its files are unreadable or have another identity.
+        """
         try:
-            found = Dictionary.from_pretrained(self.name)
-            identity = found.identity
+            dictionary = Dictionary.from_pretrained(self.name)
+            identity = dictionary.identity
         except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
             raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
         if identity != self.features:
             raise SourceChanged(
                 f"expected the dictionary {self.name} as it was ({self.features[:12]}), found another "
-                f"({identity[:12]}): it was replaced or edited meanwhile; open it anew"
+                f"({identity[:12]}): it was replaced or edited meanwhile; open it again"
             )
-        return OpenResource(found, found.files.pinned)
+        return OpenResource(dictionary, dictionary.files.pinned)
 
     @property
     def opened(self) -> Dictionary:
-        """The dictionary, for whoever checks the resource before anything computed with it is published."""
+        """The dictionary, for callers that check the resource themselves before they publish results."""
         dictionary: Dictionary = self._opened.value.on(self.device)
         return dictionary
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
-        """The dictionary. Raises SourceChanged as `check`, also behind the block."""
+        """Context that gives the dictionary. Raises SourceChanged like `check`, before and after."""
         with super().open():
             yield self.opened
 
 
 @dataclass(frozen=True, eq=False)
 class DictionaryInMemory:
-    """A dictionary without files, such as one in training, as a pinned resource.
-
-    features: its identity when a command was planned.
-    """
+    """A pinned resource for a dictionary without files, such as a dictionary in training."""
 
     opened: Dictionary
     features: str
+    """Its identity when the command was planned."""
 
     def identity(self) -> dict[str, Any]:
         """See `StoredDictionary`."""
@@ -495,7 +550,7 @@ class DictionaryInMemory:
         self.opened.require_fit(config, model)
 
     def check(self) -> None:
-        """Raise SourceChanged unless its weights are as they were."""
+        """Raise SourceChanged if its weights changed since the command was planned."""
         if self.opened.identity != self.features:
             raise SourceChanged(
                 f"expected the weights of {self.opened.name} as they were ({self.features[:12]}), found them "
@@ -504,11 +559,11 @@ class DictionaryInMemory:
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
-        """The dictionary. Raises SourceChanged as `check`, also behind the block."""
+        """Context that gives the dictionary. Raises SourceChanged like `check` after the block."""
         yield self.opened
         self.check()
 
 
 def _point(kind: str, layer: int) -> HookPoint:
-    """A kind at a layer; kinds outside the blocks, such as the embedding, have none."""
+    """Hook point of this kind; kinds outside the blocks, such as the embedding, get no layer."""
     return HookPoint(kind, layer if BY_NAME[kind].per_layer else None)

@@ -1,8 +1,8 @@
-"""Fetch a dictionary's files from the Hugging Face hub into its usual local cache.
+"""Downloads a dictionary's files from the Hugging Face hub into its usual local cache.
 
-Border: names and files; what is in them is their format's. Only what one dictionary reads is fetched: of a
-repository of many (Gemma Scope has hundreds, of several GB each) a folder has to be named. Where config.yaml
-lists files of other repositories, those are fetched too.
+Border: names and files; their contents are read by formats. Only the files of one dictionary are downloaded:
+for a repository with many (Gemma Scope has hundreds, of several GB each) a folder must be given. Files of
+other repositories that config.yaml lists are downloaded, too.
 """
 
 from __future__ import annotations
@@ -24,67 +24,81 @@ from .layers.files import (
     resolve,
 )
 
-__all__ = ["fetch", "wanted_files"]
+__all__ = ["fetch", "files_to_fetch"]
 
 CONFIGS = (CONFIG_YAML, "cfg.json", "config.json", "hyperparams.json")
+"""Names of configuration files."""
 WEIGHTS = (".safetensors", ".npz", "ae.pt")
+"""Endings of weight files."""
 UNUSED = ("sparsity.safetensors",)
+"""Weight files that no format reads."""
 _LAYER = re.compile(r"(?:layers?[._]|blocks\.|(?:^|-)L)(\d{1,9})|(embedding)")
 _SHOWN = 4
 
 
 def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
-    """Fetch a dictionary; files that are there already are not fetched again, nor is what ships with mizarr.
+    """Download a dictionary; files that are cached already, and shipped dictionaries, are not downloaded.
 
-    name: "org/repo[/subfolder][@revision]", or a directory whose config.yaml lists files of the hub.
-    Raises ModelNotFound, or DownloadError when the hub cannot be reached, holds nothing to read there, or
-    several dictionaries of one layer.
+    Arguments:
+        name: "org/repo[/subfolder][@revision]", or a directory whose config.yaml lists files of the hub.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ModelNotFound: There is no such dictionary.
+        DownloadError: The hub cannot be reached, or the folder has no dictionary, or several of one layer.
     """
     name = DictionaryReference.parse(name).name
     if not (is_shipped(name) or Path(name).expanduser().is_dir()):
         repository, subfolder, revision = parse_reference(name)
         with hub_errors(repository, revision):
             commit, sizes = listed_files(repository, revision)
-        wanted = wanted_files(sizes, subfolder, str(name))
-        fetch_files(repository, revision, commit, wanted, progress=progress)
-    found = resolve(name)
-    if recognises(found):
-        _fetch_listed(found, progress)
-    return found
+        sizes_to_fetch = files_to_fetch(sizes, subfolder, str(name))
+        fetch_files(repository, revision, commit, sizes_to_fetch, progress=progress)
+    files = resolve(name)
+    if recognises(files):
+        _fetch_listed(files, progress)
+    return files
 
 
-def wanted_files(sizes: Mapping[str, int], subfolder: str, name: str) -> dict[str, int]:
-    """Configurations and weights below a folder, with their bytes.
+def files_to_fetch(sizes: Mapping[str, int], subfolder: str, name: str) -> dict[str, int]:
+    """Configurations and weights in a folder, with their sizes in bytes.
 
-    sizes: file -> bytes of all a repository holds. Raises DownloadError where there are none, or several of
-    a layer.
+    Arguments:
+        sizes: Size in bytes of every file of the repository.
+        subfolder: The folder; "" for the root.
+        name: The dictionary's reference, for messages.
+
+    Raises:
+        DownloadError: There is no dictionary, or there are several of one layer.
     """
     below = f"{subfolder}/" if subfolder else ""
-    here = {file: size for file, size in sizes.items() if file.startswith(below)}
-    configs = {file: size for file, size in here.items() if file.rpartition("/")[2] in CONFIGS}
+    files_below = {file: size for file, size in sizes.items() if file.startswith(below)}
+    configs = {file: size for file, size in files_below.items() if file.rpartition("/")[2] in CONFIGS}
     weights = {
         file: size
-        for file, size in here.items()
+        for file, size in files_below.items()
         if file.endswith(WEIGHTS) and file.rpartition("/")[2] not in UNUSED
     }
     if not weights and f"{below}{CONFIG_YAML}" not in configs:
-        held = ", ".join(sorted(here or sizes)[:_SHOWN]) or "nothing"
+        shown = ", ".join(sorted(files_below or sizes)[:_SHOWN]) or "nothing"
         raise DownloadError(
-            f"expected transcoders or autoencoders at {name}, found {held}; name another folder"
+            f"expected transcoders or autoencoders at {name}, found {shown}; name another folder"
         )
     _require_one_each(weights, below, name)
     return configs | weights
 
 
 def _require_one_each(weights: Mapping[str, int], below: str, name: str) -> None:
-    """DownloadError where folders hold several dictionaries of one layer: they would be fetched in vain."""
+    """Raise DownloadError, before any download, if there are several dictionaries of one layer."""
     folders: dict[str, set[str]] = defaultdict(set)
     for file in weights:
         folder = file.rpartition("/")[0]
         layer = _LAYER.search(folder.removeprefix(below.rstrip("/")))
         if layer:
             folders[layer[0]].add(folder)
-    crowded = next((sorted(held) for held in folders.values() if len(held) > 1), None)
+    crowded = next(
+        (sorted(layer_folders) for layer_folders in folders.values() if len(layer_folders) > 1), None
+    )
     if crowded:
         more = f" and {len(crowded) - _SHOWN} more" if len(crowded) > _SHOWN else ""
         repository, _, revision = parse_reference(name)
@@ -96,12 +110,12 @@ def _require_one_each(weights: Mapping[str, int], below: str, name: str) -> None
 
 
 def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
-    """The files of other repositories that config.yaml lists."""
-    wanted: dict[tuple[str, str | None], set[str]] = defaultdict(set)
+    """Download the files of other repositories that config.yaml lists."""
+    files_by_source: dict[tuple[str, str | None], set[str]] = defaultdict(set)
     for entry in references(files):
-        if entry.repository is not None and not _is_here(entry, files.directory):
-            wanted[entry.repository, entry.revision].add(entry.file)
-    for (repository, revision), names in wanted.items():
+        if entry.repository is not None and not _is_cached(entry, files.directory):
+            files_by_source[entry.repository, entry.revision].add(entry.file)
+    for (repository, revision), names in files_by_source.items():
         with hub_errors(repository, revision):
             commit, sizes = listed_files(repository, revision)
         missing = sorted(names - set(sizes))
@@ -112,7 +126,7 @@ def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
         fetch_files(repository, revision, commit, {file: sizes[file] for file in names}, progress=progress)
 
 
-def _is_here(entry: Reference, folder: Path) -> bool:
+def _is_cached(entry: Reference, folder: Path) -> bool:
     try:
         return entry.path(folder).is_file()
     except OSError:

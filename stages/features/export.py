@@ -1,14 +1,13 @@
-"""Dictionaries written as other programs read them: SAELens, sparsify, circuit-tracer.
+"""Writes dictionaries in the formats of other programs: SAELens, sparsify, circuit-tracer.
 
     export(dictionary, "folder", "saelens")
 
-What a format has no word for is folded into the weights where that changes nothing (one factor for all
-inputs, units of features, a bias subtracted from the input), and refused where it would change something.
+A property that the format cannot express is folded into the weights if that changes no output (one factor for
+all inputs, units of features, a bias subtracted from the input); otherwise the export is refused.
 
-A folder appears when it is complete: it is written beside its place and renamed.
+A folder is written under a temporary name beside its destination and renamed when it is complete.
 
-Border: features in, files out; what the formats mean is their readers'. Weights of one layer are in memory
-at a time.
+Border: features in, files out; formats/ reads the same formats. Weights of one layer are in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...store.errors import DictionaryError, nearest
 from ...store.exchange.tensors import Tensor as Stored, write_safetensors
 from .dictionary import Dictionary
 from .layers.files import CFG_JSON, CONFIG_YAML
-from .layers.layout import told
+from .layers.layout import layers_text
 from .layers.names import MODULES, hook_name
 
 if TYPE_CHECKING:
@@ -38,16 +37,21 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "export"]
 
 SAELENS_VERSION = "6.54.12"
-"""Of SAELens, whose configuration this writes."""
+"""Version of SAELens whose configuration is written."""
 
 
 def export(dictionary: Dictionary, folder: str | Path, name: str, *, dtype: str | None = None) -> Path:
-    """Write a dictionary into a new folder; returns it.
+    """Write a dictionary into a new folder, and return the folder.
 
-    name: of a format, one of FORMATS. dtype: of the files ("float32", "bfloat16", …), by default that of the
-    weights.
-    Raises DictionaryError where the format cannot say what the dictionary does, or the folder holds
-    something.
+    Arguments:
+        dictionary: The dictionary.
+        folder: A folder that does not exist or is empty.
+        name: Name of a format in FORMATS.
+        dtype: dtype of the weights in the files ("float32", "float16", "bfloat16"); None for that of the
+            weights.
+
+    Raises:
+        DictionaryError: The format cannot express the dictionary, or the folder is not empty.
     """
     if name not in FORMATS:
         near = nearest(name, FORMATS)
@@ -70,20 +74,20 @@ def export(dictionary: Dictionary, folder: str | Path, name: str, *, dtype: str 
 
 
 def _saelens(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -> None:
-    """A folder per layer, or the folder itself for one layer."""
+    """Write one folder per layer, or the folder itself if there is one layer."""
     _require_own_layer(dictionary, "SAELens")
     for layer in dictionary.layers:
         features = _folded(dictionary.layer(layer))
         name = _full_name(dictionary, "read", layer)
         place = folder if len(dictionary.layers) == 1 else folder / name
         tensors = {"W_enc": features.W_enc.T, "W_dec": features.W_dec[layer], "b_dec": _bias(features)}
-        architecture, more, config = _saelens_activation(dictionary, features)
-        tensors |= more
+        architecture, activation_tensors, config = _saelens_activation(dictionary, features)
+        tensors |= activation_tensors
         about = {"model_name": dictionary.model_name, "hook_name": name, "sae_lens_version": SAELENS_VERSION}
         if dictionary.kind == "plt":
             about["hook_name_out"] = _full_name(dictionary, "write", layer)
             config["d_out"] = dictionary.d_out
-        said = {
+        config_json = {
             "architecture": architecture,
             "d_in": dictionary.d_in,
             "d_sae": dictionary.n_features,
@@ -91,21 +95,22 @@ def _saelens(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) ->
             "device": "cpu",
             "apply_b_dec_to_input": features.centred,
             "normalize_activations": _saelens_scaling(features),
+            # SAELens flattens the heads of hook_z itself and needs to know.
             "reshape_activations": "hook_z" if dictionary.layout.read == "z" else "none",
             **config,
             "metadata": {key: value for key, value in about.items() if value is not None},
         }
         _save(place / "sae_weights.safetensors", tensors, dtype)
-        (place / CFG_JSON).write_text(json.dumps(said, indent=1))
+        (place / CFG_JSON).write_text(json.dumps(config_json, indent=1))
 
 
 def _saelens_activation(
     dictionary: Dictionary, features: LayerFeatures
 ) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """(architecture, tensors beside the matrices, fields of cfg.json)."""
+    """(architecture, tensors, fields of cfg.json) of an activation; DictionaryError if unsupported."""
     from .layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
-    how, is_sae, size = features.activation, dictionary.kind == "sae", dictionary.n_features
+    activation, is_sae, size = features.activation, dictionary.kind == "sae", dictionary.n_features
     has_skip = features.W_skip is not None
     tensors = {"W_skip": features.W_skip} if features.W_skip is not None else {}
     config: dict[str, Any] = {}
@@ -116,21 +121,26 @@ def _saelens_activation(
         AbsTopK: ("abstopk", None),
         Gated: ("gated", None),
     }
-    architecture = names.get(type(how), (None, None))[0 if is_sae else 1]
-    if architecture is None or (is_sae and has_skip) or (isinstance(how, TopK) and not how.rectified):
+    # SAELens names one architecture per activation function and kind; some combinations have none.
+    architecture = names.get(type(activation), (None, None))[0 if is_sae else 1]
+    if (
+        architecture is None
+        or (is_sae and has_skip)
+        or (isinstance(activation, TopK) and not activation.rectified)
+    ):
         kind = "autoencoders" if is_sae else "transcoders"
-        what = f"{type(how).__name__} {kind}{' with a skip' if has_skip else ''}"
-        raise DictionaryError(f"SAELens has no architecture for {what}; export to another format")
+        description = f"{type(activation).__name__} {kind}{' with a skip' if has_skip else ''}"
+        raise DictionaryError(f"SAELens has no architecture for {description}; export to another format")
     if has_skip:
         architecture = architecture.replace("transcoder", "skip_transcoder")
-    if isinstance(how, Gated):
-        tensors |= {"b_gate": how.b_gate, "b_mag": how.b_mag, "r_mag": how.r_mag}
+    if isinstance(activation, Gated):
+        tensors |= {"b_gate": activation.b_gate, "b_mag": activation.b_mag, "r_mag": activation.r_mag}
     else:
         tensors["b_enc"] = _or_zeros(features.b_enc, size)
-    if isinstance(how, JumpReLU):
-        tensors["threshold"] = _threshold(how, size, rectified=True)
-    if isinstance(how, TopK | AbsTopK):
-        config["k"] = how.k
+    if isinstance(activation, JumpReLU):
+        tensors["threshold"] = _threshold(activation, size, rectified=True)
+    if isinstance(activation, TopK | AbsTopK):
+        config["k"] = activation.k
     return architecture, tensors, config
 
 
@@ -145,7 +155,7 @@ def _saelens_scaling(features: LayerFeatures) -> str:
 
 
 def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -> None:
-    """A folder per layer, named by the module that is read."""
+    """Write one folder per layer, named by the module whose states are read."""
     from .formats.sparsify import WEIGHTS
     from .layers.activations import GroupMax, TopK
 
@@ -153,7 +163,9 @@ def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -
     is_transcoder = dictionary.kind == "plt"
     ends = (dictionary.layout.read, dictionary.layout.write)
     modules = [
-        module for module, held in MODULES.items() if ends == (held if is_transcoder else (held[1], held[1]))
+        module
+        for module, hooks in MODULES.items()
+        if ends == (hooks if is_transcoder else (hooks[1], hooks[1]))
     ]
     if not modules:
         raise DictionaryError(
@@ -163,9 +175,12 @@ def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -
     for layer in dictionary.layers:
         features = _folded(dictionary.layer(layer))
         _require_as_is(features, "sparsify")
-        how = features.activation
-        if not isinstance(how, TopK | GroupMax) or (isinstance(how, TopK) and not how.rectified):
-            raise DictionaryError(f"sparsify has TopK and group max only, found {type(how).__name__}")
+        activation = features.activation
+        if not isinstance(activation, TopK | GroupMax) or (
+            isinstance(activation, TopK) and not activation.rectified
+        ):
+            raise DictionaryError(f"sparsify has TopK and group max only, found {type(activation).__name__}")
+        # sparsify's autoencoders subtract b_dec from their input, its transcoders do not.
         if features.centred == is_transcoder:
             features = _centred(features) if features.centred else _recentred(features)
         place = folder / ".".join(part for part in (f"layers.{layer}", modules[0]) if part)
@@ -176,33 +191,35 @@ def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -
             "b_dec": _bias(features),
             **({} if features.W_skip is None else {"W_skip": features.W_skip}),
         }
-        said = {
+        config = {
             "d_in": dictionary.d_in,
-            "activation": "topk" if isinstance(how, TopK) else "groupmax",
+            "activation": "topk" if isinstance(activation, TopK) else "groupmax",
             "num_latents": dictionary.n_features,
+            # sparsify requires an integer; num_latents takes precedence over it.
             "expansion_factor": max(1, dictionary.n_features // dictionary.d_in),
-            "k": how.k,
+            "k": activation.k,
             "normalize_decoder": False,
             "multi_topk": False,
             "skip_connection": features.W_skip is not None,
             "transcode": is_transcoder,
         }
         _save(place / WEIGHTS, tensors, dtype)
-        (place / CFG_JSON).write_text(json.dumps(said, indent=1))
+        (place / CFG_JSON).write_text(json.dumps(config, indent=1))
 
 
 # -- circuit-tracer
 
 
 def _circuit_tracer(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -> None:
-    """W_enc_{l} and W_dec_{l} of a CLT, or layer_{l} of per-layer ones; config.yaml last."""
+    """Write W_enc_{l} and W_dec_{l} of a CLT, or layer_{l} of per-layer transcoders, and config.yaml last."""
     import yaml
 
     if dictionary.layers != tuple(range(len(dictionary.layers))):
         raise DictionaryError(
-            f"circuit-tracer reads dictionaries of every layer from 0 on, found {told(dictionary.layers)}"
+            "circuit-tracer reads dictionaries of every layer from 0 on, found "
+            f"{layers_text(dictionary.layers)}"
         )
-    said: dict[str, Any] = {
+    config: dict[str, Any] = {
         "model_name": dictionary.model_name,
         "model_kind": "cross_layer_transcoder" if dictionary.kind == "clt" else "transcoder_set",
         "feature_input_hook": hook_name(dictionary.layout.read),
@@ -216,9 +233,9 @@ def _circuit_tracer(dictionary: Dictionary, folder: Path, dtype: torch.dtype | N
         if dictionary.kind == "clt":
             _clt_layer(folder, features, dtype)
         else:
-            said |= _plt_layer(folder, features, dtype)
-    kept = {key: value for key, value in said.items() if value is not None}
-    (folder / CONFIG_YAML).write_text(yaml.safe_dump(kept, sort_keys=False))
+            config |= _plt_layer(folder, features, dtype)
+    stated = {key: value for key, value in config.items() if value is not None}
+    (folder / CONFIG_YAML).write_text(yaml.safe_dump(stated, sort_keys=False))
 
 
 def _clt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None) -> None:
@@ -226,32 +243,34 @@ def _clt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None)
 
     from .layers.activations import JumpReLU, ReLU
 
-    layer, how, size = features.layer, features.activation, features.n_features
-    if features.W_skip is not None or not isinstance(how, ReLU | JumpReLU):
-        found = "a skip" if features.W_skip is not None else type(how).__name__
+    layer, activation, size = features.layer, features.activation, features.n_features
+    if features.W_skip is not None or not isinstance(activation, ReLU | JumpReLU):
+        problem = "a skip" if features.W_skip is not None else type(activation).__name__
         raise DictionaryError(
             "circuit-tracer's files of cross-layer transcoders hold ReLU and JumpReLU without skips, found "
-            f"{found}"
+            f"{problem}"
         )
     tensors = {
         f"W_enc_{layer}": features.W_enc,
         f"b_enc_{layer}": _or_zeros(features.b_enc, size),
         f"b_dec_{layer}": _bias(features),
     }
-    if isinstance(how, JumpReLU):
-        tensors[f"threshold_{layer}"] = _threshold(how, size, rectified=False)
+    if isinstance(activation, JumpReLU):
+        tensors[f"threshold_{layer}"] = _threshold(activation, size, rectified=False)
     _save(folder / f"W_enc_{layer}.safetensors", tensors, dtype)
     decoders = torch.stack([features.W_dec[target] for target in features.targets], dim=1)
     _save(folder / f"W_dec_{layer}.safetensors", {f"W_dec_{layer}": decoders}, dtype)
 
 
 def _plt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Write one layer; returns what config.yaml says of its activations."""
+    """Write one layer; returns the activation's fields of config.yaml."""
     from .layers.activations import JumpReLU, ReLU, TopK
 
-    layer, how, size = features.layer, features.activation, features.n_features
-    if not isinstance(how, ReLU | JumpReLU | TopK):
-        raise DictionaryError(f"circuit-tracer has ReLU, JumpReLU and TopK only, found {type(how).__name__}")
+    layer, activation, size = features.layer, features.activation, features.n_features
+    if not isinstance(activation, ReLU | JumpReLU | TopK):
+        raise DictionaryError(
+            f"circuit-tracer has ReLU, JumpReLU and TopK only, found {type(activation).__name__}"
+        )
     tensors = {
         "W_enc": features.W_enc,
         "b_enc": _or_zeros(features.b_enc, size),
@@ -259,10 +278,14 @@ def _plt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None)
         "b_dec": _bias(features),
         **({} if features.W_skip is None else {"W_skip": features.W_skip}),
     }
-    if isinstance(how, JumpReLU):
-        tensors["activation_function.threshold"] = _threshold(how, size, rectified=False)
+    if isinstance(activation, JumpReLU):
+        tensors["activation_function.threshold"] = _threshold(activation, size, rectified=False)
     _save(folder / f"layer_{layer}.safetensors", tensors, dtype)
-    return {"activation": "topk", "k": how.k, "rectified": how.rectified} if isinstance(how, TopK) else {}
+    return (
+        {"activation": "topk", "k": activation.k, "rectified": activation.rectified}
+        if isinstance(activation, TopK)
+        else {}
+    )
 
 
 FORMATS: Mapping[str, Callable[[Dictionary, Path, Any], None]] = {
@@ -270,17 +293,19 @@ FORMATS: Mapping[str, Callable[[Dictionary, Path, Any], None]] = {
     "sparsify": _sparsify,
     "circuit_tracer": _circuit_tracer,
 }
+"""Format -> function that writes a dictionary into a folder."""
 
 
-# -- the same features in fewer words
+# -- equivalent weights
 
 
 def _folded(features: LayerFeatures) -> LayerFeatures:
-    """The same features without gain and units; only weights that change are made anew."""
+    """Equivalent features with gain 1 and no units; weights that do not change are shared."""
     if features.gain == 1 and features.unit is None:
         return features
     import torch
 
+    # relu(u (g W x + b)) = relu(u g W x + u b) for u > 0; the decoder is divided by the same factors.
     unit = torch.ones(features.n_features) if features.unit is None else features.unit.float()
     gain, b_enc, b_dec = features.gain, features.b_enc, features.b_dec
     return replace(
@@ -295,7 +320,8 @@ def _folded(features: LayerFeatures) -> LayerFeatures:
 
 
 def _centred(features: LayerFeatures) -> LayerFeatures:
-    """The same features, with what they subtract from their input in their own biases."""
+    """Equivalent features that subtract no bias from their input: it is moved into the encoder's bias."""
+    # W (x - b) + b_enc = W x + (b_enc - W b)
     shift = 0 if features.b_dec is None else features.W_enc.float() @ features.b_dec.float()
     return replace(
         features, b_enc=_or_zeros(features.b_enc, features.n_features).float() - shift, centred=False
@@ -303,24 +329,24 @@ def _centred(features: LayerFeatures) -> LayerFeatures:
 
 
 def _recentred(features: LayerFeatures) -> LayerFeatures:
-    """The same features, subtracting the decoder's bias from their input."""
+    """Equivalent features that subtract the decoder's bias from their input."""
     shift = features.W_enc.float() @ _bias(features).float()
     return replace(
         features, b_enc=_or_zeros(features.b_enc, features.n_features).float() + shift, centred=True
     )
 
 
-def _threshold(how: Any, size: int, *, rectified: bool) -> Tensor:
-    """Thresholds [feature] that mean the same where activations are, or are not, rectified.
+def _threshold(activation: Any, size: int, *, rectified: bool) -> Tensor:
+    """Equivalent thresholds [feature] for a format that rectifies activations, or that does not.
 
-    A rectified JumpReLU is one whose thresholds are at least 0.
+    A JumpReLU with rectification equals one whose thresholds are at least 0.
     """
-    found: Tensor = how.threshold.expand(size).contiguous()
-    if how.rectified:
-        return found.clamp(min=0)
-    if rectified and bool((found < 0).any()):
+    threshold: Tensor = activation.threshold.expand(size).contiguous()
+    if activation.rectified:
+        return threshold.clamp(min=0)
+    if rectified and bool((threshold < 0).any()):
         raise DictionaryError("SAELens rectifies activations, these features have negative thresholds")
-    return found
+    return threshold
 
 
 def _bias(features: LayerFeatures) -> Tensor:
@@ -334,6 +360,7 @@ def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
 
 
 def _require_as_is(features: LayerFeatures, program: str) -> None:
+    """Raise DictionaryError if the features scale their input row by row."""
     from .layers.scaling import AsIs
 
     if not isinstance(features.scaling, AsIs):
@@ -362,20 +389,20 @@ def _dtype(name: str | None) -> torch.dtype | None:
         return None
     import torch
 
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise DictionaryError(f"expected dtype to be one of {', '.join(known)}, found {name!r}")
-    return known[name]
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise DictionaryError(f"expected dtype to be one of {', '.join(dtypes)}, found {name!r}")
+    return dtypes[name]
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    """A safetensors file; every tensor in the dtype asked for, or of the decoder."""
+    """Write a safetensors file; every tensor in `dtype`, or in the dtype of the first matrix."""
     from ..forward.capture.harvest import as_numpy
 
     kind = dtype or next(tensor.dtype for name, tensor in tensors.items() if tensor.ndim > 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # By name, as safetensors' own writer has them: equal weights are equal files. That writer leaves files
-    # that only their owner may read, whatever the umask.
+    # Sorted by name like safetensors' own writer, so that equal weights give equal files. That writer is not
+    # used because its files are readable by their owner only, whatever the umask.
     arrays = {name: as_numpy(tensors[name].detach().to("cpu", kind)) for name in sorted(tensors)}
     stored = [Stored(name, array.dtype, array.shape, [array]) for name, array in arrays.items()]
     write_safetensors(path, stored, {})
@@ -383,7 +410,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) 
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `folder` at the end, or goes away."""
+    """Context that gives a temporary folder, renamed to `folder` at the end, or removed after an error."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DictionaryError(f"expected a new folder, found something at {folder}; choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)

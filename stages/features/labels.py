@@ -1,9 +1,9 @@
-"""Labels: what people call features, kept in a store under the digest of the dictionary.
+"""Labels of features: names given by people, stored under the identity of the dictionary.
 
     set_labels(store, dictionary, {"L3:17": "capitals of countries"}, author="ada")
     labels_of(store, dictionary)[FeatureId(3, 17)].text
 
-Border: features and texts; how they are kept is store/upkeep/annotations.py's. Part of no key.
+Border: features and texts; store/upkeep/annotations.py stores them. Part of no key.
 """
 
 from __future__ import annotations
@@ -25,26 +25,35 @@ __all__ = ["labels_of", "labels_under", "set_labels"]
 def set_labels(
     store: Store, dictionary: Dictionary, labels: Mapping[FeatureId | str, str], *, author: str = ""
 ) -> None:
-    """Say what features are called; an empty text takes a label back.
+    """Store labels of features; an empty text removes a label.
 
-    labels: by feature, or its name ("L3:17"). What was said before stays readable: `store.annotations`.
-    Raises DictionaryError for a feature it does not have, ShapeError for a text that is not one printable
-    line.
+    Earlier labels stay readable through `store.annotations`.
+
+    Arguments:
+        store: The store to write to.
+        dictionary: The dictionary of the features.
+        labels: Text by feature or by its name ("L3:17").
+        author: Name stored with the labels.
+
+    Raises:
+        DictionaryError: The dictionary has no such feature, or one is named twice.
+        ShapeError: A text is not one printable line.
     """
-    said = {str(dictionary.feature(feature)): text.strip() for feature, text in labels.items()}
-    if len(said) < len(labels):
+    texts = {str(dictionary.feature(feature)): text.strip() for feature, text in labels.items()}
+    # "L3:17" and FeatureId(3, 17) are two keys for one feature.
+    if len(texts) < len(labels):
         raise DictionaryError(
-            f"expected each feature once, found {len(labels)} names of {len(said)} features"
+            f"expected each feature once, found {len(labels)} names of {len(texts)} features"
         )
-    store.annotate(dictionary.identity, said, author)
+    store.annotate(dictionary.identity, texts, author)
 
 
 def labels_of(store: Store | None, dictionary: Dictionary) -> dict[FeatureId, Annotation]:
-    """What features of a dictionary are called, the last word of each; none without a store."""
+    """Latest label of each labelled feature of a dictionary; empty without a store."""
     return {} if store is None else labels_under(store, dictionary.identity)
 
 
 def labels_under(store: Store, identity: str) -> dict[FeatureId, Annotation]:
-    """As `labels_of`, of the dictionary with this digest, which need not be at hand."""
-    found = {FeatureId.parse(each.item): each for each in store.annotations(identity)}
-    return {feature: each for feature, each in sorted(found.items()) if each.text}
+    """Latest labels under the identity of a dictionary, whose files are not needed."""
+    annotations = {FeatureId.parse(annotation.item): annotation for annotation in store.annotations(identity)}
+    return {feature: annotation for feature, annotation in sorted(annotations.items()) if annotation.text}

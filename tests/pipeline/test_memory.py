@@ -13,7 +13,7 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import memory as module
-from mizarr.pipeline.memory import Memory, memory, most_held
+from mizarr.pipeline.memory import Memory, highest_peaks, memory
 from mizarr.pipeline.progress import Progress
 from tests.memory import PEAK
 
@@ -157,7 +157,7 @@ def test_a_system_that_says_nothing_is_told_as_that(monkeypatch):
     with memory() as used:
         pass
     assert used.to_json()["resident"] == {"before": None, "after": None, "peak": None}
-    assert str(used) == "" and most_held([{"memory": used.to_json()}]) == {}
+    assert str(used) == "" and highest_peaks([{"memory": used.to_json()}]) == {}
 
 
 def test_notes_tell_the_most_of_all():
@@ -166,8 +166,8 @@ def test_notes_tell_the_most_of_all():
         return {"memory": {"resident": {"before": 1, "after": 1, "peak": peak}, "device": told}}
 
     notes = [note(5, {"cuda:0": 9}), {}, {"memory": None}, note(7, {"cuda:0": 3, "cuda:1": 1})]
-    assert most_held(notes) == {"resident": 7, "cuda:0": 9, "cuda:1": 1}
-    assert most_held([{"seconds": 1.0}]) == {}
+    assert highest_peaks(notes) == {"resident": 7, "cuda:0": 9, "cuda:1": 1}
+    assert highest_peaks([{"seconds": 1.0}]) == {}
 
 
 def test_both_is_the_larger_of_each():
@@ -210,7 +210,7 @@ def test_every_computed_thing_notes_its_memory_and_no_key_or_content_knows(tmp_p
         for note in noted:
             told = note["memory"]["resident"]
             assert 0 < told["before"] <= told["peak"] and told["after"] <= told["peak"]
-    assert most_held(notes_of(other))["resident"] > most_held(notes_of(one))["resident"] + 50 * MB
+    assert highest_peaks(notes_of(other))["resident"] > highest_peaks(notes_of(one))["resident"] + 50 * MB
     kept = [
         sorted((record.key, record.content, record.label) for record in s.records()) for s in (one, other)
     ]
@@ -226,6 +226,6 @@ def test_stored_runs_note_their_memory_and_read_ones_note_nothing_more(tmp_path)
     for note in notes:
         told = note["memory"]["resident"]
         assert 0 < told["before"] <= told["peak"] and note["seconds"] >= 0 and note["bytes_written"] > 0
-    assert most_held(notes)["resident"] > 10 * MB
+    assert highest_peaks(notes)["resident"] > 10 * MB
     mizarr.run(model, runs, store=store)
     assert notes_of(store) == notes

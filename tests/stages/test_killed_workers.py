@@ -177,7 +177,7 @@ def test_a_worker_that_is_killed_costs_its_tasks_and_one_that_comes_late_does_th
 ):
     """The only one: that nobody is left is said, and so is that somebody has come."""
     monkeypatch.setenv("MIZARR_PATIENCE", "60")
-    monkeypatch.setattr(client, "_SAID_AFTER", 1.0)
+    monkeypatch.setattr(client, "_REPORT_AFTER", 1.0)
     command = [word for word in asked if word != "--quiet"]
     with (
         started(SCHEDULER) as (_, address),

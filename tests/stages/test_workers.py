@@ -10,7 +10,7 @@ import pytest
 
 import mizarr
 from mizarr.pipeline import run
-from mizarr.pipeline.clusters import local, local_workers, threads_each
+from mizarr.pipeline.clusters import local, local_workers, threads_per_worker
 from mizarr.pipeline.context import Group, selection_of
 from mizarr.stages.causal.grids.patching import ActivationPatching
 from mizarr.stages.causal.grids.patching_metrics import KL
@@ -103,7 +103,7 @@ def test_workers_of_this_machine_give_the_same_bits_of_everything(folder, clt, t
     assert {entry.layout("resid_post").codec for entry in store.entries()} == {"zstd", ""}
     assert contents(store) == alone
     said = capfd.readouterr().err
-    assert f"2 workers, each of {threads_each(2)} thread" in said
+    assert f"2 workers, each of {threads_per_worker(2)} thread" in said
     assert "distributed" not in said  # its log is for its developers
 
 
@@ -190,7 +190,7 @@ def test_gpus_are_those_of_the_driver_where_nobody_says(monkeypatch, tmp_path):
 
 def test_threads_are_shared_equally(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert [threads_each(count) for count in (1, 2, 3, 20)] == [8, 4, 2, 1]
+    assert [threads_per_worker(count) for count in (1, 2, 3, 20)] == [8, 4, 2, 1]
 
 
 def test_cells_of_a_prompt_are_one_task_unless_workers_would_wait(folder):
@@ -223,7 +223,7 @@ def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refuse
     with pytest.raises(PlanError, match="expected a store that the workers of"):
         mizarr.attribution_graph(folder, clt, GRAPHED, cluster="tcp://127.0.0.1:1")
     pytest.importorskip("obstore")
-    with pytest.raises(PlanError, match="expected a store that other processes see, found memory://"):
+    with pytest.raises(PlanError, match="expected a store that other processes can read, found memory://"):
         run(patched(folder), mizarr.open_store("memory://workers/x"), workers=2)
     assert not list(store.records())
     assert not (tmp_path / "data").exists() or not any((tmp_path / "data").iterdir())

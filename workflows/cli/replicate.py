@@ -102,7 +102,7 @@ def _is_here(chosen: Replication, model: str, fetch: bool) -> bool:
 def _would_fetch(chosen: Replication, model: str) -> str:
     """What is missing, with its bytes where the hub can be asked."""
     from ...pipeline.plan import human_bytes
-    from ...stages.features.download import wanted_files
+    from ...stages.features.download import files_to_fetch
     from ...stages.features.layers.files import parse_reference
     from ...stages.forward.models.download import hub_errors, listed_files, remote_files
     from ...store.errors import MizarrError
@@ -115,7 +115,7 @@ def _would_fetch(chosen: Replication, model: str) -> str:
             repository, folder, revision = parse_reference(chosen.dictionary)
             with hub_errors(repository, revision):
                 sizes = listed_files(repository, revision)[1]
-            total += sum(wanted_files(sizes, folder, chosen.dictionary).values())
+            total += sum(files_to_fetch(sizes, folder, chosen.dictionary).values())
         size = human_bytes(total)
     except MizarrError:
         size = "how many bytes only the hub can say, and it was not reached"

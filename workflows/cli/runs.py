@@ -302,7 +302,7 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
 
 def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
     """The run, and the line of Python that opens it; for machines every key, and what it took."""
-    from ...pipeline.memory import most_held
+    from ...pipeline.memory import highest_peaks
     from ...store.upkeep.listing import captured_hooks
 
     entry, records = node.records(store)
@@ -313,7 +313,7 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
     if as_json:
         sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
         notes = [note for _, record in records[:1] for note in store.provenance(record)]
-        held = {"peak_memory_bytes": most_held(notes)}
+        held = {"peak_memory_bytes": highest_peaks(notes)}
         print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
         return
     hooks = ", ".join(captured_hooks([record.label for _, record in records]))

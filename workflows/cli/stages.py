@@ -118,7 +118,7 @@ def stages(name: str | None, as_json: bool) -> None:
 def _rows(use: Use) -> list[dict[str, str]]:
     """The lines of one stage: inputs, outputs and users beside each other."""
     it = use.declaration
-    inputs = [f"{label} [{told}]" for label, told in it.told_inputs.items()]
+    inputs = [f"{label} [{told}]" for label, told in it.input_labels.items()]
     outputs = [f"{label}{'?' * each.is_optional} {each.shape}" for label, each in it.outputs.items()]
     lines = list(zip_longest(inputs, outputs, use.doors, fillvalue=""))
     heads = [(it.name, it.kind, str(it.version)), *[("", "", "")] * (len(lines) - 1)]

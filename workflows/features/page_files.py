@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.features.layers.layout import FeatureId
-from ...stages.features.pages.windows import around
+from ...stages.features.pages.windows import window_tokens
 from ...store.arrays import Array, Ints
 from ...store.errors import ConfigError
 from ...store.version import __version__
@@ -121,7 +121,7 @@ class PageMaterial:
     def texts(self, windows: xr.Dataset) -> tuple[Ints, Array]:
         """Token ids around examples [feature, example, window], -1 outside, and which are inside."""
         token = windows["token"].values
-        where, there = around(token, windows["window"].values, self.prompt)
+        where, there = window_tokens(token, windows["window"].values, self.prompt)
         return np.where(there, self.token_id[where], -1), there
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...pipeline.memory import megabytes, most_held
+from ...pipeline.memory import highest_peaks, megabytes
 from ...pipeline.nodes import ResultNode, one_look
 from ...pipeline.plan import human_bytes
 from ...pipeline.sources import ConstantNode
@@ -201,7 +201,7 @@ def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
     yield "computed", note.get("at", record.created)
     if "seconds" in note:
         yield "took", f"{note['seconds']:.3g} s"
-    if peaks := most_held([note]):
+    if peaks := highest_peaks([note]):
         yield "memory at most", ", ".join(f"{room} {megabytes(most)}" for room, most in peaks.items())
     for name, word in (("bytes_read", "read"), ("bytes_written", "wrote")):
         if note.get(name):

@@ -1,1 +1,1 @@
-"""Features over a corpus: encoded, counted, with their strongest examples."""
+"""Features over a corpus: encoding, statistics and strongest examples."""

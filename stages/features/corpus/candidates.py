@@ -1,6 +1,7 @@
-"""Candidates for a few places of each of many rows, as blocks of a corpus bring them.
+"""Candidates for top-k tables: collected from the blocks of a corpus until there are enough to be ranked
+together.
 
-Border: arrays; which candidates win is the caller's to say.
+Border: arrays; the caller decides which candidates win.
 """
 
 from __future__ import annotations
@@ -14,35 +15,45 @@ __all__ = ["Candidates"]
 
 
 class Candidates:
-    """What may come to stand in tables [row, place], waiting until it is as many as stands there: to rank
-    block by block would be to rank the same ones again and again.
+    """Buffer of candidates for tables [row, place], until their number reaches the tables' size.
+
+    Ranking after every block would rank the table entries again and again.
+
+    Arguments:
+        places: Number of places of a table; at least BLOCK candidates are collected.
     """
 
     def __init__(self, places: int) -> None:
-        """places: of a table; candidates are enough when they are as many, and no fewer than BLOCK."""
         self._enough = max(BLOCK, places)
         self._waiting: list[tuple[Array, ...]] = []
-        self._many = 0
+        self._count = 0
 
     def __len__(self) -> int:
-        return self._many
+        return self._count
 
     def add(self, row: Array, *columns: Array) -> bool:
-        """Let more wait, [candidate] each; whether they are enough to be ranked now."""
+        """Add candidates, [candidate] each; returns whether there are enough to rank them."""
         self._waiting.append((row, *columns))
-        self._many += len(row)
-        return self._many >= self._enough
+        self._count += len(row)
+        return self._count >= self._enough
 
-    def taken(self, *tables: Array) -> list[Array]:
-        """Rows and columns of what stands, and behind it of what waited, which waits no longer; there must be
-        some. tables: [row, place] as the columns are, in the first -1 where nothing stands."""
+    def take_with(self, *tables: Array) -> list[Array]:
+        """Concatenate table entries and buffered candidates, and empty the buffer, which must not be empty.
+
+        Arguments:
+            tables: Tables [row, place] in column order; -1 in the first table marks an empty place.
+
+        Returns:
+            Row indices, then the columns.
+        """
         row, *columns = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
-        self._waiting, self._many = [], 0
-        standing = np.flatnonzero(tables[0] >= 0)
+        self._waiting, self._count = [], 0
+        # Table entries are re-ranked together with the candidates.
+        entries = np.flatnonzero(tables[0] >= 0)
         return [
-            np.concatenate([standing // tables[0].shape[1], row]),
+            np.concatenate([entries // tables[0].shape[1], row]),
             *(
-                np.concatenate([table.ravel()[standing], column])
+                np.concatenate([table.ravel()[entries], column])
                 for table, column in zip(tables, columns, strict=True)
             ),
         ]

@@ -1,20 +1,21 @@
-"""A stored corpus as features: what is active at every token, layer by layer, written once.
+"""Encodes a stored corpus: active features at every token, layer by layer, computed once and stored.
 
     nodes = encode_nodes(dictionary, capture_node)     # layer -> node of a graph
     table = encode_corpus(dictionary, model, prompts, store=store)
 
-Every layer is a result of its own, made of cells by token range: a killed run goes on at the next range,
-another layer costs that layer, and no more than one range, a block of pre-activations and what was found is
-in memory at a time. Ragged as SAE dashboards and delphi store it: a token's features lie at token_ptr[t] to
-token_ptr[t + 1].
+Every layer is a result of its own, made of cells by token range: a killed run resumes at the next range, and
+one more layer costs that layer. Memory holds one range, one block of pre-activations and the active features
+of the range. The result is ragged as in SAE dashboards and delphi: the features of token t are at
+token_ptr[t] to token_ptr[t + 1].
 
-The features of a crosscoder read several layers at once, or those of two models on the same tokens: one
-result, of all of them.
+The features of a crosscoder read several layers at once, or those of two models on the same tokens, and give
+one result.
 
-Border: stored states in, ragged arrays out. The dictionary is named in a stage's parameters and is in its
-key by content; which device computes is in no key. Reading them again is sparse.py's, and needs no torch.
+Border: stored states in, ragged arrays out. The dictionary is a resource of the stage and enters the key by
+content; the device is in no key. sparse.py reads the results, without torch.
 
-Axes: edge = token + 1, boundaries of tokens; active = features of all tokens end to end, ascending per token.
+Axes: edge = token + 1, boundaries of tokens; active = features of all tokens in sequence, ascending per
+token.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["encode_corpus", "encode_crosscoder", "encode_features", "encode_nodes"]
 
 BLOCK_BYTES = 1 << 26
-"""Of states widened to float32 at a time."""
+"""Bytes of states converted to float32 at a time."""
 
 _OUTPUTS = {
     "token_ptr": Output(("edge",), "1", "where a token's features begin; the last one is their number"),
@@ -68,13 +69,19 @@ _OUTPUTS = {
     resources=("dictionary",),
 )
 def encode_features(states: xr.DataArray, *, dictionary: Dictionary, zero_positions: int = 0) -> xr.Dataset:
-    """What is active in states of one layer.
+    """Active features for the states of one layer.
 
-    states: [layer, token, ...] with one layer, lazy or not; what follows the token are heads side by side;
-    embeddings have no layer. zero_positions: first positions of a prompt without features.
-    Returns token_ptr int64 [edge], feature int32 [active], value float32 [active], and the tokens' labels.
+    Arguments:
+        states: [layer, token, ...] with a single layer, may be lazy; dims after `token` are heads side by
+            side. Embeddings have no layer dim.
+        dictionary: The opened dictionary.
+        zero_positions: Number of first positions of each prompt without features.
+
+    Returns:
+        token_ptr int64 [edge], feature int32 [active], value float32 [active], and the tokens' coordinates.
     """
     layer = int(states["layer"].values[0]) if "layer" in states.dims else 0
+    # A port of one layer keeps the dim with a single entry (see `nodes.cut`).
     states = states.isel(layer=0) if "layer" in states.dims else states
     return _encoded(states, layer, _blocks(states), dictionary, zero_positions)
 
@@ -99,22 +106,30 @@ def encode_crosscoder(
     other: xr.DataArray | None = None,
     zero_positions: int = 0,
 ) -> xr.Dataset:
-    """What is active in the states of all layers that a crosscoder reads, or of those of two models.
+    """Active features of a crosscoder, for the states of all layers that it reads, of one model or two.
 
-    states, other: [layer, token, ...] of each model, lazy or not, on the same tokens.
-    Returns what `encode_features` does, of the crosscoder's one layer. Raises ShapeError where tokens differ,
-    or a layer is missing.
+    Arguments:
+        states: [layer, token, ...] of the first model, may be lazy.
+        dictionary: The opened crosscoder.
+        other: The same of the second model, on the same tokens.
+        zero_positions: Number of first positions of each prompt without features.
+
+    Returns:
+        As `encode_features`, for the one layer of the crosscoder.
+
+    Raises:
+        ShapeError: The tokens differ, or a layer is missing.
     """
-    given = [states] if other is None else [states, other]
+    states_by_model = [states] if other is None else [states, other]
     if other is not None:
         _require_same_tokens(states, other)
     parts = []
     for model, place in zip(models_of(dictionary.places), dictionary.places, strict=True):
         layer = HookPoint.parse(place.hook).layer
-        if layer not in given[model]["layer"].values:
-            held = given[model]["layer"].values.tolist()
-            raise ShapeError(f"expected states of {place}, found layers {held}; capture it as well")
-        parts.append(given[model].sel(layer=layer))
+        if layer not in states_by_model[model]["layer"].values:
+            present = states_by_model[model]["layer"].values.tolist()
+            raise ShapeError(f"expected states of {place}, found layers {present}; capture it as well")
+        parts.append(states_by_model[model].sel(layer=layer))
     return _encoded(states, dictionary.layers[0], _side_by_side(parts), dictionary, zero_positions)
 
 
@@ -125,30 +140,32 @@ def _encoded(
     dictionary: Dictionary,
     zero_positions: int,
 ) -> xr.Dataset:
-    """What is active in blocks of rows of a layer; states: whose tokens these are."""
-    first = _first_positions(states, zero_positions)
+    """Active features for blocks of rows of a layer; `states` gives the token axis and its coordinates."""
+    is_skipped = _first_positions(states, zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
-    found: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    here = dictionary.layer(layer).on(dictionary.device)
+    feature_blocks: list[np.ndarray] = []
+    value_blocks: list[np.ndarray] = []
+    features = dictionary.layer(layer).on(dictionary.device)
     for start, rows in blocks:
-        token, feature, value = (part.cpu().numpy() for part in here.active(rows))
-        kept = ~first[start + token]
-        counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
-        found.append(feature[kept].astype(np.int32))
-        values.append(value[kept].astype(np.float32))
-    return _ragged(states, layer, counts, np.concatenate(found), np.concatenate(values)).assign_attrs(
-        {"n_features": here.n_features, "zero_positions": zero_positions}
-    )
+        # Token numbers are relative to the block.
+        token, feature, value = (part.cpu().numpy() for part in features.active(rows))
+        is_counted = ~is_skipped[start + token]
+        counts[start : start + len(rows)] = np.bincount(token[is_counted], minlength=len(rows))
+        feature_blocks.append(feature[is_counted].astype(np.int32))
+        value_blocks.append(value[is_counted].astype(np.float32))
+    return _ragged(
+        states, layer, counts, np.concatenate(feature_blocks), np.concatenate(value_blocks)
+    ).assign_attrs({"n_features": features.n_features, "zero_positions": zero_positions})
 
 
 _FORMS = {"hidden": "encode_features", "d_head": "encode_head_features", "mlp": "encode_neuron_features"}
-"""Last dim of what is read -> the form that reads it, of what has a layer."""
+"""Form of `encode_features` by the last dim of the states, for hook points with a layer."""
 _CROSSCODER_FORMS = {
     "hidden": "encode_crosscoder",
     "d_head": "encode_head_crosscoder",
     "mlp": "encode_neuron_crosscoder",
 }
+"""Form of `encode_crosscoder` by the last dim of the states; "_of_two" is appended for two models."""
 
 
 # -- nodes
@@ -156,7 +173,7 @@ _CROSSCODER_FORMS = {
 
 @dataclass(frozen=True)
 class LayerPort(Port):
-    """One layer of a node's variable."""
+    """One layer of a node's variable, as the input of a stage."""
 
     layer: int = 0
 
@@ -174,33 +191,40 @@ def encode_nodes(
     zero_positions: int = 0,
     device: str | None = None,
 ) -> dict[int, StageNode]:
-    """Nodes that encode what is read at some layers (default: all the dictionary has), by layer.
+    """Nodes that encode the states of some layers, by layer.
 
-    states: a node whose variables are named by hook kind, such as a capture of what the dictionary reads
-    (`Dictionary.reads`). other: the same of a crosscoder's second model.
-    Raises DictionaryError for a layer it does not have, or states of too few or too many models.
+    Arguments:
+        dictionary: The dictionary.
+        states: A node whose variables are named by hook kind, such as a capture of `Dictionary.reads`.
+        other: The same of a crosscoder's second model.
+        layers: Layers to encode; None for all of the dictionary.
+        zero_positions: Number of first positions of each prompt without features.
+        device: Device of the arithmetic; None for a GPU if there is one.
+
+    Raises:
+        DictionaryError: A layer is missing in the dictionary, or states are of too few or too many models.
     """
-    held, kind = dictionary.as_resource(device), dictionary.layout.read
-    given = [states] if other is None else [states, other]
-    if len(given) != len(dictionary.reads(layers)):
+    resource, kind = dictionary.as_resource(device), dictionary.layout.read
+    nodes_by_model = [states] if other is None else [states, other]
+    if len(nodes_by_model) != len(dictionary.reads(layers)):
         raise DictionaryError(
             f"expected states of {len(dictionary.reads(layers))} models for {dictionary.name}, found "
-            f"{len(given)}; give those of a second model as other="
+            f"{len(nodes_by_model)}; give the states of a second model as other="
         )
     if dictionary.places:
-        ports = dict(zip(("states", "other"), (Port(node, kind) for node in given), strict=False))
-        name = _CROSSCODER_FORMS[dictionary.reads()[0][0].dims[-1]] + "_of_two" * (len(given) - 1)
+        ports = dict(zip(("states", "other"), (Port(node, kind) for node in nodes_by_model), strict=False))
+        name = _CROSSCODER_FORMS[dictionary.reads()[0][0].dims[-1]] + "_of_two" * (len(nodes_by_model) - 1)
         form = encode_crosscoder.form(name)
-        node = form.on(**ports, dictionary=held, zero_positions=zero_positions)
+        node = form.on(**ports, dictionary=resource, zero_positions=zero_positions)
         return {dictionary.layers[0]: node}
-    found = {}
+    nodes = {}
     for layer in dictionary.layers if layers is None else layers:
         point = dictionary.read_hook(layer)
         port = Port(states, kind) if point.layer is None else LayerPort(states, kind, layer)
         name = "encode_embedding_features" if point.layer is None else _FORMS[point.dims[-1]]
         form = encode_features.form(name)
-        found[layer] = form.on(states=port, dictionary=held, zero_positions=zero_positions)
-    return found
+        nodes[layer] = form.on(states=port, dictionary=resource, zero_positions=zero_positions)
+    return nodes
 
 
 @takes_options(RunOptions)
@@ -216,26 +240,27 @@ def encode_corpus(
     device: str | None = None,
     **options: Any,
 ) -> xr.Dataset:
-    """Capture what a dictionary reads of some prompts, encode it, and open the active features.
+    """Capture the states that a dictionary reads for some prompts, encode them, and open the active features.
 
-    What is stored is not computed again.
+    Results that are stored already are not computed again.
 
-    Args:
-        dictionary: sparse autoencoder, transcoders or crosscoder.
-        model: a loaded model, or the name of one.
-        prompts: as for `mizarr.capture`.
-        store: where states and features are kept.
-        against: the second model of a crosscoder of two.
-        layers: layers of the dictionary; default all.
-        zero_positions: number of first positions of each prompt whose features count as 0.
-        device: where model and dictionary compute.
-        options: see below.
+    Arguments:
+        dictionary: Sparse autoencoder, transcoders or crosscoder.
+        model: A loaded model, or the name of one.
+        prompts: As for `mizarr.capture`.
+        store: Store for states and features.
+        against: Second model of a crosscoder of two models.
+        layers: Layers of the dictionary; None for all.
+        zero_positions: Number of first positions of each prompt without features.
+        device: Device for model and dictionary.
+        options: See below.
 
     Returns:
-        A row for each active feature; see `active_table`.
+        One row for each active feature; see `active_table`.
 
     Raises:
-        DictionaryError: for a dictionary that does not fit the model; and what `capture` raises.
+        DictionaryError: The dictionary does not fit the model.
+        MizarrError: As `mizarr.capture`.
     """
     from ....pipeline import run
     from ...forward.capture.capture import CaptureNode
@@ -245,7 +270,7 @@ def encode_corpus(
     hooks = [list(map(str, points)) for points in dictionary.reads(layers)]
 
     def captured(source: Model | str | Path, points: list[str]) -> CaptureNode:
-        # A loaded model stays where it is, wherever the dictionary computes.
+        # A loaded model stays on its device; `device` then applies to the dictionary only.
         reference = ModelRef(source, device=device) if isinstance(source, str | Path) else source
         return CaptureNode(reference, prompts, points)
 
@@ -271,14 +296,16 @@ def encode_corpus(
 
 
 def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first token, rows [token, width] as float32) of a range of tokens after another."""
+    """Yield (first token, rows [token, width] as float32) for consecutive blocks of tokens."""
     import torch
 
     width = int(np.prod(states.shape[1:]))
     step = max(1, BLOCK_BYTES // (4 * width))
+    # max(…, 1): an empty range still yields one empty block, so that concatenation has an array.
     for start in range(0, max(states.sizes["token"], 1), step):
         values = states.isel(token=slice(start, start + step)).values
         rows = np.ascontiguousarray(values.reshape(len(values), width))
+        # torch cannot read ml_dtypes arrays; the bits are reinterpreted through uint16.
         if rows.dtype.name == "bfloat16":
             yield start, torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16).float()
         else:
@@ -286,7 +313,7 @@ def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _side_by_side(parts: Sequence[xr.DataArray]) -> Iterator[tuple[int, torch.Tensor]]:
-    """The same of several states of the same tokens, in one row."""
+    """Yield the same blocks with the rows of several arrays of the same tokens concatenated."""
     import torch
 
     for blocks in zip(*map(_blocks, parts), strict=True):
@@ -306,20 +333,21 @@ def _require_same_tokens(states: xr.DataArray, other: xr.DataArray) -> None:
 
 
 def _first_positions(states: xr.DataArray, zero_positions: int) -> np.ndarray:
-    """Which tokens are among the first of their prompt, bool [token]."""
+    """Whether each token is among the first positions of its prompt, bool [token]."""
     if zero_positions == 0:
         return np.zeros(states.sizes["token"], bool)
     if "position" not in states.coords:
         raise ShapeError(
-            "expected a coordinate 'position' beside the states, found none; or leave zero_positions at 0"
+            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
         )
-    first: np.ndarray = states["position"].values < zero_positions
-    return first
+    is_first: np.ndarray = states["position"].values < zero_positions
+    return is_first
 
 
 def _ragged(
     states: xr.DataArray, layer: int, counts: np.ndarray, feature: np.ndarray, value: np.ndarray
 ) -> xr.Dataset:
+    """Dataset of one layer from feature counts [token] and all active features in sequence [active]."""
     import xarray as xr
 
     labels = {name: coord for name, coord in states.coords.items() if coord.dims == ("token",)}

@@ -1,11 +1,11 @@
-"""Where in a stored corpus each feature is strongest, and the text around those places.
+"""Strongest examples of each feature in a stored corpus, and the text around them.
 
-Border: the ragged arrays of one layer in; never imports torch. Holds a block of the corpus, and k places per
-feature.
+Border: the ragged arrays of one layer in; never imports torch. Memory holds a block of the corpus, and k
+examples per feature.
 
-Order: activation descending, then token ascending, whatever the size of blocks.
+Order: activation descending, then token ascending, for any block size.
 
-Axes: feature; rank, 0 = strongest; window = tokens around a place.
+Axes: feature; rank, 0 = strongest; window = tokens around an example.
 """
 
 from __future__ import annotations
@@ -42,65 +42,73 @@ def top_examples(
 ) -> xr.Dataset:
     """The k tokens at which each feature of a layer is strongest.
 
-    encoded: as a layer's encoding gives it. features: which ones, None for all. one_per_prompt: of a prompt
-    only the strongest place counts, so that a text that repeats itself is one example.
-    Raises DictionaryError for a feature there is not.
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        k: Number of examples per feature.
+        features: Feature indices; None for all.
+        one_per_prompt: Whether only the strongest token of each prompt counts, so that repeated text gives
+            one example.
+
+    Raises:
+        DictionaryError: There is no feature of that index.
     """
     import xarray as xr
 
-    chosen = _chosen(encoded, features)
-    best = _Best(len(chosen), k, encoded["prompt"].values if one_per_prompt else None)
-    place = np.full(int(encoded.attrs["n_features"]), -1, np.int64)
-    place[chosen] = np.arange(len(chosen))
+    indices = _feature_indices(encoded, features)
+    table = _TopK(len(indices), k, encoded["prompt"].values if one_per_prompt else None)
+    row_of_feature = np.full(int(encoded.attrs["n_features"]), -1, np.int64)
+    row_of_feature[indices] = np.arange(len(indices))
     for block in blocks(encoded):
-        best.add(place[block.feature], block.token, block.value)
-    best.rank()
+        table.add(row_of_feature[block.feature], block.token, block.value)
+    table.rank()
     return xr.Dataset(
-        {"token": (("feature", "rank"), best.token), "value": (("feature", "rank"), best.value)},
-        coords={"feature": chosen, "rank": np.arange(k), "layer": encoded["layer"]},
+        {"token": (("feature", "rank"), table.token), "value": (("feature", "rank"), table.value)},
+        coords={"feature": indices, "rank": np.arange(k), "layer": encoded["layer"]},
     )
 
 
-class _Best:
-    """The k strongest places of each of some features, as far as they have been seen."""
+class _TopK:
+    """The k strongest tokens of each row (feature) among those added so far."""
 
     def __init__(self, size: int, k: int, prompt: Ints | None) -> None:
         self.k, self.prompt = k, prompt
         self.token = np.full((size, k), -1, np.int64)
         self.value = np.zeros((size, k), np.float32)
-        self._least = np.full(size + 1, -np.inf, np.float32)  # to enter with; the last one is of row -1
-        self._least[-1] = np.inf
-        self._waiting = Candidates(self.token.size)
+        self._threshold = np.full(size + 1, -np.inf, np.float32)  # value to exceed; the last is for row -1
+        # Row -1 stands for features that were not requested: no value enters.
+        self._threshold[-1] = np.inf
+        self._candidates = Candidates(self.token.size)
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
-        """Take more places into account, but those of row -1; tokens come in ascending order from call to
-        call."""
-        # An equal value comes later than what stands, so it loses.
-        entering = np.flatnonzero(value > self._least[row])
-        if self._waiting.add(row[entering], token[entering], value[entering]):
+        """Add tokens in ascending order, from call to call too; row -1 is ignored."""
+        # Equal values rank by token; this token comes later than those in the table, so it loses.
+        entering = np.flatnonzero(value > self._threshold[row])
+        if self._candidates.add(row[entering], token[entering], value[entering]):
             self.rank()
 
     def rank(self) -> None:
-        """Rank those that wait; to be called when all have come."""
-        if not len(self._waiting):
+        """Rank the collected candidates; must be called after the last `add`."""
+        if not len(self._candidates):
             return
-        row, token, value = self._waiting.taken(self.token, self.value)
+        row, token, value = self._candidates.take_with(self.token, self.value)
         if self.prompt is not None:
-            first = self._strongest_of_prompts(row, token, value)
-            row, token, value = row[first], token[first], value[first]
-        kept, rank = ranked(row, token, value, self.k)
-        at = row[kept], rank
-        self.token[at], self.value[at] = token[kept], value[kept]
+            strongest = self._strongest_of_prompts(row, token, value)
+            row, token, value = row[strongest], token[strongest], value[strongest]
+        order, rank = ranked(row, token, value, self.k)
+        at = row[order], rank
+        self.token[at], self.value[at] = token[order], value[order]
+        # While a table has free places, every value may enter.
         is_full = self.token[:, -1] >= 0
-        self._least[:-1] = np.where(is_full, self.value[:, -1], -np.inf)
+        self._threshold[:-1] = np.where(is_full, self.value[:, -1], -np.inf)
 
     def _strongest_of_prompts(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> Ints:
-        """Places of the strongest of each row and prompt, equal ones by token."""
+        """Index of the strongest candidate per row and prompt; the smallest token among equal ones."""
         assert self.prompt is not None
+        # (row, prompt) as one integer, so that one sort groups them.
         pair = row * (int(self.prompt.max(initial=0)) + 1) + self.prompt[token]
         order = in_order(pair, -value, token)
-        found: Ints = order[np.flatnonzero(np.diff(pair[order], prepend=-1))]
-        return found
+        strongest: Ints = order[np.flatnonzero(np.diff(pair[order], prepend=-1))]
+        return strongest
 
 
 def contexts(
@@ -111,12 +119,18 @@ def contexts(
     before: int = 10,
     after: int = 5,
 ) -> xr.Dataset:
-    """The tokens around examples, and the same feature's activation at each of them.
+    """The tokens around examples, and the feature's activation at each of them.
 
-    examples: as `top_examples` gives them for this `encoded` layer. features: which ones, None for all of
-    them. before, after: tokens of the same prompt on either side.
-    Returns token_id int32 [feature, rank, window], -1 outside the prompt, activation float32 of the same
-    dims, and prompt and position [feature, rank] of the example, -1 for none; window counts from -before.
+    Arguments:
+        examples: Result of `top_examples` for this layer.
+        encoded: The encoded layer.
+        features: Feature indices; None for all of `examples`.
+        before: Number of tokens before the example, within the same prompt.
+        after: Number of tokens after it.
+
+    Returns:
+        token_id int32 [feature, rank, window], -1 outside the prompt; activation float32 of the same dims;
+        prompt and position [feature, rank] of the example, -1 for none. window counts from -before.
     """
     import xarray as xr
 
@@ -124,17 +138,17 @@ def contexts(
     at, ids = examples["token"].values, encoded["token_id"].values
     prompt, position = encoded["prompt"].values, encoded["position"].values
     offsets = np.arange(-before, after + 1)
-    around = at[..., None] + offsets
-    inside = (at >= 0)[..., None] & (around >= 0) & (around < len(ids))
-    around = np.where(inside, around, 0)
-    inside &= prompt[around] == prompt[np.maximum(at, 0)][..., None]
-    wanted = np.broadcast_to(examples["feature"].values[:, None, None], around.shape)
-    activation = np.zeros(around.shape, np.float32)
-    activation[inside] = _activations(encoded, around[inside], wanted[inside])
+    window_tokens = at[..., None] + offsets
+    is_inside = (at >= 0)[..., None] & (window_tokens >= 0) & (window_tokens < len(ids))
+    window_tokens = np.where(is_inside, window_tokens, 0)
+    is_inside &= prompt[window_tokens] == prompt[np.maximum(at, 0)][..., None]
+    feature = np.broadcast_to(examples["feature"].values[:, None, None], window_tokens.shape)
+    activation = np.zeros(window_tokens.shape, np.float32)
+    activation[is_inside] = _activations(encoded, window_tokens[is_inside], feature[is_inside])
     dims = ("feature", "rank", "window")
     return xr.Dataset(
         {
-            "token_id": (dims, np.where(inside, ids[around], -1).astype(np.int32)),
+            "token_id": (dims, np.where(is_inside, ids[window_tokens], -1).astype(np.int32)),
             "activation": (dims, activation),
             "prompt": (dims[:2], np.where(at >= 0, prompt[np.maximum(at, 0)], -1)),
             "position": (dims[:2], np.where(at >= 0, position[np.maximum(at, 0)], -1)),
@@ -144,27 +158,28 @@ def contexts(
 
 
 def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray[np.float32]:
-    """Activations of (token, feature) pairs, 0 where not active; the corpus is read block by block."""
+    """Activations of (token, feature) pairs, 0 if not active; reads the corpus block by block."""
     ptr, size = encoded["token_ptr"].values, int(encoded.attrs["n_features"])
-    found = np.zeros(len(token), np.float32)
+    activations = np.zeros(len(token), np.float32)
+    # Sorted by token, so that each block of the corpus is read once.
     order = np.argsort(token, kind="stable")
     block = ptr[token[order]] // BLOCK
-    for here in np.split(order, np.flatnonzero(np.diff(block)) + 1):
-        if not len(here):
+    for pairs in np.split(order, np.flatnonzero(np.diff(block)) + 1):
+        if not len(pairs):
             continue
-        first, last = int(token[here[0]]), int(token[here[-1]]) + 1
-        held = encoded[["feature", "value"]].isel(active=slice(int(ptr[first]), int(ptr[last])))
-        owner = np.repeat(np.arange(first, last), np.diff(ptr[first : last + 1]))
-        keys = owner * size + held["feature"].values  # ascending, as tokens and their features are
-        wanted = token[here] * size + feature[here]
-        spot = np.searchsorted(keys, wanted)
+        start, stop = int(token[pairs[0]]), int(token[pairs[-1]]) + 1
+        active = encoded[["feature", "value"]].isel(active=slice(int(ptr[start]), int(ptr[stop])))
+        owner = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
+        keys = owner * size + active["feature"].values  # ascending, as tokens and their features are
+        pair_keys = token[pairs] * size + feature[pairs]
+        spot = np.searchsorted(keys, pair_keys)
         hit = spot < len(keys)
-        hit[hit] = keys[spot[hit]] == wanted[hit]
-        found[here[hit]] = held["value"].values[spot[hit]]
-    return found
+        hit[hit] = keys[spot[hit]] == pair_keys[hit]
+        activations[pairs[hit]] = active["value"].values[spot[hit]]
+    return activations
 
 
-def _chosen(encoded: xr.Dataset, features: Sequence[int] | None) -> Ints:
+def _feature_indices(encoded: xr.Dataset, features: Sequence[int] | None) -> Ints:
     size = int(encoded.attrs["n_features"])
     if features is None:
         return np.arange(size)

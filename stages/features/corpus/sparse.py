@@ -1,8 +1,8 @@
-"""Features of a corpus as they are stored: ragged arrays, opened as tables, never dense.
+"""Access to the encoded features of a corpus: ragged arrays, opened as tables, never dense.
 
 Border: labelled arrays; knows neither dictionaries nor models, and never imports torch.
 
-Axes: token; edge = token + 1: a token's features lie at token_ptr[t] to token_ptr[t + 1] of active,
+Axes: token; edge = token + 1; active: the features of token t are at token_ptr[t] to token_ptr[t + 1],
 ascending.
 """
 
@@ -27,7 +27,7 @@ BLOCK = 1 << 20
 
 
 class ActiveBlock(NamedTuple):
-    """Some tokens' features; all [active] in this block."""
+    """Active features of some consecutive tokens; each array is [active]."""
 
     token: npt.NDArray[np.int64]
     feature: npt.NDArray[np.int32]
@@ -35,31 +35,32 @@ class ActiveBlock(NamedTuple):
 
 
 def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
-    """All that is active in one layer, about `size` at a time, whole tokens together, in order."""
+    """Active features of a layer in blocks of about `size`, in order; tokens are not split."""
     ptr = encoded["token_ptr"].values
 
     def read(tokens: tuple[int, int]) -> ActiveBlock:
         start, stop = tokens
-        held = encoded[["feature", "value"]].isel(active=slice(int(ptr[start]), int(ptr[stop])))
+        active = encoded[["feature", "value"]].isel(active=slice(int(ptr[start]), int(ptr[stop])))
         token = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
-        return ActiveBlock(token, held["feature"].values, held["value"].values)
+        return ActiveBlock(token, active["feature"].values, active["value"].values)
 
     for _, block in ahead(_ranges(ptr, size), read):
         yield block
 
 
 def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
-    """(first token, behind the last) of each block."""
+    """Yield (first token, last token + 1) of each block."""
     start = 0
     while start < len(ptr) - 1:
         stop = int(np.searchsorted(ptr, ptr[start] + size, side="right")) - 1
+        # At least one token, even if it has more than `size` active features.
         stop = min(max(stop, start + 1), len(ptr) - 1)
         yield start, stop
         start = stop
 
 
 def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Token ranges of one layer, end to end; lazy, so that a corpus is copied block by block."""
+    """Token ranges of one layer joined end to end; lazy, so that a corpus is copied block by block."""
     import dask.array as da
     import xarray as xr
 
@@ -84,17 +85,24 @@ def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
         coords={**labels, "layer": parts[0]["layer"]},
         attrs=parts[0].attrs,
     )
+    # Equal chunks: parts of other lengths would give irregular chunks, which Zarr does not store.
     return joined.chunk(active=BLOCK)
 
 
 def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
-    """What is active in a corpus as a table, layers one after another: activation [active], lazy where it is
-    large.
+    """Active features of a corpus as a table, layer by layer.
 
-    encoded: layer -> what a layer's encoding gives. Coordinates of active: layer, prompt, position, token
-    (packed), token_id, feature. Select with `table.where(table.feature == 7, drop=True)`, or turn a part
-    into a frame with `to_dataframe()`.
-    Raises ShapeError when there is no layer.
+    Select rows with `table.where(table.feature == 7, drop=True)`, or convert a part with `to_dataframe()`.
+
+    Arguments:
+        encoded: Encoded layers by layer number.
+
+    Returns:
+        activation [active], lazy if it is large, with the coordinates layer, prompt, position, token (number
+        in the corpus), token_id and feature.
+
+    Raises:
+        ShapeError: `encoded` is empty.
     """
     import xarray as xr
 
@@ -123,25 +131,25 @@ def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
 
     def by_token(values: npt.NDArray[Any]) -> Any:
         def look_up(place: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-            found: npt.NDArray[Any] = values[np.searchsorted(ptr, place, side="right") - 1]
-            return found
+            token_values: npt.NDArray[Any] = values[np.searchsorted(ptr, place, side="right") - 1]
+            return token_values
 
-        made = places.map_blocks(look_up, dtype=values.dtype)
-        return made if size > BLOCK else made.compute()
+        column = places.map_blocks(look_up, dtype=values.dtype)
+        return column if size > BLOCK else column.compute()
 
     labels = {
         name: encoded[name].values for name in ("prompt", "position", "token_id") if name in encoded.coords
     }
     labels["token"] = np.arange(len(ptr) - 1)
     is_large = size > BLOCK
-    held = encoded[["feature", "value"]]
-    held = held.chunk(active=BLOCK) if is_large else held.load()
-    about = {"units": "1", "long_name": "activation"}
+    active = encoded[["feature", "value"]]
+    active = active.chunk(active=BLOCK) if is_large else active.load()
+    attrs = {"units": "1", "long_name": "activation"}
     return xr.Dataset(
-        {"activation": ("active", held["value"].data, about)},
+        {"activation": ("active", active["value"].data, attrs)},
         coords={
             "layer": ("active", np.full(size, layer, np.int32)),
             **{name: ("active", by_token(values)) for name, values in labels.items()},
-            "feature": ("active", held["feature"].data),
+            "feature": ("active", active["feature"].data),
         },
     )

@@ -1,7 +1,7 @@
-"""How often each feature of a stored corpus fires, and how strongly.
+"""Firing frequency and strength of each feature of a stored corpus.
 
-Border: the ragged arrays of one layer in, figures by feature out; never imports torch, and holds a block of
-the corpus and a few numbers per feature.
+Border: the ragged arrays of one layer in, figures by feature out; never imports torch. Memory holds a block
+of the corpus and a few numbers per feature.
 
 Axes: feature; l0 = number of features active at a token.
 """
@@ -35,10 +35,17 @@ __all__ = ["feature_statistics"]
     },
 )
 def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
-    """Figures of one layer's features over all tokens that may have any.
+    """Figures of one layer's features over all tokens that can have features.
 
-    encoded: as a layer's encoding gives it. Tokens it left out (zero_positions) count nowhere. attrs:
-    n_tokens, mean_l0. Raises ShapeError when no token is left.
+    Arguments:
+        encoded: Encoded layer, from `encode_features`; its first `zero_positions` of each prompt are not
+            counted.
+
+    Returns:
+        See `outputs`; attributes n_tokens and mean_l0.
+
+    Raises:
+        ShapeError: No token can have features.
     """
     import xarray as xr
 
@@ -46,10 +53,12 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
     count = np.zeros(size, np.int64)
     total, largest = np.zeros(size), np.full(size, -np.inf, np.float32)
     for block in blocks(encoded):
-        feature = block.feature.astype(np.int64)  # once: counting and looking up would each do it
+        feature = block.feature.astype(np.int64)  # converted once; bincount and indexing would each convert
         count += np.bincount(feature, minlength=size)
         total += np.bincount(feature, weights=block.value, minlength=size)
-        larger = np.flatnonzero(block.value > largest[feature])  # few: maximum.at is slow
+        larger = np.flatnonzero(
+            block.value > largest[feature]
+        )  # maximum.at is slow, so only for larger values
         np.maximum.at(largest, feature[larger], block.value[larger])
     per_token = np.diff(encoded["token_ptr"].values)[counted(encoded)]
     if not len(per_token):
@@ -73,9 +82,9 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
 
 
 def counted(encoded: xr.Dataset) -> npt.NDArray[np.bool_]:
-    """Which tokens may have features, bool [token]."""
+    """Whether each token can have features, bool [token]."""
     zero_positions = int(encoded.attrs.get("zero_positions", 0))
     if zero_positions == 0:
         return np.ones(encoded.sizes["edge"] - 1, bool)
-    found: npt.NDArray[np.bool_] = encoded["position"].values >= zero_positions
-    return found
+    is_counted: npt.NDArray[np.bool_] = encoded["position"].values >= zero_positions
+    return is_counted

@@ -1,10 +1,10 @@
-"""Which features are active in one prompt, and what they leave unexplained.
+"""Active features of one prompt, and the reconstruction error that they leave.
 
-Border: declares one run; encoding is the dictionary's. The dictionary is named, and opened only to compute.
-Whole corpora are encode.py's.
+Border: declares one run; the dictionary encodes. The dictionary is given by name, and opened only to compute.
+corpus/encode.py encodes whole corpora.
 
-Axes: active = one (layer, position, feature) that is active, sorted in this order; layer, position; named = a
-feature asked for. Units: activations have none; errors are means of squares of activations.
+Axes: active = one active (layer, position, feature), sorted in this order; layer, position; named = a
+requested feature. Units: activations have none; errors are mean squares of activations.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
+from ..dictionary_experiment import DictionaryExperiment
 from ..layers.active import Active
-from ..of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,12 +39,8 @@ _ROWS = 1024  # decoder rows gathered at a time
 
 
 @dataclass(frozen=True)
-class FeatureActivity(OfDictionary):
-    """Everything active in a prompt.
-
-    tokens: the prompt. dictionary: its name, no part of the key; features: its identity. zero_positions:
-    first positions without features, see `Dictionary.encode`.
-    """
+class FeatureActivity(DictionaryExperiment):
+    """All active features of a prompt."""
 
     name: ClassVar[str] = "feature_activity"
     version: ClassVar[int] = 1
@@ -56,33 +52,38 @@ class FeatureActivity(OfDictionary):
     }
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     dictionary: str
+    """Dictionary name, excluded from the key."""
     features: str
+    """Identity of the dictionary."""
     zero_positions: int = 0
+    """Number of first positions without features, see `Dictionary.encode`."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell: a single pass gives all of it."""
+        """One cell: a single forward pass gives all features."""
         check_tokens(self.tokens)
         return [{}]
 
     def prepare(self, model: Model) -> Dictionary:
-        """The dictionary, open for all cells."""
+        """The opened dictionary, shared by all cells."""
         return self.opened(model)
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
-        """The prompt, with what features read and write."""
+        """A run of the prompt that captures the dictionary's read and write hooks."""
         hooks = HookSpec().capture(*prepared.read_hooks, *prepared.write_hooks)
         return [Run(self.tokens, hooks, None)]
 
     def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Indices, activations, and per layer and position the errors."""
+        """Indices, activations and decoder norms of active features, and errors by layer and position."""
         states = {layer: as_rows(result[prepared.read_hook(layer)][0]) for layer in prepared.layers}
         active = prepared.encode(states, zero_positions=self.zero_positions)
         rebuilt = prepared.reconstruct(active, states)
         errors, sizes = [], []
-        for layer, given in rebuilt.items():
-            true = as_rows(result[prepared.write_hook(layer)][0]).to(given)
-            errors.append(array((true - given).square().mean(-1)))
+        for layer, reconstruction in rebuilt.items():
+            true = as_rows(result[prepared.write_hook(layer)][0]).to(reconstruction)
+            errors.append(array((true - reconstruction).square().mean(-1)))
+            # About the mean over positions: a constant offset is not counted as explained variance.
             sizes.append(array((true - true.mean(0)).square().mean(-1)))
         return {
             "indices": active.indices.cpu().numpy(),
@@ -93,14 +94,14 @@ class FeatureActivity(OfDictionary):
         }
 
     def dataset(self, prepared: Dictionary, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """activation [active] with its coordinates; error and size [layer, position]."""
+        """activation and decoder_norm [active] with coordinates; error and size [layer, position]."""
         import xarray as xr
 
-        (found,) = measured
-        layer, position, feature = found["indices"].T
+        (result,) = measured
+        layer, position, feature = result["indices"].T
         return xr.Dataset(
             {
-                name: self.outputs[name].variable(found[field])
+                name: self.outputs[name].variable(result[field])
                 for name, field in zip(self.outputs, ("value", "norm", "error", "size"), strict=True)
             },
             coords={
@@ -114,12 +115,8 @@ class FeatureActivity(OfDictionary):
 
 
 @dataclass(frozen=True)
-class FeatureTrace(OfDictionary):
-    """How active some features are along a prompt; only their layers are opened.
-
-    tokens: the prompt. dictionary: its name, no part of the key; features: its identity. chosen: (layer,
-    index) of each.
-    """
+class FeatureTrace(DictionaryExperiment):
+    """Activations of selected features along a prompt; only layers of these features are read."""
 
     name: ClassVar[str] = "feature_trace"
     version: ClassVar[int] = 1
@@ -128,41 +125,45 @@ class FeatureTrace(OfDictionary):
     }
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     dictionary: str
+    """Dictionary name, excluded from the key."""
     features: str
+    """Identity of the dictionary."""
     chosen: tuple[tuple[int, int], ...]
+    """(layer, index) of each feature."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell: a single pass gives all of it."""
+        """One cell: a single forward pass gives all activations."""
         check_tokens(self.tokens)
         return [{}]
 
     def prepare(self, model: Model) -> Dictionary:
-        """The dictionary, open for all cells."""
+        """The opened dictionary, shared by all cells."""
         return self.opened(model)
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
-        """The prompt, with what the features read."""
+        """A run of the prompt that captures the states read by the features' layers."""
         layers = sorted({layer for layer, _ in self.chosen})
         return [Run(self.tokens, HookSpec().capture(*map(prepared.read_hook, layers)), None)]
 
     def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> Any:
-        """Activations [feature, position], float32, features in the order of `chosen`."""
-        found = np.zeros((len(self.chosen), len(self.tokens)), np.float32)
+        """Activations float32 [feature, position], features in the order of `chosen`."""
+        activations = np.zeros((len(self.chosen), len(self.tokens)), np.float32)
         for layer in {layer for layer, _ in self.chosen}:
-            mine = [i for i, one in enumerate(self.chosen) if one[0] == layer]
+            rows = [i for i, feature in enumerate(self.chosen) if feature[0] == layer]
             dense = prepared.layer(layer).encode(as_rows(result[prepared.read_hook(layer)][0]))
-            found[mine] = array(dense[:, [self.chosen[i][1] for i in mine]]).T
-        return found
+            activations[rows] = array(dense[:, [self.chosen[i][1] for i in rows]]).T
+        return activations
 
     def dataset(self, prepared: Dictionary, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """trace [named, position], with the features' layers and indices."""
+        """trace [named, position], with layer and index of each feature as coordinates."""
         import xarray as xr
 
-        (found,) = measured
+        (trace,) = measured
         layers, indices = np.array(self.chosen, np.int64).reshape(-1, 2).T
         return xr.Dataset(
-            {"trace": self.outputs["trace"].variable(found)},
+            {"trace": self.outputs["trace"].variable(trace)},
             coords={
                 "source_layer": ("named", layers.astype(np.int32)),
                 "feature": ("named", indices),
@@ -172,17 +173,17 @@ class FeatureTrace(OfDictionary):
 
 
 def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
-    """Norms of what a unit of each active feature of a layer writes, to all its layers together: [active]."""
+    """Norm of each active feature's decoder vectors over all layers that it writes to [active]."""
     features = active.feature[active.layer == layer]
-    found = np.zeros(len(features), np.float32)
+    norms = np.zeros(len(features), np.float32)
     for start in range(0, len(features), _ROWS):
-        some = slice(start, start + _ROWS)
-        rows = [dictionary.layer(layer).decoder_rows(features[some], m) for m in dictionary.targets(layer)]
-        found[some] = array(sum(part.square().sum(1) for part in rows)) ** 0.5
-    return found
+        block = slice(start, start + _ROWS)
+        rows = [dictionary.layer(layer).decoder_rows(features[block], m) for m in dictionary.targets(layer)]
+        # Norm over all targets: the square root of the sum of squares by layer.
+        norms[block] = array(sum(part.square().sum(1) for part in rows)) ** 0.5
+    return norms
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[position, width] of a hook point's [position, width], or [head, position, d_head] with heads side by
-    side, as dictionaries of heads read them."""
+    """States as [position, width]: heads [head, position, d_head] are put side by side."""
     return x if x.ndim == 2 else x.transpose(0, 1).flatten(1)

@@ -1,18 +1,18 @@
-"""Attribution of features: what each of them carries of what makes two prompts differ, and what none does.
+"""Attribution patching of features: the first-order effect of each feature's clean activation on a metric.
 
-Where a dictionary writes, the clean run differs from the corrupted one by what features do, each its change
-of activation along its decoder vector, and by a rest: the dictionary's error, its skip and its scale.
-Patching one of them is an addition, whose first order is its product with the gradient of the corrupted run's
-metric there (Marks et al. 2024, "Sparse Feature Circuits", section 3.1; the error a cell of its own). Cells
-of a place add up to attribution patching of the place itself.
+At the dictionary's write hooks, the clean run differs from the corrupted run by the features' contributions
+(change of activation times decoder vector) and by a remainder: the dictionary's error, its skip connection
+and its scale. Patching one of them is an addition, whose first-order effect is its product with the gradient
+of the corrupted run's metric there (Marks et al. 2024, "Sparse Feature Circuits", section 3.1; the error term
+is a cell of its own). The cells of one layer and position add up to attribution patching of that hook point.
 
-The largest estimates are checked by exact runs, beside as many other cells drawn at random and, for each of
-the largest, a random direction as long as what the cell writes.
+The largest estimates are checked by exact runs, together with as many cells drawn at random and, for each of
+the largest, a random direction of the same norm.
 
-Border: token ids and a dictionary in, labelled numbers out; runs are the planner's. Planning imports no
+Border: token ids and a dictionary in, labelled numbers out; the planner makes the runs. Planning imports no
 torch.
 
-Axes: cell, a feature or a rest at a position: features by layer, position and index, then rests.
+Axes: cell, a feature or a remainder at a position: features by layer, position and index, then remainders.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import BLOCK_BYTES, Dictionary
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
 from .activity import as_rows
 from .injection import added_at
 
@@ -52,96 +52,98 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["REST", "Attributed", "FeatureAttribution", "OfPair"]
+__all__ = ["REST", "FeatureAttribution", "PairAttribution", "PromptPairExperiment"]
 
 REST = -1
-"""Index of what no feature accounts for."""
+"""Index in place of a feature's: the remainder, which no feature accounts for."""
 Ints = npt.NDArray[np.int64]
 _CLEAN, _CORRUPTED = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
-class Attributed:
-    """Both runs taken apart.
-
-    clean, corrupted: logits wanted. place: layer (of a feature the one it reads, of a rest the one written),
-    position and index of each cell, [cell, 3]. change: of a feature its activation, clean less corrupted; of
-    a rest its norm. effect: estimated, of the metric as it is. rests, and gradients of the corrupted run: by
-    written layer, [position, d_out].
-    """
+class PairAttribution:
+    """The difference of the clean and the corrupted run, split into features and remainders."""
 
     dictionary: Dictionary
     heads: int | None
+    """Number of attention heads; None for models without heads."""
     clean: Floats
+    """Wanted logits of the clean run."""
     corrupted: Floats
+    """Wanted logits of the corrupted run."""
     place: Ints
+    """Layer, position and index of each cell, int64 [cell, 3]. The layer is the one that a feature reads, or
+    the one to which a remainder is written."""
     change: Floats
+    """Clean minus corrupted activation of a feature; norm of a remainder [cell]."""
     effect: Floats
+    """Estimated effect of each cell on the metric before rescaling [cell]."""
     rests: Mapping[int, Tensor]
+    """Remainder by written layer, [position, d_out]."""
     gradients: Mapping[int, Tensor]
+    """Gradient of the corrupted run's metric by written layer, [position, d_out]."""
 
     def written(self, cell: int) -> dict[int, Tensor]:
-        """What the cell adds at its position: layer -> float32 [d_out]."""
+        """Vectors that patching a cell adds at its position: layer -> float32 [d_out]."""
         layer, position, feature = map(int, self.place[cell])
         if feature == REST:
             return {layer: self.rests[layer][position].float()}
         return self.of_feature(layer, feature, float(self.change[cell]))
 
     def of_feature(self, layer: int, feature: int, amount: float) -> dict[int, Tensor]:
-        """What so much of a feature writes: layer -> float32 [d_out]."""
+        """Vectors that `amount` units of a feature write: layer -> float32 [d_out]."""
         targets = self.dictionary.targets(layer)
         return {m: amount * self.dictionary.decoder_vector((layer, feature), m) for m in targets}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfPair(OfDictionary):
-    """What a dictionary writes in one run is added to another.
-
-    clean, corrupted: token ids of equal length. metric: with a gradient (`Recovery` of one that has).
-    dictionary: its name, no part of the key; features: its identity. at: the position whose next-token logits
-    are read. seed: of what is drawn.
-    """
+class PromptPairExperiment(DictionaryExperiment):
+    """Base class of experiments that add the dictionary's output of a clean run to a corrupted run."""
 
     clean: tuple[int, ...]
+    """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
+    """Token ids of the corrupted prompt, of equal length."""
     metric: Metric
+    """A differentiable metric, or `Recovery` of one."""
     dictionary: str
     features: str
     at: int = -1
+    """Position whose next-token logits are read."""
     seed: int = 0
+    """Seed of all random draws."""
 
     @property
     def want(self) -> Logits:
-        """Logits at one position, of the tokens that the metric reads."""
+        """Logits at position `at` of the tokens that the metric reads."""
         return Logits((self.at,), required_tokens((self.metric,)))
 
     def params(self) -> dict[str, Any]:
-        """The metric as plain values."""
+        """Parameters for the key, with the metric as plain values."""
         return {**super().params(), "metric": self.metric.canonical()}
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The metric of one run, not yet rescaled."""
+        """The metric of one run before rescaling."""
         return float(read_metrics((self.metric,), logits, clean)[0])
 
-    def run_with(self, held: Attributed, position: int, vectors: Mapping[int, Tensor]) -> Run:
-        """The corrupted run with vectors added at a position, by layer."""
+    def run_with(self, attribution: PairAttribution, position: int, vectors: Mapping[int, Tensor]) -> Run:
+        """The corrupted run with vectors added at a position; vectors: layer -> [d_out]."""
         rows = {layer: {position: vector} for layer, vector in vectors.items()}
-        return Run(self.corrupted, added_at(held.dictionary, rows, held.heads), self.want)
+        return Run(self.corrupted, added_at(attribution.dictionary, rows, attribution.heads), self.want)
 
-    def effects(self, held: Attributed, numbers: Any) -> Floats:
-        """Values of the metric -> by how much they are more than that of the corrupted run, rescaled."""
-        clean, corrupted = (self.value(each, held.clean) for each in (held.clean, held.corrupted))
+    def effects(self, attribution: PairAttribution, values: Any) -> Floats:
+        """Differences of metric values from the corrupted run's, rescaled by the metric."""
+        clean, corrupted = (
+            self.value(logits, attribution.clean) for logits in (attribution.clean, attribution.corrupted)
+        )
         # Differences: a rescaled metric moves by as much less as it is scaled.
-        none = self.metric.scaled(np.array(corrupted), clean, corrupted)
-        return self.metric.scaled(np.asarray(numbers, np.float64), clean, corrupted) - none
+        baseline = self.metric.scaled(np.array(corrupted), clean, corrupted)
+        return self.metric.scaled(np.asarray(values, np.float64), clean, corrupted) - baseline
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureAttribution(OfPair):
-    """Every feature that is active in either run, at each position, and every rest.
-
-    verify: largest estimates run exactly, and as many others; 0 for none. The other fields: of `OfPair`.
-    """
+class FeatureAttribution(PromptPairExperiment):
+    """Attribution of all active features, at each position of the prompts, and of remainders."""
 
     name: ClassVar[str] = "feature_attribution"
     version: ClassVar[int] = 1
@@ -164,6 +166,7 @@ class FeatureAttribution(OfPair):
     }
 
     verify: int = 0
+    """Number of largest estimates checked by exact runs, and of random cells besides; 0 for none."""
 
     def __post_init__(self) -> None:
         check_lengths(self.clean, self.corrupted, None)
@@ -171,54 +174,68 @@ class FeatureAttribution(OfPair):
             raise StageError(f"{self.name}: expected a number of cells to verify, found {self.verify}")
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One: which cells are largest depends on all. Raises StageError for a metric without gradient,
-        PromptError for tokens out of range, ConfigError for a model that cannot be gone back through."""
+        """One cell, since the choice of the largest estimates depends on all.
+
+        Raises:
+            StageError: The metric has no gradient.
+            PromptError: A token is out of range.
+            ConfigError: The model has no backward pass.
+        """
         config.require_gradients()
         check_metrics((self.metric,), config.vocab_size)
         objective_of(plain(self.metric))
         in_range(f"{self.name}, at", "position", (self.at,), len(self.corrupted))
         return [{}]
 
-    def prepare(self, model: Model) -> Attributed:
-        """One pass of both runs, and back; features of both, and what each cell does to first order."""
+    def prepare(self, model: Model) -> PairAttribution:
+        """Features of both runs and first-order effects of all cells, from one forward and backward pass."""
         dictionary = self.opened(model)
         points = dict.fromkeys((*dictionary.read_hooks, *dictionary.write_hooks))
-        asked = HookSpec().capture(*points, *(f"grad:{point}" for point in dictionary.write_hooks))
+        spec = HookSpec().capture(*points, *(f"grad:{point}" for point in dictionary.write_hooks))
         cotangent = cotangent_of_pair(self.metric, self.want)
         rows = [self.clean, self.corrupted]
-        logits, found = model.backward(rows, model.bind(asked), self.want, cotangent)
+        logits, captured = model.backward(rows, model.bind(spec), self.want, cotangent)
+        # Both runs are one batch: the clean row is needed for activations, the corrupted row for gradients.
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (_CLEAN, _CORRUPTED))
-        return self._taken_apart(model, dictionary, found, clean, corrupted)
+        return self._attribution(model, dictionary, captured, clean, corrupted)
 
-    def _taken_apart(
+    def _attribution(
         self,
         model: Model,
         dictionary: Dictionary,
-        found: Mapping[Capture, Tensor],
+        captured: Mapping[Capture, Tensor],
         clean: Floats,
         corrupted: Floats,
-    ) -> Attributed:
+    ) -> PairAttribution:
         def rows(point: Any, row: int, *, is_gradient: bool = False) -> Tensor:
-            return as_rows(found[Capture(point, is_gradient=is_gradient)][row])
+            return as_rows(captured[Capture(point, is_gradient=is_gradient)][row])
 
         active = [
             dictionary.encode({n: rows(dictionary.read_hook(n), row) for n in dictionary.layers})
             for row in (_CLEAN, _CORRUPTED)
         ]
-        place, change = _differences(*((each.indices.cpu().numpy(), each.value) for each in active))
+        place, change = _differences(
+            *((features.indices.cpu().numpy(), features.value) for features in active)
+        )
         rests, gradients = {}, {}
         for layer in dictionary.write_layers:
             point = dictionary.write_hook(layer)
+            # float64: remainders are small differences of large states.
             rests[layer] = rows(point, _CLEAN).double() - rows(point, _CORRUPTED).double()
             gradients[layer] = rows(point, _CORRUPTED, is_gradient=True).double()
+        # Subtracts the features' contributions from `rests`, so it runs before the remainders are measured.
         effect = _effects(dictionary, place, change, gradients, rests)
-        of_rests = [
-            ((layer, position, REST), float(rest[position].norm()), float(rest[position] @ slope[position]))
-            for (layer, rest), slope in zip(rests.items(), gradients.values(), strict=True)
-            for position in range(len(rest))
+        remainder_cells = [
+            (
+                (layer, position, REST),
+                float(remainder[position].norm()),
+                float(remainder[position] @ slope[position]),
+            )
+            for (layer, remainder), slope in zip(rests.items(), gradients.values(), strict=True)
+            for position in range(len(remainder))
         ]
-        places, norms, effects = zip(*of_rests, strict=True)
-        return Attributed(
+        places, norms, effects = zip(*remainder_cells, strict=True)
+        return PairAttribution(
             dictionary,
             model.config.axis_sizes.get("head"),
             clean,
@@ -230,35 +247,39 @@ class FeatureAttribution(OfPair):
             gradients,
         )
 
-    def runs(self, prepared: Attributed, cell: CellLabels) -> Sequence[Run]:
-        """One for each chosen cell, then one for a random direction in place of each of the largest."""
-        chosen, count = self._picked(prepared)
-        added: list[tuple[Any, dict[int, Tensor]]] = [(number, prepared.written(number)) for number in chosen]
-        for draw, (number, vectors) in enumerate(added[:count]):
-            drawn = {
+    def runs(self, prepared: PairAttribution, cell: CellLabels) -> Sequence[Run]:
+        """Runs that patch each verified cell, then runs with a random direction for each largest cell."""
+        verified, count = self._verified_cells(prepared)
+        patches: list[tuple[Any, dict[int, Tensor]]] = [
+            (number, prepared.written(number)) for number in verified
+        ]
+        for draw, (number, vectors) in enumerate(patches[:count]):
+            random_vectors = {
                 layer: vector.new_tensor(random_directions(vector.cpu().numpy(), 1, seed=self.seed + draw)[0])
                 for layer, vector in vectors.items()
             }
-            added.append((number, drawn))
+            patches.append((number, random_vectors))
         position = prepared.place[:, 1].tolist()
-        return [self.run_with(prepared, position[number], vectors) for number, vectors in added]
+        return [self.run_with(prepared, position[number], vectors) for number, vectors in patches]
 
-    def measure(self, prepared: Attributed, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run, not yet rescaled."""
+    def measure(self, prepared: PairAttribution, cell: CellLabels, result: HookCache) -> float:
+        """The metric of one run before rescaling."""
         return self.value(as_vector(result.logits), prepared.clean)
 
-    def dataset(self, prepared: Attributed, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
-        """Effects of all cells, exact ones of some, and how they agree."""
+    def dataset(self, prepared: PairAttribution, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
+        """Estimated effects of all cells, exact effects of the verified cells, and their agreement."""
         import xarray as xr
 
-        clean, corrupted = (self.value(each, prepared.clean) for each in (prepared.clean, prepared.corrupted))
-        chosen, count = self._picked(prepared)
+        clean, corrupted = (
+            self.value(logits, prepared.clean) for logits in (prepared.clean, prepared.corrupted)
+        )
+        verified, count = self._verified_cells(prepared)
         estimate = self.effects(prepared, prepared.effect + corrupted)
-        exact = self.effects(prepared, measured[: len(chosen)])
-        random = np.full(len(chosen), np.nan)
-        random[:count] = self.effects(prepared, measured[len(chosen) :])
+        exact = self.effects(prepared, measured[: len(verified)])
+        random = np.full(len(verified), np.nan)
+        random[:count] = self.effects(prepared, measured[len(verified) :])
         sorts = {LARGEST: slice(0, count), RANDOM: slice(count, None), "all": slice(None)}
-        told = [agreement(estimate[chosen][which], exact[which]) for which in sorts.values()]
+        agreements = [agreement(estimate[verified][rows], exact[rows]) for rows in sorts.values()]
         layer, position, feature = prepared.place.T
         data = {
             "estimate": estimate,
@@ -266,34 +287,37 @@ class FeatureAttribution(OfPair):
             "layer": layer,
             "position": position,
             "feature": feature,
-            "chosen_cell": chosen,
-            "sort": [LARGEST] * count + [RANDOM] * (len(chosen) - count),
+            "chosen_cell": verified,
+            "sort": [LARGEST] * count + [RANDOM] * (len(verified) - count),
             "exact": exact,
             "random": random,
             "unpatched": [clean, corrupted],
-            **{name: [each[name] for each in told] for name in told[0]},
+            **{name: [figures[name] for figures in agreements] for name in agreements[0]},
         }
-        given = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
+        variables = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
         coords = {"chosen": list(sorts), "run": ["clean", "corrupted"]}
-        return xr.Dataset(given, coords, {"metric": self.metric.name, "units": self.metric.units})
+        return xr.Dataset(variables, coords, {"metric": self.metric.name, "units": self.metric.units})
 
-    def _picked(self, prepared: Attributed) -> tuple[Ints, int]:
-        """Cells that are run, and how many of them are the largest."""
+    def _verified_cells(self, prepared: PairAttribution) -> tuple[Ints, int]:
+        """Cells that are run exactly, the largest estimates first, and the number of the largest."""
+        # Stable, so that equal estimates give the same cells on every machine.
         order = np.argsort(-np.abs(prepared.effect), kind="stable")
         count = min(self.verify, len(order))
-        others = np.random.default_rng(self.seed).permutation(order[count:])[:count]
-        return np.concatenate([order[:count], others]), count
+        random_cells = np.random.default_rng(self.seed).permutation(order[count:])[:count]
+        return np.concatenate([order[:count], random_cells]), count
 
 
 def _differences(
     clean: tuple[npt.NDArray[Any], Tensor], corrupted: tuple[npt.NDArray[Any], Tensor]
 ) -> tuple[Ints, Floats]:
-    """Features active in either run [n, 3], in order, and by how much more each is in the clean one [n]."""
-    where = np.concatenate([clean[0], corrupted[0]]).astype(np.int64)
-    place, of = np.unique(where, axis=0, return_inverse=True)
+    """(layer, position, index) of features active in either run, sorted, int64 [n, 3], and clean minus
+    corrupted activation of each [n]."""
+    occurrences = np.concatenate([clean[0], corrupted[0]]).astype(np.int64)
+    place, cell = np.unique(occurrences, axis=0, return_inverse=True)
     change = np.zeros(len(place))
     signed = [sign * value.double().cpu().numpy() for sign, (_, value) in ((1, clean), (-1, corrupted))]
-    np.add.at(change, of.reshape(-1), np.concatenate(signed))
+    # A feature active in both runs occurs twice, so `np.add.at`. numpy 2.0 returned the inverse as [n, 1].
+    np.add.at(change, cell.reshape(-1), np.concatenate(signed))
     return place, change
 
 
@@ -304,21 +328,26 @@ def _effects(
     gradients: Mapping[int, Tensor],
     rests: Mapping[int, Tensor],
 ) -> Floats:
-    """What each feature's change does to first order, [n]; taken from the rests [position, d_out], which are
-    changed in place. Decoder rows are read block by block."""
+    """First-order effect of each feature's change [n].
+
+    The features' contributions are subtracted from `rests` [position, d_out] in place, which leaves the
+    remainders. Decoder rows are read in blocks.
+    """
     import torch
 
     effect = np.zeros(len(place))
     for layer in dictionary.layers:
-        mine = np.flatnonzero(place[:, 0] == layer)
-        for start in range(0, len(mine), most := max(1, BLOCK_BYTES // (4 * dictionary.d_out))):
-            some = mine[start : start + most]
-            position, feature = (torch.from_numpy(place[some, axis]) for axis in (1, 2))
-            amount = torch.from_numpy(change[some])
+        cells_of_layer = np.flatnonzero(place[:, 0] == layer)
+        for start in range(
+            0, len(cells_of_layer), block_size := max(1, BLOCK_BYTES // (4 * dictionary.d_out))
+        ):
+            block = cells_of_layer[start : start + block_size]
+            position, feature = (torch.from_numpy(place[block, axis]) for axis in (1, 2))
+            amount = torch.from_numpy(change[block])
             for target in dictionary.targets(layer):
                 rows = dictionary.layer(layer).decoder_rows(feature, target).double()
                 written = amount.to(rows)[:, None] * rows
-                rest = rests[target]  # where the model computes, which need not be where the dictionary does
-                rest.index_add_(0, position.to(rest.device), -written.to(rest))
-                effect[some] += (written * gradients[target].to(rows)[position]).sum(1).cpu().numpy()
+                remainder = rests[target]  # on the model's device, which may differ from the dictionary's
+                remainder.index_add_(0, position.to(remainder.device), -written.to(remainder))
+                effect[block] += (written * gradients[target].to(rows)[position]).sum(1).cpu().numpy()
     return effect

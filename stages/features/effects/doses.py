@@ -20,12 +20,16 @@ __all__ = ["Dose", "in_place_of", "random_like"]
 
 @dataclass(frozen=True)
 class Dose:
-    """One feature of an exchange, added at strength `fixed + factor * strength of the run`."""
+    """Strength of one feature of an exchange: `fixed + factor * strength of the run`."""
 
     layer: int
+    """Layer of the feature."""
     index: int
+    """Index of the feature within its layer."""
     factor: float = 0.0
+    """Multiplier of the run's strength."""
     fixed: float = 0.0
+    """Constant part of the strength, in units of the decoder vector."""
     from_layer: int | None = None
     """First layer that is written to; None: all layers the feature writes to."""
     like: str | None = None
@@ -37,48 +41,61 @@ class Dose:
         return dict(vars(self))
 
     def at(self, strength: float, dictionary: Dictionary) -> Injection:
-        """The injection at one strength. Raises InterventionError for a feature of norm 0 that is to be
-        scaled."""
+        """The injection at one strength; InterventionError if a feature of norm 0 must be scaled."""
         feature, amount = FeatureId(self.layer, self.index), self.fixed + self.factor * strength
         if self.like is not None:
-            own = written_norm(dictionary, feature, self.from_layer)
-            if own == 0:
+            norm = written_norm(dictionary, feature, self.from_layer)
+            if norm == 0:
                 raise InterventionError(
                     f"expected {feature} to write as much as {self.like}, found that it writes nothing; "
                     "draw others: another seed"
                 )
-            amount *= written_norm(dictionary, self.like, self.from_layer) / own
+            amount *= written_norm(dictionary, self.like, self.from_layer) / norm
         return Injection(feature, amount, self.from_layer)
 
 
 def random_like(
     dose: Dose, count: int, n_features: int, *, seed: int, without: Sequence[Dose] = ()
 ) -> list[Dose]:
-    """The same dose of other features of the layer, drawn at random and scaled to write the same norm.
+    """The same dose of random features of the layer, scaled to write vectors of the same norm.
 
-    n_features: number of features of the layer. without: doses whose features are not drawn either. Returns
-    fewer than `count` where the layer has fewer.
+    Arguments:
+        dose: The dose to imitate.
+        count: Number of features to draw.
+        n_features: Number of features of the layer.
+        seed: Seed of the draw.
+        without: Doses whose features are not drawn either.
+
+    Returns:
+        Fewer than `count` doses if the layer has fewer features.
     """
-    taken = [other.index for other in (dose, *without) if other.layer == dose.layer]
-    drawn = chosen_at_random(range(n_features), count, seed=seed, without=taken)
+    excluded = [skipped.index for skipped in (dose, *without) if skipped.layer == dose.layer]
+    drawn = chosen_at_random(range(n_features), count, seed=seed, without=excluded)
     return [replace(dose, index=index, like=str(FeatureId(dose.layer, dose.index))) for index in drawn]
 
 
 def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Dose]:
-    """Doses with every feature replaced by a random one of its layer, none of `doses` itself.
+    """Doses in which random features of the same layer replace all features; features of `doses` are never
+    drawn.
 
-    A feature that is dosed twice is replaced by one feature. Raises InterventionError where a layer has too
-    few.
+    Several doses of a feature get the same replacement.
+
+    Raises:
+        InterventionError: A layer has too few features.
     """
     replacements: dict[tuple[int, int], int] = {}
     for layer in dict.fromkeys(dose.layer for dose in doses):
-        own = list(dict.fromkeys(dose.index for dose in doses if dose.layer == layer))
-        if 2 * len(own) > n_features:
+        indices = list(dict.fromkeys(dose.index for dose in doses if dose.layer == layer))
+        # As many other features must remain as are replaced.
+        if 2 * len(indices) > n_features:
             raise InterventionError(
-                f"expected {len(own)} other features of layer {layer} to draw, found {n_features - len(own)}"
+                f"expected {len(indices)} other features of layer {layer} to draw, found "
+                f"{n_features - len(indices)}"
             )
-        drawn = chosen_at_random(range(n_features), len(own), seed=seed, without=own)
-        replacements |= {(layer, index): other for index, other in zip(own, drawn, strict=True)}
+        drawn = chosen_at_random(range(n_features), len(indices), seed=seed, without=indices)
+        replacements |= {
+            (layer, index): replacement for index, replacement in zip(indices, drawn, strict=True)
+        }
     return [
         replace(dose, index=replacements[dose.layer, dose.index], like=str(FeatureId(dose.layer, dose.index)))
         for dose in doses

@@ -1,16 +1,16 @@
-"""Exchanges of features: sets of doses injected at positions of prompts, and the next-token predictions then.
+"""Exchanges of features: doses injected at positions of prompts, and the next-token predictions that follow.
 
 The protocol of "planning in poems" (Lindsey et al. 2025, "On the Biology of a Large Language Model", section
-4): suppress the features of the word that is planned, inject those of another, and see at which position that
-changes the end of the line. Null distributions come from the same experiment: random features, parts of the
-exchange, other prompts. Runs of one strength are one cell, because storing a cell costs more than a short
+4): suppress the features of the planned word, inject those of another word, and find the position at which
+that changes the end of the line. Null distributions come from the same experiment: random features, parts of
+the exchange, other prompts. Runs of one strength are one cell, because storing a cell costs more than a short
 run.
 
-The dictionary is named, and opened only to compute.
+The dictionary is given by name, and opened only to compute.
 
 Axes: strength; place = a prompt and the position of the exchange; exchange = doses injected together; word =
-tokens followed; layer, head, of the attention from the last position to the position of the exchange. Units:
-nats, logits; attention weights have none.
+tokens whose logits are stored; layer, head, of the attention from the last position to the position of the
+exchange. Units: nats, logits; attention weights have none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
 from .doses import Dose
 from .injection import injected
 
@@ -58,7 +58,7 @@ _MEASURES: Mapping[str, Output] = {
 }
 """Measurements of one run at the last position of its prompt."""
 _COMPARISONS = ("kl", "distance")
-"""Measurements that compare with the untouched run, which therefore has none of them."""
+"""Measurements relative to the untouched run; the untouched run itself lacks them."""
 
 
 def _outputs() -> dict[str, Output]:
@@ -72,10 +72,12 @@ def _outputs() -> dict[str, Output]:
 
 
 @dataclass(frozen=True)
-class FeatureExchanges(OfDictionary):
+class FeatureExchanges(DictionaryExperiment):
     """Every exchange at every place and strength, measured at the last position of the place's prompt.
 
-    Raises PromptError and InterventionError for what is out of range.
+    Raises:
+        PromptError: A token is out of range.
+        InterventionError: A position is out of range, or there are no places, strengths or exchanges.
     """
 
     name: ClassVar[str] = "feature_exchanges"
@@ -83,20 +85,22 @@ class FeatureExchanges(OfDictionary):
     outputs: ClassVar[Mapping[str, Output]] = _outputs()
 
     places: tuple[Place, ...]
+    """Prompts with the position of the exchange."""
     dictionary: str
-    """Name of the dictionary, not part of the key."""
+    """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary: the digest of its files."""
     exchanges: tuple[tuple[Dose, ...], ...]
     """Doses injected together, one tuple per exchange."""
     strengths: tuple[float, ...]
+    """Strengths of the runs, one cell each; see `Dose`."""
     words: tuple[int, ...]
     """Token ids whose logits are kept."""
     edge: bool = False
-    """Whether the attention from the last position to the place is kept."""
+    """Whether to store attention weights from the last position to the place."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the dictionary's name; the strengths are labels of the cells."""
+        """All fields except the dictionary's name and the strengths, which are labels of the cells."""
         doses = [[dose.params() for dose in exchange] for exchange in self.exchanges]
         params = {name: value for name, value in super().params().items() if name != "strengths"}
         return {**params, "exchanges": doses}
@@ -116,7 +120,7 @@ class FeatureExchanges(OfDictionary):
         return [{"strength": float(strength)} for strength in self.strengths]
 
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
-        """The dictionary, and the untouched run of each place's prompt."""
+        """Opens the dictionary and measures an untouched run per place."""
         dictionary = self.opened(model)
         untouched = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)
@@ -127,6 +131,7 @@ class FeatureExchanges(OfDictionary):
     def runs(self, prepared: tuple[Dictionary, Any], cell: CellLabels) -> list[Run]:
         """One run per place and exchange, in this order."""
         dictionary = prepared[0]
+        # Computed once per exchange: scaling to equal norms reads decoder rows.
         injections = [[dose.at(cell["strength"], dictionary) for dose in doses] for doses in self.exchanges]
         return [
             Run(tokens, injected(dictionary, added, [position]).extend(self._captures()), self._want)
@@ -135,7 +140,7 @@ class FeatureExchanges(OfDictionary):
         ]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
-        """The same runs with vectors of zeros; the headers of the dictionary say which layers are written."""
+        """The same runs with vectors of zeros, for planning; only headers of the dictionary are read."""
         dictionary = self.resource.opened
         zeros = np.zeros(dictionary.d_out, np.float32)
         written = [
@@ -175,8 +180,7 @@ class FeatureExchanges(OfDictionary):
     def dataset(
         self, prepared: tuple[Dictionary, list[dict[str, Any]]], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """One strength [strength, place, exchange, ...], and the untouched runs as `baseline_...` [place,
-        ...]."""
+        """Results [strength, place, exchange, ...], and untouched runs as `baseline_...` [place, ...]."""
         import xarray as xr
 
         shape = (1, len(self.places), len(self.exchanges))
@@ -185,8 +189,8 @@ class FeatureExchanges(OfDictionary):
             values = np.stack([run[name] for run in measured])
             variables[name] = self.outputs[name].variable(values.reshape(*shape, *values.shape[1:]))
             if name not in _COMPARISONS:
-                baseline, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
-                variables[baseline] = self.outputs[baseline].variable(untouched)
+                baseline_name, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
+                variables[baseline_name] = self.outputs[baseline_name].variable(untouched)
         coords = {
             "strength": [cell["strength"]],
             "position": ("place", [position for _, position in self.places]),
@@ -195,7 +199,7 @@ class FeatureExchanges(OfDictionary):
         return xr.Dataset(variables, coords=coords)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The cells of all strengths, along `strength`."""
+        """The results of all cells, concatenated along `strength`."""
         import xarray as xr
 
         joined: xr.Dataset = xr.concat(

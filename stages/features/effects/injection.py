@@ -1,18 +1,18 @@
-"""Features switched on and off by hand: what they write, added where they write it.
+"""Interventions that add features at chosen strengths: their decoder vectors are added where the dictionary
+writes.
 
     hooks = injected(clt, [Injection("L14:13043", 10.0), Injection("L9:5488", -10.0)], positions=[7])
     mizarr.run(model, [mizarr.Run(prompt, hooks)])
 
-An injection adds strength times the feature's decoder vector at every layer it writes to (of per-layer
-dictionaries its own), whatever the feature's activation is: strengths are absolute, decoder vectors are not
-normalised, negative strengths suppress. Vectors that meet at one layer are added up first, in float32, and
-are added at the dictionary's write hook; where that is what goes into the residual stream ("hook_mlp_out"),
-adding to the layer's resid_post is the same thing.
+An injection adds strength times the feature's decoder vector at every layer that it writes to, independently
+of the feature's activation: strengths are absolute, decoder vectors are not normalised, negative strengths
+suppress. Vectors for the same layer are summed in float32 and added at the dictionary's write hook. If that
+hook point feeds the residual stream directly ("hook_mlp_out"), this equals adding to the layer's resid_post.
 
-A feature is clamped by adding what is missing to the activation asked for, from the one it had in a run
-without interventions; what features of later layers then do is the model's.
+To clamp a feature, the difference between the target activation and its activation in a run without
+interventions is added. Features of later layers then react as the model computes them.
 
-Border: a dictionary and numbers in, a HookSpec out; the run planner computes what such specs change.
+Border: a dictionary and numbers in, a HookSpec out; the planner runs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...forward.hooks.interventions import Add, AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ..dictionary import Dictionary
 from ..layers.active import Active
-from ..layers.layout import FeatureId, told
+from ..layers.layout import FeatureId, layers_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,15 +39,14 @@ __all__ = ["Injection", "added", "added_at", "clamped", "injected", "written_nor
 
 @dataclass(frozen=True)
 class Injection:
-    """A feature, and how many units of it are added.
-
-    feature: a FeatureId, or "L14:13043". from_layer: write to this layer and later ones only; None: to all
-    the feature writes to.
-    """
+    """A feature with a strength."""
 
     feature: FeatureId | str
+    """A FeatureId, or text such as "L14:13043"."""
     strength: float
+    """Multiple of the decoder vector."""
     from_layer: int | None = None
+    """First layer that is written to; None for all layers that the feature writes to."""
 
     def __post_init__(self) -> None:
         if isinstance(self.feature, str):
@@ -55,19 +54,22 @@ class Injection:
 
 
 def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, Tensor]:
-    """What injections add at each layer: layer -> float32 [d_out], layers ascending.
+    """Sum of the vectors that injections add at each layer: layer -> float32 [d_out], layers ascending.
 
-    Raises DictionaryError for a feature there is not, or a from_layer behind all it writes to.
+    Raises:
+        DictionaryError: There is no such feature, or it writes to no layer from `from_layer` on.
     """
     sums: dict[int, Tensor] = {}
     for injection in injections:
         feature = dictionary.feature(injection.feature)
         targets = dictionary.targets(feature.layer)
-        first = targets[0] if injection.from_layer is None else injection.from_layer
-        if not targets[0] <= first <= targets[-1]:
-            raise DictionaryError(f"{feature} writes to {told(targets)}, not from layer {first} on")
+        first_layer = targets[0] if injection.from_layer is None else injection.from_layer
+        if not targets[0] <= first_layer <= targets[-1]:
+            raise DictionaryError(
+                f"{feature} writes to {layers_text(targets)}, not from layer {first_layer} on"
+            )
         for target in targets:
-            if target >= first:
+            if target >= first_layer:
                 vector = injection.strength * dictionary.decoder_vector(feature, target)
                 sums[target] = sums[target] + vector if target in sums else vector
     return dict(sorted(sums.items()))
@@ -75,11 +77,14 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
 
 @plain_torch()
 def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: int | None = None) -> float:
-    """Norm of what a unit of a feature writes, to all its layers together, or to those from one on.
+    """Norm of one feature unit's decoder vectors, summed in quadrature over layers from `from_layer` on
+    (None: all layers).
 
-    Raises DictionaryError as `added`.
+    Raises:
+        DictionaryError: As for `added`.
     """
     vectors = added(dictionary, [Injection(feature, 1.0, from_layer)]).values()
+    # float64: squares of float32 vectors of thousands of entries lose digits in a float32 sum.
     return math.sqrt(sum(float(vector.double().square().sum()) for vector in vectors))
 
 
@@ -90,11 +95,17 @@ def injected(
     *,
     heads: int | None = None,
 ) -> HookSpec:
-    """A spec that adds injections at some positions (negative ones from the end).
+    """A spec that adds injections at some positions.
 
-    heads: of the model; needed where features write to heads side by side ("attn.hook_z").
-    Raises InterventionError when there is nothing to add or nowhere to add it, DictionaryError for a feature
-    there is not.
+    Arguments:
+        dictionary: The dictionary of the features.
+        injections: Features and strengths.
+        positions: Token positions; negative ones count from the end.
+        heads: Number of attention heads of the model; required if features write to heads ("attn.hook_z").
+
+    Raises:
+        InterventionError: `injections` or `positions` is empty.
+        DictionaryError: The dictionary has no such feature.
     """
     _require_some(injections, positions)
     rows = {
@@ -112,47 +123,53 @@ def clamped(
     *,
     heads: int | None = None,
 ) -> HookSpec:
-    """A spec that brings features to given activations at some positions; 0 switches them off.
+    """A spec that sets features to given activations at some positions; 0 switches a feature off.
 
-    values: feature -> activation. positions: counted from 0. active: what is active in a run of the same
-    prompt without interventions, as `Dictionary.encode` gives it. heads: see `injected`.
-    Raises InterventionError when there is nothing to clamp or a position counts from the end, DictionaryError
-    for a feature there is not.
+    Arguments:
+        dictionary: The dictionary of the features.
+        values: Target activation of each feature.
+        positions: Token positions, counted from 0.
+        active: Active features of a run of the same prompt without interventions, from `Dictionary.encode`.
+        heads: As for `injected`.
+
+    Raises:
+        InterventionError: `values` or `positions` is empty, or a position is negative.
+        DictionaryError: The dictionary has no such feature.
     """
     _require_some(values, positions)
     wrong = [position for position in positions if position < 0]
     if wrong:
-        raise InterventionError(
-            f"expected positions counted from 0, as those of activations are, found {wrong[0]}"
-        )
+        raise InterventionError(f"expected positions counted from 0, as in `active`, found {wrong[0]}")
     rows: dict[int, dict[int, Tensor]] = {}
     for name, value in values.items():
         feature = FeatureId.parse(name) if isinstance(name, str) else name
         for position in positions:
+            # Clamping adds the difference to the activation that the feature has without interventions.
             missing = value - _activation(active, feature, position)
             for layer, vector in added(dictionary, [Injection(feature, missing)]).items():
-                here = rows.setdefault(layer, {})
-                here[position] = here[position] + vector if position in here else vector
+                vectors = rows.setdefault(layer, {})
+                vectors[position] = vectors[position] + vector if position in vectors else vector
     return added_at(dictionary, dict(sorted(rows.items())), heads)
 
 
 def _require_some(features: Sized, positions: Sequence[int]) -> None:
     if not len(features) or not len(positions):
-        what = "position" if len(features) else "feature"
-        raise InterventionError(f"expected at least one {what} to inject at, found none")
+        missing = "position" if len(features) else "feature"
+        raise InterventionError(f"expected at least one {missing} to inject at, found none")
 
 
 def _activation(active: Active, feature: FeatureId, position: int) -> float:
-    """A feature's activation at a position; 0 where it is not active."""
-    here = (active.layer == feature.layer) & (active.position == position) & (active.feature == feature.index)
-    return float(active.value[here].sum())
+    """A feature's activation at a position; 0 if inactive."""
+    matches = (
+        (active.layer == feature.layer) & (active.position == position) & (active.feature == feature.index)
+    )
+    return float(active.value[matches].sum())
 
 
 def added_at(
     dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None = None
 ) -> HookSpec:
-    """A spec that adds vectors [d_out], by layer and position, where the dictionary writes. heads: see
-    `injected`."""
+    """A spec that adds vectors [d_out], by layer and position, where the dictionary writes."""
     spec = HookSpec()
     for layer, vectors in rows.items():
         point = dictionary.write_hook(layer)
@@ -165,5 +182,6 @@ def added_at(
                 f"number in the model, found {heads!r}"
             )
         for position, vector in vectors.items():
+            # Hook z is [head, position, d_head]; a decoder row holds the heads side by side.
             spec = spec.intervene(point, Add(vector.reshape(heads, 1, -1), positions=(position,)))
     return spec

@@ -1,13 +1,15 @@
-"""Pushes along a feature: what it writes to a layer, added there by itself, and followed from there on.
+"""Pushes along a feature's decoder vector: added after one layer, and followed through the later layers.
 
-A transcoder's feature writes a vector to each of its layers; added after one of them alone, it is a push like
-any other (stages/causal/convergence.py, which says what is measured). Strength counts units of the feature.
+A transcoder's feature writes a vector to each of its layers. Added after a single one of them, the vector is
+a push like any other (stages/causal/convergence.py defines what is measured). Strength counts units of the
+feature.
 
-Null: other features of the same layer, whose vector is brought to the length of the feature's in each layer.
+Null distribution: other features of the same layer, whose vector is scaled in each layer to the norm of the
+tested feature's vector.
 
-Border: declares runs. The dictionary is named, and opened only to compute.
+Border: declares runs. The dictionary is given by name, and opened only to compute.
 
-Axes: layer (where the vector is added, one that the feature writes to), strength, read_layer, hidden.
+Axes: layer (at which the vector is added; the feature must write to it), strength, read_layer, hidden.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from ...causal.effects import array
 from ...causal.random_pushes import RandomPushes, Undisturbed
 from ...forward.runs.experiment import CellLabels
 from ..dictionary import Dictionary
+from ..dictionary_experiment import DictionaryExperiment
 from ..layers.layout import FeatureId
-from ..of_dictionary import OfDictionary
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,32 +40,34 @@ if TYPE_CHECKING:
 __all__ = ["FeaturePushes", "FeatureVectors", "RandomFeaturePushes", "vectors_of", "written"]
 
 Feature = tuple[int, int]
-"""Layer and index."""
+"""(layer, index) of a feature."""
 
 
 def written(dictionary: Dictionary, feature: Feature, n_layers: int) -> Array:
-    """What one unit of a feature writes to each layer, float32 [layer, hidden]; zero where it does not.
+    """Vector that one unit of a feature writes to each layer, float32 [layer, hidden]; zero where it writes
+    nothing.
 
-    Raises InterventionError where it does not write to the residual stream.
+    Raises:
+        InterventionError: The feature does not write to the residual stream.
     """
-    found = FeatureId(*feature)
-    if dictionary.write_hook(found.layer).dims[-1] != "hidden":
+    feature_id = FeatureId(*feature)
+    if dictionary.write_hook(feature_id.layer).dims[-1] != "hidden":
         raise InterventionError(
-            f"expected a feature that writes to the residual stream, found {found}, which writes at "
-            f"{dictionary.write_hook(found.layer)}; use another dictionary"
+            f"expected a feature that writes to the residual stream, found {feature_id}, which writes at "
+            f"{dictionary.write_hook(feature_id.layer)}; use another dictionary"
         )
     vectors = np.zeros((n_layers, dictionary.d_out), np.float32)
-    for target in dictionary.targets(found.layer):
-        vectors[target] = array(dictionary.decoder_vector(found, target))
+    for target in dictionary.targets(feature_id.layer):
+        vectors[target] = array(dictionary.decoder_vector(feature_id, target))
     return vectors
 
 
 @dataclass(frozen=True)
-class FeatureVectors(OfDictionary, ContrastiveVectors):
-    """What one unit of a feature writes, by layer, and the undisturbed states where it is added.
+class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
+    """Vectors that one unit of a feature writes, by layer, and the undisturbed states to which they are
+    added.
 
-    positive, positive_positions: the prompt, and where it is pushed; there is no other side. dictionary: its
-    name, no part of the key; features: its identity. feature: layer and index.
+    positive and positive_positions are the prompt and the position of the push; the negative side is empty.
     """
 
     name: ClassVar[str] = "feature_vectors"
@@ -76,39 +80,47 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
 
     negative: PromptTokens = ()
     dictionary: str = ""
+    """Dictionary name, excluded from the key."""
     features: str = ""
+    """Identity of the dictionary."""
     feature: Feature = (0, 0)
+    """(layer, index) of the feature."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """The one side. Raises PromptError, or DictionaryError for a feature there is not."""
+        """One cell, the positive side.
+
+        Raises:
+            PromptError: The position is not in the prompt.
+            DictionaryError: The dictionary has no such feature.
+        """
         self._places("positive")
         self.resource.opened.feature(self.feature)
         return [{"side": "positive"}]
 
     def prepare(self, model: Model) -> Array:
-        """What one unit writes [layer, hidden], as `written` gives it, and raises."""
+        """Vectors of one unit [layer, hidden]; computed by `written`, with its errors."""
         return written(self.opened(model), self.feature, model.config.num_layers)
 
     def dataset(self, prepared: Array, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """mean_state [side, layer, hidden], vector [layer, hidden], norm [layer]."""
-        found = super().dataset(prepared, cell, measured)
-        own = {"vector": prepared, "norm": np.linalg.norm(prepared, axis=1)}
-        return found.assign({name: self.outputs[name].variable(values) for name, values in own.items()})
+        states = super().dataset(prepared, cell, measured)
+        vectors = {"vector": prepared, "norm": np.linalg.norm(prepared, axis=1)}
+        return states.assign({name: self.outputs[name].variable(values) for name, values in vectors.items()})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one cell there is, as it was computed."""
+        """Result of the single cell, unchanged."""
         return parts[0]
 
     def computed(self, model: Model) -> xr.Dataset:
-        """The same in memory, for whoever holds a model."""
+        """The dataset computed in memory with a loaded model, without a store."""
         (cell,), prepared = self.cells(model.config), self.prepare(model)
         passes = (model.forward(run.prompt, run.hooks, want=None) for run in self.runs(prepared, cell))
-        return self.dataset(prepared, cell, [self.measure(prepared, cell, one) for one in passes])
+        return self.dataset(prepared, cell, [self.measure(prepared, cell, result) for result in passes])
 
 
 @dataclass(frozen=True)
-class _AlongFeature(OfDictionary):
-    """What pushes along a feature and their null have in common; beside a base that says what is measured."""
+class _FeatureDirection(DictionaryExperiment):
+    """Common base of pushes along a feature and of their null; a second base defines the measurement."""
 
     positive: PromptTokens = ()
     negative: PromptTokens = ()
@@ -117,81 +129,90 @@ class _AlongFeature(OfDictionary):
     feature: Feature = (0, 0)
 
     def params(self) -> dict[str, Any]:
-        """All but where the dictionary lies, and which layers."""
+        """All parameters except the dictionary's name and the layers."""
         return {name: value for name, value in super().params().items() if name != "layers"}
 
 
 @dataclass(frozen=True)
-class FeaturePushes(_AlongFeature, PushedStates):
-    """What a feature writes to each of its layers, added there by itself, at several strengths.
+class FeaturePushes(_FeatureDirection, PushedStates):
+    """Pushes along a feature, at each of its layers separately and at several strengths.
 
-    tokens, position, strengths, layers, target: as in `PushedStates`; layers must be some that the feature
-    writes to. positive, negative: none. dictionary, features, feature: as in `FeatureVectors`.
+    tokens, position, strengths, layers, target: as in `PushedStates`; the feature must write to all `layers`.
+    positive and negative are empty. dictionary, features, feature: as in `FeatureVectors`.
     """
 
     name: ClassVar[str] = "feature_pushes"
     version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `PushedStates`. Raises InterventionError for a layer that the feature does not write to."""
+        """As `PushedStates.cells`; InterventionError for a layer that the feature does not write to."""
         _check_layers(self)
         return super().cells(config)
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """See `Pushes`: what one unit of the feature writes."""
+        """See `Pushes`: the vectors that one unit of the feature writes."""
         return vectors_of(self)
 
 
 @dataclass(frozen=True)
-class _Prepared(Undisturbed):
-    """The dictionary, beside what random pushes are made of."""
+class _PreparedPushes(Undisturbed):
+    """The dictionary, in addition to the undisturbed run and the vectors."""
 
     dictionary: Dictionary
 
 
 @dataclass(frozen=True)
-class RandomFeaturePushes(_AlongFeature, RandomPushes):
-    """The same with another feature of the layer, as long in each layer as the one it stands for.
+class RandomFeaturePushes(_FeatureDirection, RandomPushes):
+    """Null distribution of `FeaturePushes`: another feature of the layer, scaled to the same norm in each
+    layer.
 
-    draw: index of the other feature. The rest: see `FeaturePushes`.
+    draw: index of the random feature. The other fields: see `FeaturePushes`.
     """
 
     name: ClassVar[str] = "random_feature_pushes"
     version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `RandomPushes`. Raises InterventionError for a layer that the feature does not write to."""
+        """As `RandomPushes.cells`; InterventionError for a layer that the feature does not write to."""
         _check_layers(self)
         return super().cells(config)
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """See `Pushes`: what one unit of the feature writes that the drawn one stands beside."""
+        """See `Pushes`: the vectors of the tested feature, whose norms the random feature gets."""
         return vectors_of(self)
 
     @property
     def baseline(self) -> Hashable:
-        """All but the draw, the strengths and the layers."""
+        """All fields that determine the undisturbed run: without draw, strengths and layers."""
         return (self.tokens, self.position, self.features, self.feature)
 
-    def prepare(self, model: Model) -> _Prepared:
-        """The undisturbed run, the vectors, and the dictionary the draws are from."""
-        return _Prepared(**vars(super().prepare(model)), dictionary=self.opened(model))
+    def prepare(self, model: Model) -> _PreparedPushes:
+        """The undisturbed run, the tested feature's vectors, and the dictionary to draw from."""
+        return _PreparedPushes(**vars(super().prepare(model)), dictionary=self.opened(model))
 
     def directions(self, prepared: Undisturbed) -> Array:
-        """The drawn feature's vectors at the length of the other's, [layer, hidden]. Raises InterventionError
-        for one that writes nothing to a layer where that one does."""
-        assert isinstance(prepared, _Prepared)
+        """The random feature's vectors, scaled to the norms of the tested feature's [layer, hidden].
+
+        Raises:
+            InterventionError: The random feature writes nothing to a layer to which the tested feature
+                writes.
+        """
+        assert isinstance(prepared, _PreparedPushes)
         layer, vectors = self.feature[0], prepared.vectors
         drawn = written(prepared.dictionary, (layer, self.draw), len(vectors))
-        wanted, own = (np.linalg.norm(each, axis=1, keepdims=True) for each in (vectors, drawn))
-        if ((own == 0) & (wanted > 0)).any():
+        target_norms, drawn_norms = (
+            np.linalg.norm(matrix, axis=1, keepdims=True) for matrix in (vectors, drawn)
+        )
+        if ((drawn_norms == 0) & (target_norms > 0)).any():
             raise InterventionError(
                 f"expected {FeatureId(layer, self.draw)} to write where {FeatureId(*self.feature)} does, "
                 "found that it writes nothing; draw others: another seed"
             )
-        scaled: Array = np.divide(drawn * wanted, own, out=np.zeros_like(drawn), where=own > 0)
+        scaled: Array = np.divide(
+            drawn * target_norms, drawn_norms, out=np.zeros_like(drawn), where=drawn_norms > 0
+        )
         return scaled
 
 
@@ -211,5 +232,7 @@ def _check_layers(pushes: FeaturePushes | RandomFeaturePushes) -> None:
     feature = dictionary.feature(pushes.feature)
     targets = dictionary.targets(feature.layer)
     if pushes.layers is None or not set(pushes.layers) <= set(targets):
-        found = "all" if pushes.layers is None else list(pushes.layers)
-        raise InterventionError(f"expected layers that {feature} writes to, {list(targets)}, found {found}")
+        requested = "all" if pushes.layers is None else list(pushes.layers)
+        raise InterventionError(
+            f"expected layers that {feature} writes to, {list(targets)}, found {requested}"
+        )

@@ -1,16 +1,16 @@
-"""Attribution of features held against random features that are chosen as they were.
+"""Feature attribution compared with random features that are selected in the same way.
 
-The feature with the largest of thousands of estimates moves the answer; so would the largest of as many
-others. Here every feature that differs between two runs is exchanged for another one of its layer, drawn at
-random, which writes as much at the same position, with the same sign; of these the one with the largest
-estimate is put in exactly, as the one that was found. What is drawn pays for the choice itself, so that no
-held-out prompts are needed and no number of candidates is divided by.
+The feature with the largest of thousands of estimates changes the answer; so would the largest of as many
+random features. For the null distribution, every feature that differs between two runs is replaced by a
+random feature of its layer that writes a vector of the same norm at the same position with the same sign, and
+the replacement with the largest estimate is run exactly, like the feature under test. Because each draw
+repeats the selection, neither held-out prompts nor a correction for the number of candidates is needed.
 
-How much is written: the norm over all layers written to together, as everywhere (doses.py).
+The norm is taken over all layers that a feature writes to, as everywhere (doses.py).
 
-Border: declares runs; estimates and cells are attribution.py's. Planning imports no torch.
+Border: declares runs; estimates and cells are computed in attribution.py. Planning imports no torch.
 
-Axes: cause, the feature found, then those drawn.
+Axes: cause, the feature under test, then one per draw.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...causal.grids.patching_results import as_vector
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from .attribution import REST, Attributed, FeatureAttribution, Ints, OfPair
+from .attribution import REST, FeatureAttribution, Ints, PairAttribution, PromptPairExperiment
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,26 +41,31 @@ if TYPE_CHECKING:
 __all__ = ["RandomAttribution"]
 
 POOL = 512
-"""Features of a layer that are drawn from, at most: each takes a read of all it writes."""
+"""Largest number of features of a layer to draw from; each needs a read of all its decoder rows."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A feature of each cause: layer, position and index [cause, 3], change and estimate [cause]."""
+class CauseFeatures:
+    """The feature under test and those drawn."""
 
-    attributed: Attributed
+    attributed: PairAttribution
     place: Ints
+    """Layer, position and index [cause, 3]."""
     change: Floats
+    """Units of the feature that are added [cause]."""
     estimate: Floats
+    """First-order effect before rescaling [cause]."""
     candidates: int
+    """Number of features among which the largest was selected."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomAttribution(OfPair):
-    """The feature with the largest estimate, and those that are the largest of as many random ones.
+class RandomAttribution(PromptPairExperiment):
+    """The feature with the largest estimate, and the largest of as many random features, drawn repeatedly.
 
-    draws: how often. The other fields: of `OfPair`. Raises InterventionError where no feature differs, or a
-    layer has no two that write.
+    Raises:
+        InterventionError: No feature differs between the runs, or a layer has fewer than two features that
+            write.
     """
 
     name: ClassVar[str] = "random_attribution"
@@ -76,14 +81,15 @@ class RandomAttribution(OfPair):
     }
 
     draws: int = 50
+    """Number of draws of the null distribution."""
 
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise StageError(f"{self.name}: expected at least one draw, found {self.draws}")
 
     @property
-    def found(self) -> FeatureAttribution:
-        """What finds the features that are exchanged."""
+    def attribution(self) -> FeatureAttribution:
+        """The experiment that estimates the effects of all features."""
         return FeatureAttribution(
             clean=self.clean,
             corrupted=self.corrupted,
@@ -94,53 +100,54 @@ class RandomAttribution(OfPair):
         )
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One. Raises what `FeatureAttribution` raises."""
-        return self.found.cells(config)
+        """One cell. Raises the errors of `FeatureAttribution.cells`."""
+        return self.attribution.cells(config)
 
-    def prepare(self, model: Model) -> Chosen:
-        """The largest of what was found, and of every draw."""
-        attributed = self.found.prepare(model)
+    def prepare(self, model: Model) -> CauseFeatures:
+        """The feature with the largest estimate, and the largest replacement of each draw."""
+        attributed = self.attribution.prepare(model)
         is_feature = attributed.place[:, 2] != REST
+        # Remainders have no feature that could replace them.
         place, change = attributed.place[is_feature], attributed.change[is_feature]
         estimate = attributed.effect[is_feature]
         if not len(place):
             raise InterventionError("expected features that are active in either prompt, found none")
-        most = int(np.abs(estimate).argmax())
+        largest = int(np.abs(estimate).argmax())
         rng = np.random.default_rng(self.seed)
         exchanged = [
-            _Exchanged(attributed, place[place[:, 0] == layer], change[place[:, 0] == layer], rng)
+            _ExchangedFeatures(attributed, place[place[:, 0] == layer], change[place[:, 0] == layer], rng)
             for layer in np.unique(place[:, 0]).tolist()
         ]
         drawn = [
-            max((each.largest(rng) for each in exchanged), key=lambda found: abs(found[2]))
+            max((features.largest(rng) for features in exchanged), key=lambda candidate: abs(candidate[2]))
             for _ in range(self.draws)
         ]
-        own = (place[most], change[most], estimate[most])
-        places, changes, estimates = zip(own, *drawn, strict=True)
-        return Chosen(attributed, np.array(places), np.array(changes), np.array(estimates), len(place))
+        tested = (place[largest], change[largest], estimate[largest])
+        places, changes, estimates = zip(tested, *drawn, strict=True)
+        return CauseFeatures(attributed, np.array(places), np.array(changes), np.array(estimates), len(place))
 
-    def runs(self, prepared: Chosen, cell: CellLabels) -> Sequence[Run]:
-        """One per cause: the feature that was found, then the largest of every draw."""
-        held = prepared.attributed
+    def runs(self, prepared: CauseFeatures, cell: CellLabels) -> Sequence[Run]:
+        """One run per cause: the feature under test, then the selected feature of every draw."""
+        attributed = prepared.attributed
         return [
-            self.run_with(held, position, held.of_feature(layer, feature, change))
+            self.run_with(attributed, position, attributed.of_feature(layer, feature, change))
             for (layer, position, feature), change in zip(
                 prepared.place.tolist(), prepared.change.tolist(), strict=True
             )
         ]
 
-    def measure(self, prepared: Chosen, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run, not yet rescaled."""
+    def measure(self, prepared: CauseFeatures, cell: CellLabels, result: HookCache) -> float:
+        """The metric of one run before rescaling."""
         return self.value(as_vector(result.logits), prepared.attributed.clean)
 
-    def dataset(self, prepared: Chosen, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
-        """Both effects of every cause."""
+    def dataset(self, prepared: CauseFeatures, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
+        """Estimated and exact effect of every cause."""
         import xarray as xr
 
-        held = prepared.attributed
-        corrupted = self.value(held.corrupted, held.clean)
-        estimate = self.effects(held, prepared.estimate + corrupted)
-        exact = self.effects(held, measured)
+        attributed = prepared.attributed
+        corrupted = self.value(attributed.corrupted, attributed.clean)
+        estimate = self.effects(attributed, prepared.estimate + corrupted)
+        exact = self.effects(attributed, measured)
         layer, position, feature = prepared.place.T
         data = {
             "estimate": estimate,
@@ -151,44 +158,58 @@ class RandomAttribution(OfPair):
             "change": prepared.change,
             "candidates": np.array(prepared.candidates),
         }
-        given = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
-        return xr.Dataset(given, attrs={"metric": self.metric.name, "units": self.metric.units})
+        variables = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
+        return xr.Dataset(variables, attrs={"metric": self.metric.name, "units": self.metric.units})
 
 
-class _Exchanged:
-    """The features of one layer that differ, and some that may stand for them.
+class _ExchangedFeatures:
+    """The features of one layer that differ between the runs, and a pool of features to replace them.
 
-    place [cell, 3], change [cell]: of the features that differ.
+    Arguments:
+        attributed: Attribution of the pair of prompts.
+        place: Layer, position and index of the features that differ [cell, 3].
+        change: Change of their activations [cell].
+        rng: Random generator that draws the pool.
+
+    Raises:
+        InterventionError: Fewer than two features of the pool write anything.
     """
 
-    def __init__(self, attributed: Attributed, place: Ints, change: Floats, rng: np.random.Generator) -> None:
+    def __init__(
+        self, attributed: PairAttribution, place: Ints, change: Floats, rng: np.random.Generator
+    ) -> None:
         self.layer, self.place = int(place[0, 0]), place
         dictionary = attributed.dictionary
         active = np.unique(place[:, 2])
+        # Without replacement: each feature is equally likely, and its decoder rows are read once.
         pool = rng.permutation(dictionary.n_features)[:POOL]
-        lengths, units = _written(attributed, self.layer, pool)
-        self.pool, self.lengths, self.units = (each[lengths > 0] for each in (pool, lengths, units))
+        lengths, units = _written_norms_and_effects(attributed, self.layer, pool)
+        self.pool, self.lengths, self.units = (column[lengths > 0] for column in (pool, lengths, units))
         if len(self.pool) < 2:
             raise InterventionError(
                 f"expected features of layer {self.layer} of {dictionary.name} to draw from, found "
                 f"{len(self.pool)} that write; ask for a dictionary with more"
             )
-        of_active, _ = _written(attributed, self.layer, active)
-        self.written = change * of_active[np.searchsorted(active, place[:, 2])]
+        active_norms, _ = _written_norms_and_effects(attributed, self.layer, active)
+        # Signed amount written by each feature: the replacement writes the same norm with the same sign.
+        self.written = change * active_norms[np.searchsorted(active, place[:, 2])]
 
     def largest(self, rng: np.random.Generator) -> tuple[Ints, float, float]:
-        """(place, change, estimate) of the largest estimate, with every feature exchanged."""
+        """(place, change, estimate) of the largest estimate in one draw that replaces every feature."""
         drawn = rng.integers(len(self.pool), size=len(self.place))
+        # A feature must not replace itself: the next one of the pool is taken.
         drawn = np.where(self.pool[drawn] == self.place[:, 2], (drawn + 1) % len(self.pool), drawn)
         change = self.written / self.lengths[drawn]
         estimate = change * self.units[drawn, self.place[:, 1]]
-        most = int(np.abs(estimate).argmax())
-        place = np.array([self.layer, self.place[most, 1], self.pool[drawn[most]]])
-        return place, float(change[most]), float(estimate[most])
+        largest = int(np.abs(estimate).argmax())
+        place = np.array([self.layer, self.place[largest, 1], self.pool[drawn[largest]]])
+        return place, float(change[largest]), float(estimate[largest])
 
 
-def _written(attributed: Attributed, layer: int, features: Ints) -> tuple[Floats, Floats]:
-    """Of a unit of each feature the norm of all it writes [feature], and its first-order effect at every
+def _written_norms_and_effects(
+    attributed: PairAttribution, layer: int, features: Ints
+) -> tuple[Floats, Floats]:
+    """Per unit of each feature: the norm of all that it writes [feature], and its first-order effect at every
     position [feature, position]."""
     import torch
 

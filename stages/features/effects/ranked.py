@@ -1,13 +1,13 @@
-"""Features chosen by what they write, looked at and injected: how two kinds of transcoders see the same word.
+"""Experiments with the features whose decoders align best with a word's embedding.
 
-The features that write most along a word's embedding are ranked first (alignment.py); then they are followed
-through a prompt, or suppressed and injected at each of its positions (exchanges.py). Ranking and runs are one
-experiment, as the runs depend on the ranking.
+Features are ranked first (alignment.py); then they are traced along a prompt, or suppressed and injected at
+each of its positions (exchanges.py). Ranking and runs are one experiment, because the runs depend on the
+ranking.
 
-Border: declares runs. The dictionary is named, and opened only to compute.
+Border: declares runs. The dictionary is given by name, and opened only to compute.
 
-Axes: rank; position; bin of a histogram, edge between two; window_layer = layers whose pre-activations are
-counted.
+Axes: rank; position; bin of a histogram, edge between two bins; window_layer = layers whose pre-activations
+are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..of_dictionary import OfDictionary
+from ..dictionary_experiment import DictionaryExperiment
 from .activity import as_rows
 from .alignment import Scored, align, align_over_targets
 from .doses import Dose, in_place_of
@@ -41,25 +41,27 @@ if TYPE_CHECKING:
 __all__ = ["RankedExchanges", "RankedTrace"]
 
 BINS = 32
+"""Number of bins of each histogram."""
 _ALL: CellLabels = {}
 
 
 @dataclass(frozen=True)
-class _Ranked(OfDictionary):
-    """What both share.
-
-    tokens: the prompt. dictionary: its name, no part of the key; features: its identity. word: token id whose
-    embedding is the direction. target: layer written to.
-    """
+class _RankedFeatures(DictionaryExperiment):
+    """Common fields of both experiments."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     dictionary: str
+    """Dictionary name, excluded from the key."""
     features: str
+    """Identity of the dictionary."""
     word: int
+    """Token id whose embedding is the direction."""
     target: int
+    """Layer whose decoder vectors are compared with the direction."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell: features are ranked among all."""
+        """One cell, since features of all layers are ranked together."""
         check_tokens(self.tokens, (self.word,))
         if not 0 <= self.target < config.num_layers:
             raise InterventionError(
@@ -73,11 +75,11 @@ class _Ranked(OfDictionary):
 
 
 @dataclass(frozen=True)
-class RankedExchanges(_Ranked):
-    """The best features suppressed, with or without one injected, at some positions of the prompt.
+class RankedExchanges(_RankedFeatures):
+    """The best features suppressed, with or without an injected feature, at some positions of the prompt.
 
-    With `draws`, every feature of the exchange is also replaced by random ones of its layer that write the
-    same norm: a null distribution.
+    With `draws`, every feature of the exchange is also replaced by random features of its layer that write
+    the same norm: a null distribution.
     """
 
     name: ClassVar[str] = "ranked_exchanges"
@@ -89,8 +91,8 @@ class RankedExchanges(_Ranked):
     suppress: int = 5
     """Number of the best features that are suppressed."""
     inject: Literal["", "ranked", "same_layer"] = ""
-    """Feature that is injected: none, the best of the same ranking, or the best by what is written to
-    `target`. A feature that is suppressed as well cancels."""
+    """Injected feature: "" for none, "ranked" for the best feature of the ranking, "same_layer" for the best
+    feature at layer `target`. A feature that is also suppressed cancels out."""
     strength: float = 10.0
     words: tuple[int, ...] = ()
     """Token ids followed."""
@@ -102,8 +104,8 @@ class RankedExchanges(_Ranked):
     """Seed of the first draw; the others use the following integers."""
 
     def prepare(self, model: Model) -> Any:
-        """The exchanges that the ranking asks for, what they need, and the ranked features."""
-        dictionary, chosen, doses = self._ranking(model)
+        """The exchanges, their prepared state, and the ranked features that they use."""
+        dictionary, exchanged, doses = self._ranking(model)
         drawn = [
             tuple(in_place_of(doses, dictionary.n_features, seed=self.seed + i)) for i in range(self.draws)
         ]
@@ -116,26 +118,28 @@ class RankedExchanges(_Ranked):
             (self.strength,),
             self.words,
         )
-        return exchanges, exchanges.prepare(model), chosen
+        return exchanges, exchanges.prepare(model), exchanged
 
     def _ranking(self, model: Model) -> tuple[Dictionary, list[Scored], list[Dose]]:
-        """The dictionary, and the features that are suppressed, then injected, with their doses."""
+        """The dictionary, suppressed features followed by the injected feature, and their doses."""
         dictionary, direction = self._opened(model)
-        (same,) = align(dictionary, direction, self.target, max(self.suppress, 1))
-        ranked = same
+        (ranked_at_target,) = align(dictionary, direction, self.target, max(self.suppress, 1))
+        ranked = ranked_at_target
         if self.over_targets:
             (ranked,) = align_over_targets(dictionary, direction, max(self.suppress, 1))
         if len(ranked) < max(self.suppress, 1):
             raise DictionaryError(
                 f"expected {self.suppress} features to suppress, {dictionary.name} has {len(ranked)}"
             )
-        chosen = ranked[: self.suppress]
-        doses = [Dose(one.feature.layer, one.feature.index, fixed=-self.strength) for one in chosen]
+        exchanged = ranked[: self.suppress]
+        doses = [
+            Dose(scored.feature.layer, scored.feature.index, fixed=-self.strength) for scored in exchanged
+        ]
         if self.inject:
-            best = (ranked if self.inject == "ranked" else same)[0]
-            chosen = [*chosen, best]
-            doses.append(Dose(best.feature.layer, best.feature.index, fixed=self.strength))
-        return dictionary, chosen, doses
+            injected = (ranked if self.inject == "ranked" else ranked_at_target)[0]
+            exchanged = [*exchanged, injected]
+            doses.append(Dose(injected.feature.layer, injected.feature.index, fixed=self.strength))
+        return dictionary, exchanged, doses
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
         """One run per position and exchange; see `FeatureExchanges`."""
@@ -151,9 +155,9 @@ class RankedExchanges(_Ranked):
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The result of `FeatureExchanges`, with the ranked features."""
-        exchanges, needed, chosen = prepared
-        found: xr.Dataset = exchanges.dataset(needed, self._cell, measured)
-        return found.assign_coords(_features(chosen))
+        exchanges, state, exchanged = prepared
+        dataset: xr.Dataset = exchanges.dataset(state, self._cell, measured)
+        return dataset.assign_coords(_features(exchanged))
 
     @property
     def _cell(self) -> CellLabels:
@@ -161,11 +165,8 @@ class RankedExchanges(_Ranked):
 
 
 @dataclass(frozen=True)
-class RankedTrace(_Ranked):
-    """The best features of a word: what they write, and how active they are along the prompt.
-
-    top_k: features followed.
-    """
+class RankedTrace(_RankedFeatures):
+    """The best features of a word: their decoder vectors, and their activations along the prompt."""
 
     name: ClassVar[str] = "ranked_trace"
     version: ClassVar[int] = 1
@@ -178,60 +179,64 @@ class RankedTrace(_Ranked):
     }
 
     top_k: int = 20
+    """Number of features."""
 
     def prepare(self, model: Model) -> tuple[Dictionary, Any, list[Scored]]:
-        """The dictionary, the direction and the ranking."""
+        """The dictionary, the direction and the ranked features."""
         dictionary, direction = self._opened(model)
         (ranked,) = align(dictionary, direction, self.target, self.top_k)
         return dictionary, direction[0], ranked
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
-        """The prompt, with what features read."""
+        """A run of the prompt that captures the states read by features."""
         return [Run(self.tokens, HookSpec().capture(*prepared[0].read_hooks), None)]
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Traces, histograms of the layers around the target, and the skip's share along the direction."""
+        """Activations, histograms of pre-activations, and the skip's projection on the direction."""
         dictionary, direction, ranked = prepared
         states = {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in dictionary.layers}
         trace = np.zeros((len(ranked), len(self.tokens)), np.float32)
-        for layer in {one.feature.layer for one in ranked}:
-            mine = [i for i, one in enumerate(ranked) if one.feature.layer == layer]
+        for layer in {scored.feature.layer for scored in ranked}:
+            ranks = [i for i, scored in enumerate(ranked) if scored.feature.layer == layer]
             dense = dictionary.layer(layer).encode(states[layer])
-            trace[mine] = array(dense[:, [ranked[i].feature.index for i in mine]]).T
+            trace[ranks] = array(dense[:, [ranked[i].feature.index for i in ranks]]).T
+        # The target and its neighbours, as far as the dictionary reads them.
         window = [layer for layer in range(self.target - 1, self.target + 2) if layer in states]
-        counted = [np.histogram(array(dictionary.layer(n).preactivations(states[n])), BINS) for n in window]
+        histograms = [
+            np.histogram(array(dictionary.layer(n).preactivations(states[n])), BINS) for n in window
+        ]
         part = dictionary.layer(self.target)
         skip = float("nan")
         if part.W_skip is not None:
             unit = direction.to(part.W_skip.device).float()
             skip = float(part.skip(states[self.target][-1:])[0].float() @ unit / unit.norm())
-        return {"trace": trace, "window": window, "counted": counted, "skip": skip}
+        return {"trace": trace, "window": window, "counted": histograms, "skip": skip}
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """score [rank], vector [rank, hidden], trace [rank, position], and histograms by layer."""
         import xarray as xr
 
         dictionary, _, ranked = prepared
-        (found,) = measured
-        vectors = [array(dictionary.decoder_vector(one.feature, self.target)) for one in ranked]
-        edges, counts = (np.stack([one[i] for one in found["counted"]]) for i in (1, 0))
-        values = (np.stack(vectors), found["trace"], edges, counts, found["skip"])
+        (result,) = measured
+        vectors = [array(dictionary.decoder_vector(scored.feature, self.target)) for scored in ranked]
+        edges, counts = (np.stack([scored[i] for scored in result["counted"]]) for i in (1, 0))
+        values = (np.stack(vectors), result["trace"], edges, counts, result["skip"])
         arrays = zip(self.outputs.items(), values, strict=True)
         return xr.Dataset(
             {name: output.variable(value) for (name, output), value in arrays},
             coords={
                 **_features(ranked),
                 "position": np.arange(len(self.tokens)),
-                "window_layer": found["window"],
+                "window_layer": result["window"],
             },
         )
 
 
 def _features(ranked: Sequence[Scored]) -> dict[str, Any]:
     return {
-        "score": ("rank", np.array([one.score for one in ranked]), _about("cosine with the embedding")),
-        "source_layer": ("rank", np.array([one.feature.layer for one in ranked], np.int32)),
-        "feature": ("rank", np.array([one.feature.index for one in ranked], np.int64)),
+        "score": ("rank", np.array([scored.score for scored in ranked]), _about("cosine with the embedding")),
+        "source_layer": ("rank", np.array([scored.feature.layer for scored in ranked], np.int32)),
+        "feature": ("rank", np.array([scored.feature.index for scored in ranked], np.int64)),
     }
 
 

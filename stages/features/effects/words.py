@@ -1,13 +1,13 @@
-"""Which tokens features raise and lower by what they write themselves: decoders, read by the unembedding.
+"""Tokens that features raise and lower directly: decoder vectors read by the unembedding.
 
-Border: features by layer and index, their dictionary's decoder rows and a readout (stages/logits/readout.py);
-no prompt enters. Only the direct path counts, from the last layer a feature writes to into the logits; what
-later layers make of it is told by interventions and graphs. Where a norm follows what is written (the raw MLP
-output of Gemma), its gain is left out.
+Border: needs features, their dictionary's decoder rows and a readout (stages/logits/readout.py), and no
+prompt. Only the direct path counts, from the last layer that a feature writes to into the logits; effects
+through later layers are found by interventions and graphs. If the model normalises what is written (the raw
+MLP output of Gemma), the gain of that norm is left out.
 
-Idea (nostalgebraist's lens on a direction, as feature dashboards have it): (row * gain of the final norm) @
-unembedding'. The norm also divides by a scale that each state has of its own, and is left out; a norm that
-subtracts the mean does so here. The mean over the vocabulary is subtracted, as it moves no probability.
+Method (the logit lens on a direction, as in feature dashboards): (decoder row * gain of the final norm) @
+unembedding'. The final norm also divides by a scale that differs between states; it is left out. The mean is
+subtracted for a LayerNorm. The mean over the vocabulary is subtracted, since it changes no probability.
 
 Axes: named = features, each once, in order of layer and index; rank, 0 = strongest.
 """
@@ -43,7 +43,7 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 
 BLOCK_BYTES = 1 << 26
-"""Of logits [feature, vocab] that exist at a time."""
+"""Bytes of logits [feature, vocab] computed at a time."""
 WORDS = {
     "raised": Output(("named", "rank"), "1", "tokens raised most"),
     "raised_by": Output(("named", "rank"), "logits", "by so much per unit of activation"),
@@ -56,31 +56,49 @@ def direct_effects(
 ) -> dict[str, npt.NDArray[Any]]:
     """The tokens whose logits features raise and lower most.
 
-    features: [feature, (layer, index)]. readout: as `stages.readout` describes it. Returns raised, lowered
-    int32, raised_by, lowered_by float32 [feature, rank]: strongest first.
-    Raises ShapeError for a readout of another width.
+    Arguments:
+        dictionary: The dictionary of the features.
+        features: Layer and index [feature, 2].
+        readout: Final norm and unembedding, from `stages.readout`.
+        top_k: Number of tokens per feature.
+
+    Returns:
+        raised, lowered: token ids int32 [feature, rank], strongest first. raised_by, lowered_by: logits per
+        unit of activation, float32 [feature, rank].
+
+    Raises:
+        ShapeError: The readout has another width than the decoder.
     """
     k = min(top_k, readout.sizes["vocab"])
-    found: dict[str, npt.NDArray[Any]] = {
+    results: dict[str, npt.NDArray[Any]] = {
         name: np.empty((len(features), k), np.int32) for name in ("raised", "lowered")
     }
-    found |= {name: np.empty((len(features), k), np.float32) for name in ("raised_by", "lowered_by")}
-    for some, effects in effects_in_blocks(dictionary, features, readout):
+    results |= {name: np.empty((len(features), k), np.float32) for name in ("raised_by", "lowered_by")}
+    for rows, effects in effects_in_blocks(dictionary, features, readout):
         for name, sign in (("raised", 1), ("lowered", -1)):
             columns = top_columns(sign * effects, k)
-            found[name][some] = columns
-            found[f"{name}_by"][some] = np.take_along_axis(effects, columns, axis=1)
-    return found
+            results[name][rows] = columns
+            results[f"{name}_by"][rows] = np.take_along_axis(effects, columns, axis=1)
+    return results
 
 
 @steps_in_plain_torch
 def effects_in_blocks(
     dictionary: Dictionary, features: Ints, readout: xr.Dataset, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[Ints, Floats]]:
-    """(places among the features, what a unit of each does to every logit [place, vocab]), block by block.
+    """Direct effect of one unit of each feature on every logit, in blocks.
 
-    features: [feature, (layer, index)]. block_bytes: of logits at a time. Raises ShapeError for a readout of
-    another width.
+    Arguments:
+        dictionary: The dictionary of the features.
+        features: Layer and index [feature, 2].
+        readout: Final norm and unembedding.
+        block_bytes: Bytes of logits per block.
+
+    Yields:
+        (rows of `features` in this block, effects [row, vocab]).
+
+    Raises:
+        ShapeError: The readout has another width than the decoder.
     """
     if dictionary.d_out != readout.sizes["hidden"]:
         raise ShapeError(
@@ -90,17 +108,17 @@ def effects_in_blocks(
     read_out = _directions(readout)
     step = max(1, block_bytes // (4 * len(read_out)))
     for layer in np.unique(features[:, 0]).tolist():
-        mine = np.flatnonzero(features[:, 0] == layer)
-        for start in range(0, len(mine), step):
-            some = mine[start : start + step]
-            yield some, _rows(dictionary, layer, features[some, 1], readout.attrs["norm"]) @ read_out.T
+        rows_of_layer = np.flatnonzero(features[:, 0] == layer)
+        for start in range(0, len(rows_of_layer), step):
+            rows = rows_of_layer[start : start + step]
+            yield rows, _rows(dictionary, layer, features[rows, 1], readout.attrs["norm"]) @ read_out.T
 
 
 @stage(version=1, inputs={"readout": None}, outputs=WORDS, resources=("dictionary",))
 def feature_words(
     readout: xr.Dataset, *, dictionary: Dictionary, chosen: Sequence[Sequence[int]], top_k: int = 3
 ) -> xr.Dataset:
-    """The tokens that features named in advance raise most. chosen: (layer, index) of each."""
+    """Tokens that the features in `chosen`, (layer, index) pairs, raise most."""
     return _words(dictionary, np.array(chosen, np.int64).reshape(-1, 2), readout, top_k)
 
 
@@ -108,7 +126,7 @@ def feature_words(
 def words_of_ranked(
     ranked: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
 ) -> xr.Dataset:
-    """The same of the features of a ranking. ranked: with source_layer and feature along one axis."""
+    """Tokens that the features of a ranking (source_layer, feature along one axis) raise most."""
     pairs = np.stack([ranked[name].values for name in ("source_layer", "feature")], axis=1)
     return _words(dictionary, pairs, readout, top_k)
 
@@ -123,8 +141,16 @@ def words_of_active(
     position: int | None = None,
     top_k: int = 3,
 ) -> xr.Dataset:
-    """The same of the strongest features of a prompt. active: as `feature_activity` gives it; of every layer
-    and position, or of one position, the `most` strongest."""
+    """Tokens that the strongest features of a prompt raise most.
+
+    Arguments:
+        active: Result of `feature_activity`.
+        readout: Final norm and unembedding.
+        dictionary: The dictionary of the features.
+        most: Number of strongest features per layer and position.
+        position: Only this position; None for all.
+        top_k: Number of tokens per feature.
+    """
     columns = ("active_layer", "active_position", "active_feature")
     layer, place, feature = (active[name].values.astype(np.int64) for name in columns)
     rows = np.arange(len(layer)) if position is None else np.flatnonzero(place == position)
@@ -132,16 +158,18 @@ def words_of_active(
     group = np.stack([layer[order], place[order]], axis=1)
     starts = np.flatnonzero(np.any(np.diff(group, axis=0, prepend=-1), axis=1))
     within = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
-    kept = order[within < most]
-    return _words(dictionary, np.stack([layer[kept], feature[kept]], axis=1), readout, top_k)
+    strongest = order[within < most]
+    return _words(dictionary, np.stack([layer[strongest], feature[strongest]], axis=1), readout, top_k)
 
 
 @stage(version=1, inputs={"attribution": None, "readout": None}, outputs=WORDS, resources=("dictionary",))
 def words_of_attribution(
     attribution: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
 ) -> xr.Dataset:
-    """The same of the features that were run exactly, and of the one with the largest estimate. attribution:
-    as `feature_attribution` gives it."""
+    """Tokens raised by the exactly verified features and by the feature with the largest estimate.
+
+    attribution: Result of `feature_attribution`.
+    """
     is_feature = attribution["feature"].values >= 0
     size = np.where(is_feature, np.abs(attribution["estimate"].values), -1.0)
     cells = np.append(attribution["chosen_cell"].values, size.argmax())
@@ -150,29 +178,31 @@ def words_of_attribution(
 
 
 def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int) -> xr.Dataset:
-    """What is raised by features (layer, index), each once."""
+    """Tokens that features (layer, index) raise most, each feature once."""
     import xarray as xr
 
+    # A feature may occur at several positions; its direct effect is the same everywhere.
     unique = np.unique(pairs, axis=0)
-    found = direct_effects(dictionary, unique, readout, top_k)
+    effects = direct_effects(dictionary, unique, readout, top_k)
     return xr.Dataset(
-        {name: (("named", "rank"), found[name]) for name in WORDS},
+        {name: (("named", "rank"), effects[name]) for name in WORDS},
         {"layer": ("named", unique[:, 0].astype(np.int32)), "feature": ("named", unique[:, 1])},
     )
 
 
 def _directions(readout: xr.Dataset) -> Floats:
-    """What reads each token's logit off a state before the final norm's division: [vocab, hidden]."""
+    """Directions [vocab, hidden] that read logits from a state before the final norm's division."""
     require_linear(readout)
     unembed: Floats = np.asarray(readout["unembed"].transpose("vocab", "hidden").values, np.float32)
-    found: Floats = (unembed - unembed.mean(0)) * np.asarray(readout["norm_weight"].values, np.float32)
-    return found
+    # The mean over the vocabulary shifts all logits equally and changes no probability.
+    directions: Floats = (unembed - unembed.mean(0)) * np.asarray(readout["norm_weight"].values, np.float32)
+    return directions
 
 
 def _rows(dictionary: Dictionary, layer: int, features: Ints, norm: str) -> Floats:
-    """What a unit of each feature writes to the last layer it writes to: [feature, hidden]."""
+    """Decoder rows for the last layer that each feature writes to: [feature, hidden]."""
     import torch
 
     rows = dictionary.layer(layer).decoder_rows(torch.from_numpy(features), max(dictionary.targets(layer)))
-    found: Floats = rows.cpu().numpy()
-    return found - found.mean(1, keepdims=True) if norm == "layer" else found
+    decoder_rows: Floats = rows.cpu().numpy()
+    return decoder_rows - decoder_rows.mean(1, keepdims=True) if norm == "layer" else decoder_rows

@@ -1,1 +1,1 @@
-"""The formats that dictionaries come in, a file each."""
+"""File formats of dictionaries, one module per format."""

@@ -1,8 +1,8 @@
-"""Cross-layer transcoders as circuit-tracer writes them: an encoder and a decoder file per layer.
+"""Cross-layer transcoders in the format of circuit-tracer: an encoder and a decoder file per layer.
 
 W_enc_{l}: W_enc_{l} [feature, hidden], b_enc_{l}, b_dec_{l} of the output of layer l, and threshold_{l} for a
-JumpReLU. W_dec_{l}: W_dec_{l} [feature, target, hidden]; target j is layer l + j. Layer 0 decides about
-JumpReLU.
+JumpReLU. W_dec_{l}: W_dec_{l} [feature, target, hidden]; target j is layer l + j. All layers are JumpReLU if
+layer 0 has a threshold, else ReLU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENCODER = r"W_enc_(\d{1,9})\.safetensors"
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether there are encoder files of layers at the root."""
+    """Whether the root folder holds encoder files."""
     return any(re.fullmatch(_ENCODER, name) for name in files.listing)
 
 
@@ -36,14 +36,14 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders, with every header checked and no weight read."""
+    """The transcoders as one dictionary; all headers are checked, no weights are read."""
     apply_fields("clt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "cross_layer_transcoder")
     layers = numbered(files, _ENCODER)
     kinds = hooks_of(files, read, write)
-    first = require_shapes(files, "W_enc_0.safetensors", {"W_enc_0": (None, None)})
-    size, width = first["W_enc_0"]
-    is_jump = "threshold_0" in first
+    first_shapes = require_shapes(files, "W_enc_0.safetensors", {"W_enc_0": (None, None)})
+    size, width = first_shapes["W_enc_0"]
+    is_jump = "threshold_0" in first_shapes
     for layer in layers:
         expected = {f"W_enc_{layer}": (size, width), f"b_enc_{layer}": (size,), f"b_dec_{layer}": (width,)}
         expected |= {f"threshold_{layer}": (size,)} if is_jump else {}
@@ -53,6 +53,7 @@ def read(
                 f"expected W_dec_{layer}.safetensors beside its encoder in {files.directory}, found none; "
                 "fetch it again"
             )
+        # Layer l writes to itself and all later layers.
         decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
         decoders = require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
         for part, shapes in (("enc", encoders), ("dec", decoders)):

@@ -1,10 +1,10 @@
-"""Crosscoders as `mizarr train` writes them: config.json and model.safetensors.
+"""Crosscoders in the format of `mizarr train`: config.json and model.safetensors.
 
 encoder.weight [place, width, feature], encoder.bias [feature], decoder.weight [place, feature, width],
-decoder.bias [place, width], as `CrossCoder` of dictionary_learning has them, and threshold [feature] of a
-JumpReLU. config.json lists the places, in the order of the tensors.
+decoder.bias [place, width], as in `CrossCoder` of dictionary_learning, and threshold [feature] of a JumpReLU.
+config.json lists the places, in the order of the tensors.
 
-Border: headers and the configuration; the tensors are opened by crosscoder.py.
+Border: headers and the configuration; crosscoder.py opens the tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["read", "recognises"]
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether the configuration says so."""
+    """Whether config.json states the kind "mizarr crosscoder"."""
     return {CONFIG, WEIGHTS} <= set(files.listing) and files.json(CONFIG).get("kind") == KIND
 
 
@@ -39,43 +39,45 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The crosscoder, with the header checked and no weight read.
+    """The crosscoder as a dictionary; the header is checked, no weights are read.
 
-    read, write: the places' own hook kind, if any. Raises DictionaryError for another.
+    Raises:
+        DictionaryError: `read` or `write` is another hook kind than that of the places, or places do not fit
+            together.
     """
-    said = files.json(CONFIG)
-    apply_fields("crosscoder", said, files.path(CONFIG))
-    places = _places(files, said.get("places"))
+    config = files.json(CONFIG)
+    apply_fields("crosscoder", config, files.path(CONFIG))
+    places = _places(files, config.get("places"))
     points = [HookPoint.parse(place.hook) for place in places]
     kinds = {point.kind for point in points} | {hook_kind(name) for name in (read, write) if name}
     models = models_of(places)
     layers = {number: [] for number in models}  # type: dict[int, list[int]]
     for number, point in zip(models, points, strict=True):
         layers[number].append(point.layer or 0)
-    if len(kinds) != 1 or any(each != layers[0] for each in layers.values()):
+    if len(kinds) != 1 or any(model_layers != layers[0] for model_layers in layers.values()):
         raise DictionaryError(
             f"expected places of one kind of hook point, at the same layers of every model, in "
             f"{files.path(CONFIG)}, found {', '.join(map(str, places))}"
         )
-    size, width = _sizes(files, len(places), said)
-    own = max(layers[0])
+    size, width = _sizes(files, len(places), config)
+    last_layer = max(layers[0])
     layout = DictionaryLayout(
         format="crosscoder",
         kind="crosscoder",
         read=points[0].kind,
         write=points[0].kind,
-        layers=(own,),
-        targets={own: tuple(sorted(layers[0]))},
+        layers=(last_layer,),
+        targets={last_layer: tuple(sorted(layers[0]))},
         n_features=size,
         d_in=width,
         d_out=width,
         files=(WEIGHTS,),
         model_name=places[0].model,
-        # Names of models are labels, as a folder may be moved; which place is whose is not.
+        # Model names are labels (a folder may be moved), so the identity holds model numbers instead.
         settings={
             "places": [[number, *astuple(place)[1:]] for number, place in zip(models, places, strict=True)],
-            "activation": said.get("activation"),
-            "k": said.get("k", 0),
+            "activation": config.get("activation"),
+            "k": config.get("k", 0),
         },
         zero_positions=0,
         places=places,
@@ -87,32 +89,34 @@ def read(
     return Opened(files, layout, open_layer)
 
 
-def _places(files: DictionaryFiles, said: Any) -> tuple[CrosscoderPlace, ...]:
+def _places(files: DictionaryFiles, entries: Any) -> tuple[CrosscoderPlace, ...]:
     where = files.path(CONFIG)
-    if not isinstance(said, list) or not said:
-        raise DictionaryError(f"expected a list of places in {where}, found {said!r}")
-    found = []
-    for each in said:
-        if not isinstance(each, dict) or {"model", "hook", "scale"} - each.keys():
-            raise DictionaryError(f"expected model, hook and scale of every place in {where}, found {each!r}")
+    if not isinstance(entries, list) or not entries:
+        raise DictionaryError(f"expected a list of places in {where}, found {entries!r}")
+    places = []
+    for entry in entries:
+        if not isinstance(entry, dict) or {"model", "hook", "scale"} - entry.keys():
+            raise DictionaryError(
+                f"expected model, hook and scale of every place in {where}, found {entry!r}"
+            )
         try:
-            hook = str(HookPoint.parse(str(each["hook"])))
+            hook = str(HookPoint.parse(str(entry["hook"])))
         except HookPointNotFound as error:
             raise DictionaryError(f"expected a hook point in {where}, found {error}") from error
-        found.append(CrosscoderPlace(str(each["model"]), hook, to_float(each["scale"], "scale", where)))
-    return tuple(found)
+        places.append(CrosscoderPlace(str(entry["model"]), hook, to_float(entry["scale"], "scale", where)))
+    return tuple(places)
 
 
-def _sizes(files: DictionaryFiles, places: int, said: dict[str, Any]) -> tuple[int, int]:
-    """(features, width of a place), once all shapes agree."""
-    found = require_shapes(files, WEIGHTS, {"decoder.weight": (places, None, None)})
-    _, size, width = found["decoder.weight"]
+def _sizes(files: DictionaryFiles, places: int, config: dict[str, Any]) -> tuple[int, int]:
+    """(number of features, width of a place); DictionaryError if shapes disagree."""
+    shapes = require_shapes(files, WEIGHTS, {"decoder.weight": (places, None, None)})
+    _, size, width = shapes["decoder.weight"]
     expected: dict[str, tuple[int, ...]] = {
         "encoder.weight": (places, width, size),
         "encoder.bias": (size,),
         "decoder.bias": (places, width),
     }
-    if said.get("activation") == "JumpReLU":
+    if config.get("activation") == "JumpReLU":
         expected["threshold"] = (size,)
     require_shapes(files, WEIGHTS, expected)
     return size, width

@@ -1,10 +1,10 @@
 """dictionary_learning (Marks, Karvonen, Mueller): ae.pt beside config.json, a folder per trainer.
 
-config.json's `trainer` gives the class, the layer and the sizes. Linear layers (encoder.weight [feature,
-hidden], decoder.weight [hidden, feature]) or matrices (W_enc, W_dec the other way round), with biases under
-several names.
+The entry `trainer` of config.json gives the class, the layer and the sizes. Weights are linear layers
+(encoder.weight [feature, hidden], decoder.weight [hidden, feature]) or matrices (W_enc, W_dec, transposed),
+with biases under several names.
 
-Border: one pickled state dict, of tensors only; nothing else in it is unpickled.
+Border: one pickled state dict, of tensors only; no other object is unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....store.errors import DictionaryError, nearest
 from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
 from .fields import apply_fields
-from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
+from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["part", "read", "recognises"]
 
 WEIGHTS, CONFIG = "ae.pt", "config.json"
-# Class -> (activation, whether b_dec is subtracted from the input).
+# dict_class -> (activation, whether b_dec is subtracted from the input).
 CLASSES = {
     "AutoEncoder": ("relu", True),
     "AutoEncoderNew": ("relu", False),
@@ -42,18 +42,18 @@ _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder, given its weight file."""
+    """The dictionary of one folder. name: its weight file."""
     folder, slash, _ = name.rpartition("/")
     config = f"{folder}{slash}{CONFIG}"
     if config not in files.listing:
         raise DictionaryError(f"expected {CONFIG} beside {files.path(name)}, found none; fetch it again")
-    place, said = files.path(config), files.json(config)
-    apply_fields("dictionary_learning", said, place)
-    trainer, buffer = said.get("trainer"), said.get("buffer") or {}
+    place, config_fields = files.path(config), files.json(config)
+    apply_fields("dictionary_learning", config_fields, place)
+    trainer, buffer = config_fields.get("trainer"), config_fields.get("buffer") or {}
     if not isinstance(trainer, dict) or not isinstance(buffer, dict):
         raise DictionaryError(f"expected fields of trainer and buffer in {place}, found {trainer!r:.80}")
     apply_fields("dictionary_learning trainer", trainer, place)
-    if read is None:  # a caller who says where it reads knows better
+    if read is None:  # the buffer only describes where it reads, which the caller overrides
         apply_fields("dictionary_learning buffer", buffer, place)
     label = trainer.get("dict_class", "AutoEncoder")
     if label not in CLASSES:
@@ -62,23 +62,24 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
             f"expected trainer.dict_class to be one of {', '.join(CLASSES)} in {place}, found {label!r}"
             + (f"; nearest is {near!r}" if near else "")
         )
+    # Sizes come from the configuration: reading the pickle would load all weights.
     layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
-    hooks = hooks_given(files, _hooks_said(trainer, layer), read, write)
+    hooks = layer_hooks(files, _stated_hooks(trainer, layer), read, write)
     activation, centred = CLASSES[label]
     k = _whole(trainer, "k", place) if activation == "topk" else 0
 
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures
 
-        given = _loaded(files, name)
-        W_enc, W_dec = _matrices(given, size, d_in, files, name)
-        b_dec = next((given[field] for field in _DECODER_BIASES if field in given), None)
+        tensors = _loaded(files, name)
+        W_enc, W_dec = _matrices(tensors, size, d_in, files, name)
+        b_dec = next((tensors[field] for field in _DECODER_BIASES if field in tensors), None)
         return LayerFeatures(
             layer=layer,
             W_enc=W_enc,
             W_dec={layer: W_dec},
-            activation=_activation(activation, k, given, files, name),
-            b_enc=None if activation == "gated" else given.get("encoder.bias", given.get("b_enc")),
+            activation=_activation(activation, k, tensors, files, name),
+            b_enc=None if activation == "gated" else tensors.get("encoder.bias", tensors.get("b_enc")),
             b_dec=b_dec,
             centred=centred,
         )
@@ -100,10 +101,12 @@ FORMAT = LayerByLayer("dictionary_learning", lambda files: files_named(files, WE
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(trainer: Mapping[str, Any], layer: int) -> SaidHooks:
-    """Hook kinds of the submodule's name, "resid_post_layer_12"; the residual stream where none is given."""
+def _stated_hooks(trainer: Mapping[str, Any], layer: int) -> StatedHooks:
+    """Hook kind by the submodule's name, "resid_post_layer_12"; the residual stream if none is given."""
     name = str(trainer.get("submodule_name") or "resid_post")
-    return SaidHooks(layer, next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None))
+    return StatedHooks(
+        layer, next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None)
+    )
 
 
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
@@ -119,42 +122,45 @@ def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
 
 
 def _matrices(
-    given: Mapping[str, Tensor], size: int, d_in: int, files: DictionaryFiles, name: str
+    tensors: Mapping[str, Tensor], size: int, d_in: int, files: DictionaryFiles, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Encoder and decoder, rows features, of the sizes the configuration says."""
-    found = []
-    for turned, linear in (("W_enc", "encoder.weight"), ("W_dec", "decoder.weight")):
-        if turned in given:
-            found.append(given[turned].T if turned == "W_enc" else given[turned])
-        elif linear in given:
-            found.append(given[linear] if linear == "encoder.weight" else given[linear].T)
+    """Encoder and decoder [feature, hidden]; DictionaryError unless they have the configured sizes."""
+    matrices = []
+    for matrix_name, linear_name in (("W_enc", "encoder.weight"), ("W_dec", "decoder.weight")):
+        if matrix_name in tensors:
+            matrices.append(tensors[matrix_name].T if matrix_name == "W_enc" else tensors[matrix_name])
+        elif linear_name in tensors:
+            matrices.append(
+                tensors[linear_name] if linear_name == "encoder.weight" else tensors[linear_name].T
+            )
         else:
             raise DictionaryError(
-                f"expected {linear} or {turned} in {files.path(name)}, found {', '.join(sorted(given))}"
+                f"expected {linear_name} or {matrix_name} in {files.path(name)}, found "
+                f"{', '.join(sorted(tensors))}"
             )
-        if tuple(found[-1].shape) != (size, d_in):
+        if tuple(matrices[-1].shape) != (size, d_in):
             raise DictionaryError(
                 f"expected {size} features of {d_in} numbers in {files.path(name)}, found "
-                f"{list(found[-1].shape)}"
+                f"{list(matrices[-1].shape)}"
             )
-    return found[0], found[1]
+    return matrices[0], matrices[1]
 
 
 def _activation(
-    name: str, k: int, given: Mapping[str, Tensor], files: DictionaryFiles, file: str
+    name: str, k: int, tensors: Mapping[str, Tensor], files: DictionaryFiles, file: str
 ) -> Activation:
     from ..layers.activations import Gated, JumpReLU, ReLU, TopK
 
     needed = {"jumprelu": ["threshold"], "gated": ["gate_bias", "mag_bias", "r_mag"]}.get(name, [])
-    missing = [field for field in needed if field not in given]
+    missing = [field for field in needed if field not in tensors]
     if missing:
         raise DictionaryError(
-            f"expected {missing[0]} in {files.path(file)}, found {', '.join(sorted(given))}"
+            f"expected {missing[0]} in {files.path(file)}, found {', '.join(sorted(tensors))}"
         )
     if name == "jumprelu":
-        return JumpReLU(given["threshold"], rectified=True)
+        return JumpReLU(tensors["threshold"], rectified=True)
     if name == "gated":
-        return Gated(given["gate_bias"], given["mag_bias"], given["r_mag"])
+        return Gated(tensors["gate_bias"], tensors["mag_bias"], tensors["r_mag"])
     return TopK(k) if name == "topk" else ReLU()
 
 

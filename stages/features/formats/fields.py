@@ -1,10 +1,10 @@
-"""What is made of every field of the configurations of dictionaries: one table, which their readers apply.
+"""Treatment of every configuration field of every dictionary format: one table, applied by the readers.
 
-A field is honoured by the reader of its format, changes nothing here (how it was trained, on which prompts,
-where it ran), or has values that are understood, and any other is refused in a line. A field that is not in
-the table is told in a warning, as nobody knows what it asks for, unless it is empty or off.
+A field is honoured by the reader of its format, or has no effect here (how it was trained, on which prompts,
+where it ran), or accepts certain values and any other value is refused. A field that is not in the table
+causes a warning, since its meaning is unknown, unless it is empty or off.
 
-Border: names and values; what an honoured field means is its format's.
+Border: names and values; the meaning of honoured fields is defined by their format.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ __all__ = ["FIELDS", "HONOURED", "UNUSED", "Only", "apply_fields"]
 
 HONOURED, UNUSED = "honoured", "unused"
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")
+"""Values of an unknown field that cause no warning."""
 
 
 @dataclass(frozen=True)
 class Only:
-    """Values that are understood; any other is refused. reason: what another value would ask for."""
+    """Values that are supported; any other value is refused."""
 
     values: tuple[Any, ...]
+    """The supported values; None stands for a missing field."""
     reason: str
+    """What another value would require, for the error message."""
 
 
 def _all(kind: str, *names: str) -> dict[str, str | Only]:
@@ -38,9 +41,9 @@ _STREAM = Only((None, False), "a stream that is processed before it is read")
 _PROCESSED = {
     "center_writing_weights": _STREAM,
     "refactor_factored_attn_matrices": Only((None, False), "heads that are processed before they are read"),
-    # These two change some hook points alone, which the reader knows.
+    # These two affect only some hook points; the reader checks for them.
     **_all(HONOURED, "fold_ln fold_value_biases"),
-    # Of the logits; precision; which checkpoint and how it is brought into memory.
+    # Logits; precision; selection and loading of the checkpoint.
     **_all(
         UNUSED,
         "center_unembed dtype torch_dtype n_ctx n_devices device device_map move_to_device revision",
@@ -52,7 +55,7 @@ _PROCESSED = {
 _SAELENS_METADATA = {
     **_all(HONOURED, "hook_name hook_name_out hook_layer hook_head_index model_name sae_lens_version"),
     **_all(HONOURED, "model_from_pretrained_kwargs"),
-    # Which prompts it was trained on, and names.
+    # Training data, and names.
     **_all(
         UNUSED,
         "model_class_name prepend_bos exclude_special_tokens neuronpedia_id context_size seqpos_slice",
@@ -74,7 +77,7 @@ _SAELENS = {
     "activation_fn": Only((None, "relu", "topk"), "another activation function"),
     "dtype": UNUSED,
     "device": UNUSED,
-    # Configurations of the training of SAELens, all versions.
+    # Training configuration of all SAELens versions.
     **_all(
         UNUSED,
         "name hook_eval streaming is_dataset_tokenized use_cached_activations cached_activations_path",
@@ -208,32 +211,39 @@ FIELDS: Mapping[str, Mapping[str, str | Only]] = {
         **_all(UNUSED, "activation_dim dict_size num_layers"),
     },
 }
-"""Format, part of its configuration or "tensors" of its weight files -> field -> what is made of it."""
+"""Part of a format (configuration, or "tensors" of weight files) -> field -> treatment."""
 
 
-def apply_fields(part: str, found: Mapping[str, Any], place: object) -> None:
-    """Raise DictionaryError for a field of a configuration that asks for something else than is computed, and
-    warn of fields that are not known.
+def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
+    """Check the fields of a configuration; warn of unknown fields.
 
-    part: key of `FIELDS`. found: the fields. place: file they are from, for messages.
+    Arguments:
+        part: Key of `FIELDS`.
+        fields: The fields.
+        place: File that holds them, for messages.
+
+    Raises:
+        DictionaryError: A field has a value that is not supported.
     """
     table, unknown = FIELDS[part], []
-    for name, value in found.items():
+    for name, value in fields.items():
         kind = table.get(name)
+        # Types are compared as well, because True == 1 and False == 0.
         if isinstance(kind, Only) and not any(type(value) is type(v) and value == v for v in kind.values):
-            known = [repr(v) for v in kind.values if v is not None]
+            supported = [repr(v) for v in kind.values if v is not None]
             near = nearest(str(value), [v for v in kind.values if isinstance(v, str)])
             raise DictionaryError(
-                f"expected {name} to be {' or '.join(known)} in {place}, found {value!r:.80}"
+                f"expected {name} to be {' or '.join(supported)} in {place}, found {value!r:.80}"
                 f"{f'; nearest is {near!r}' if near else ''}: {kind.reason} cannot be computed; take another "
                 "dictionary"
             )
+        # Unknown fields only warn: new versions of other programs add fields that rarely matter.
         if kind is None and value not in _OFF:
             unknown.append(name)
     if unknown:
         shown = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
         warnings.warn(
-            f"{place} has entries that are not known and are not read: {shown}; numbers are as without them",
+            f"{place} has unknown entries, which are ignored: {shown}",
             UserWarning,
             stacklevel=2,
         )

@@ -1,13 +1,13 @@
-"""Gemma Scope as DeepMind published it: params.npz per layer, width and sparsity (Lieberum et al. 2024).
+"""Gemma Scope as published by DeepMind: params.npz per layer, width and sparsity (Lieberum et al. 2024).
 
     layer_{l}/width_16k/average_l0_{n}/params.npz    W_enc [hidden, feature], W_dec [feature, hidden],
     embedding/width_4k/average_l0_{n}/params.npz     b_enc, b_dec, threshold (JumpReLU; ReLU without one)
 
-What is read follows from the repository: -res the residual stream, -mlp the MLP's output, -att the heads'
-outputs side by side, -transcoders the MLP's normalised input before the gain. Embeddings were divided by
-sqrt(hidden) before an autoencoder saw them.
+The repository determines what is read: -res the residual stream, -mlp the MLP's output, -att the heads'
+outputs side by side, -transcoders the MLP's normalised input before the gain. Autoencoders of embeddings were
+trained on embeddings divided by sqrt(hidden).
 
-Border: paths and arrays; a list of such files in a config.yaml is listed.py's.
+Border: paths and arrays; listed.py reads a list of such files in a config.yaml.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....store.errors import DictionaryError
 from ....store.exchange.tensors import npz_array, npz_layouts
 from ..layers.files import DictionaryFiles
 from .fields import apply_fields
-from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
+from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
 
 if TYPE_CHECKING:
     from ..layers.layer import LayerFeatures
@@ -35,6 +35,7 @@ HOOKS = {
     "att": ("z", "z"),
     "transcoders": ("ln2_normalized", "mlp_out"),
 }
+"""Hook kinds read and written, by the suffix of the repository's name."""
 
 
 def part(
@@ -44,19 +45,19 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
+    """The dictionary in one file. layer: its layer, if known; None: the path states it."""
     place = files.path(name)
     path = f"{files.directory.as_posix()}/{name}" if name not in files.links else place.as_posix()
-    found = [(m[1], m[2]) for m in _PLACE.finditer(path)]
-    is_embedding = bool(found and found[-1][1])
+    matches = [(m[1], m[2]) for m in _PLACE.finditer(path)]
+    is_embedding = bool(matches and matches[-1][1])
     if layer is None:
-        if not found:
+        if not matches:
             raise DictionaryError(
-                f"expected layer_<number> or embedding in the path of {place}: it says which layer this is; "
+                f"expected layer_<number> or embedding in the path of {place}, which states the layer; "
                 "keep the folders of the repository"
             )
-        layer = 0 if is_embedding else int(found[-1][0])
-    hooks = hooks_given(files, SaidHooks(layer, *_hooks_said(path, is_embedding)), read, write)
+        layer = 0 if is_embedding else int(matches[-1][0])
+    hooks = layer_hooks(files, StatedHooks(layer, *_stated_hooks(path, is_embedding)), read, write)
     shapes = _shapes(place)
     size, d_in, d_out = _sizes(shapes, place)
     repository = _REPOSITORY.search(path)
@@ -67,16 +68,17 @@ def part(
         from ..layers.activations import JumpReLU, ReLU
         from ..layers.layer import LayerFeatures
 
+        # Embeddings of Gemma are multiplied by sqrt(hidden) in the model; the autoencoders saw them unscaled.
         gain = d_in**-0.5 if is_embedding else 1.0
-        given = {key: torch.from_numpy(npz_array(place, key, DictionaryError)) for key in shapes}
+        tensors = {key: torch.from_numpy(npz_array(place, key, DictionaryError)) for key in shapes}
         return LayerFeatures(
             layer=layer,
-            W_enc=given["W_enc"].T,
-            W_dec={layer: given["W_dec"]},
-            activation=JumpReLU(given["threshold"]) if "threshold" in given else ReLU(),
-            b_enc=given["b_enc"],
+            W_enc=tensors["W_enc"].T,
+            W_dec={layer: tensors["W_dec"]},
+            activation=JumpReLU(tensors["threshold"]) if "threshold" in tensors else ReLU(),
+            b_enc=tensors["b_enc"],
             # SAELens scales W_enc and W_dec of embeddings, but not b_dec; the gain would.
-            b_dec=given["b_dec"] * gain,
+            b_dec=tensors["b_dec"] * gain,
             gain=gain,
         )
 
@@ -98,17 +100,18 @@ FORMAT = LayerByLayer("gemma_scope", lambda files: files_named(files, "params.np
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(path: str, is_embedding: bool) -> tuple[str | None, str | None]:
+def _stated_hooks(path: str, is_embedding: bool) -> tuple[str | None, str | None]:
     if is_embedding:
         return "embed", "embed"
-    found = _REPOSITORY.search(path)
-    return HOOKS[found[3]] if found else (None, None)
+    repository = _REPOSITORY.search(path)
+    return HOOKS[repository[3]] if repository else (None, None)
 
 
 def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays of a file by name. DictionaryError for an array that is not float."""
     layouts = npz_layouts(place, DictionaryError)
     for name, layout in layouts.items():
+        # Scalars may be of any dtype: they are no weights.
         if layout.dtype.name not in ("float32", "float64") and layout.shape:
             raise DictionaryError(
                 f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"
@@ -119,7 +122,7 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:
-    """(features, width read, width written); DictionaryError where arrays are missing or do not fit."""
+    """(features, width read, width written); DictionaryError if arrays are missing or do not fit."""
     missing = [name for name in ("W_enc", "W_dec", "b_enc", "b_dec") if name not in shapes]
     if missing:
         raise DictionaryError(

@@ -1,13 +1,13 @@
-"""Gemma Scope 2 as DeepMind published it: safetensors with lower-case names, per layer.
+"""Gemma Scope 2 as published by DeepMind: safetensors with lower-case names, per layer.
 
     .../layer_{l}_width_16k_l0_medium[_affine]/params.safetensors    (and config.json)
     .../width_262k_l0_medium[_affine]/params_layer_{l}.safetensors   cross-layer
 
-w_enc [hidden, feature], w_dec [feature, hidden] or, cross-layer, [feature, target, hidden] with all the
-model's layers as targets, of which only l and later ones count; b_enc, b_dec, threshold; optionally
+w_enc [hidden, feature], w_dec [feature, hidden] or, cross-layer, [feature, target, hidden] with all layers of
+the model as targets, of which only l and later ones are used; b_enc, b_dec, threshold; optionally
 affine_skip_connection [in, out].
 
-Border: paths and tensors; a list of such files in a config.yaml is listed.py's.
+Border: paths and tensors; listed.py reads a list of such files in a config.yaml.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..layers.files import DictionaryFiles
 from ..layers.layout import DictionaryLayout, Opened
 from .fields import apply_fields
 from .layered import require_shapes, scan_of
-from .single import OneLayer, SaidHooks, hooks_given, join
+from .single import OneLayer, StatedHooks, join, layer_hooks
 
 if TYPE_CHECKING:
     from ..layers.layer import LayerFeatures
@@ -31,7 +31,7 @@ __all__ = ["is_cross_layer", "part", "read", "read_clt", "recognises"]
 _FILE = re.compile(r"(?:^|/)params(?:_layer_(\d{1,9}))?\.safetensors$")
 _LAYER = re.compile(r"layer_(\d{1,9})")
 CONFIG = "config.json"
-# What stands in a folder's name -> where features read and write.
+# Prefix of a folder's name -> hook kinds read and written.
 FOLDERS = {
     "transcoder": ("mlp_pre", "mlp_out"),
     "clt": ("mlp_pre", "mlp_out"),
@@ -42,7 +42,7 @@ FOLDERS = {
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether there is a parameter file with Gemma Scope 2's names for tensors."""
+    """Whether there is a parameter file with the tensor names of Gemma Scope 2."""
     name = next((name for name in files.listing if _FILE.search(name)), None)
     return name is not None and "w_enc" in files.shapes(name)
 
@@ -53,7 +53,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The dictionaries of all layers found: one each, or one cross-layer transcoder."""
+    """The dictionaries of all layers: one per layer, or one cross-layer transcoder."""
     names = [name for name in files.listing if _FILE.search(name)]
     if is_cross_layer(files, names[0]):
         by_layer = {_layer(files, name): name for name in names}
@@ -69,14 +69,13 @@ def read(
 
 
 def is_cross_layer(files: DictionaryFiles, name: str) -> bool:
-    """Whether a file's features write to several layers."""
+    """Whether the features of a file write to several layers."""
     return len(files.shapes(name).get("w_dec", ())) == 3
 
 
 def zero_positions(model: str | None) -> int:
-    """First positions without features: the instruction-tuned Gemma 3 models' prompts begin with four fixed
-    tokens.
-    """
+    """Number of first positions without features: 4 for instruction-tuned Gemma 3, whose prompts begin with
+    four fixed tokens, else 1."""
     return 4 if model and re.search(r"gemma-3-.*-it", model) else 1
 
 
@@ -87,9 +86,9 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
-    found = _layer(files, name) if layer is None else layer
-    hooks = hooks_given(files, SaidHooks(found, *_hooks_said(files, name)), read, write)
+    """The dictionary in one file. layer: its layer, if known; None: the path states it."""
+    layer_number = _layer(files, name) if layer is None else layer
+    hooks = layer_hooks(files, StatedHooks(layer_number, *_stated_hooks(files, name)), read, write)
     (d_in, size), shapes = _sizes(files, name)
     d_out = require_shapes(files, name, {"w_dec": (size, None)})["w_dec"][1]
     _require_biases(files, name, size, d_in, d_out)
@@ -98,15 +97,15 @@ def part(
         from ..layers.activations import JumpReLU
         from ..layers.layer import LayerFeatures
 
-        given = files.tensors(name)
+        tensors = files.tensors(name)
         return LayerFeatures(
-            layer=found,
-            W_enc=given["w_enc"].T,
-            W_dec={found: given["w_dec"]},
-            activation=JumpReLU(given["threshold"]),
-            b_enc=given["b_enc"],
-            b_dec=given["b_dec"],
-            W_skip=given["affine_skip_connection"].T if "affine_skip_connection" in given else None,
+            layer=layer_number,
+            W_enc=tensors["w_enc"].T,
+            W_dec={layer_number: tensors["w_dec"]},
+            activation=JumpReLU(tensors["threshold"]),
+            b_enc=tensors["b_enc"],
+            b_dec=tensors["b_dec"],
+            W_skip=tensors["affine_skip_connection"].T if "affine_skip_connection" in tensors else None,
         )
 
     return OneLayer(
@@ -128,8 +127,8 @@ def read_clt(
     read: str | None,
     write: str | None,
 ) -> Opened:
-    """The cross-layer transcoder of these files, one per layer from 0 on."""
-    hooks = hooks_given(files, SaidHooks(0, *_hooks_said(files, names[0])), read, write)
+    """The cross-layer transcoder in these files, one per layer from 0 on."""
+    hooks = layer_hooks(files, StatedHooks(0, *_stated_hooks(files, names[0])), read, write)
     (width, size), _ = _sizes(files, names[0])
     layers = tuple(range(len(names)))
     has_skip = False
@@ -158,15 +157,16 @@ def read_clt(
         from ..layers.activations import JumpReLU
         from ..layers.layer import LayerFeatures
 
-        given = files.tensors(names[layer])
+        tensors = files.tensors(names[layer])
         return LayerFeatures(
             layer=layer,
-            W_enc=given["w_enc"].T,
-            W_dec={target: given["w_dec"][:, target] for target in layers[layer:]},
-            activation=JumpReLU(given["threshold"]),
-            b_enc=given["b_enc"],
-            b_dec=given["b_dec"],
-            W_skip=given["affine_skip_connection"].T if "affine_skip_connection" in given else None,
+            W_enc=tensors["w_enc"].T,
+            # The file has columns for all layers; those of earlier layers are not used.
+            W_dec={target: tensors["w_dec"][:, target] for target in layers[layer:]},
+            activation=JumpReLU(tensors["threshold"]),
+            b_enc=tensors["b_enc"],
+            b_dec=tensors["b_dec"],
+            W_skip=tensors["affine_skip_connection"].T if "affine_skip_connection" in tensors else None,
         )
 
     return Opened(files, layout, open_layer)
@@ -188,35 +188,34 @@ def _require_biases(
 
 
 def _path(files: DictionaryFiles, name: str) -> str:
-    """Path in which repository and folder say what the file is."""
+    """Full path of a file; names of its repository and folders state its contents."""
     return files.links[name].as_posix() if name in files.links else f"{files.directory.as_posix()}/{name}"
 
 
 def _layer(files: DictionaryFiles, name: str) -> int:
-    found = _LAYER.findall(_path(files, name))
-    if not found:
+    numbers = _LAYER.findall(_path(files, name))
+    if not numbers:
         raise DictionaryError(
-            f"expected layer_<number> in the path of {files.path(name)}: it says which layer this is; keep "
+            f"expected layer_<number> in the path of {files.path(name)}, which states the layer; keep "
             "the folders of the repository"
         )
-    return int(found[-1])
+    return int(numbers[-1])
 
 
 def _config(files: DictionaryFiles, name: str) -> dict[str, str]:
-    """config.json beside a parameter file; empty without one."""
+    """config.json in the folder of a parameter file; empty if there is none."""
     folder = name.rpartition("/")[0]
     config = f"{folder}/{CONFIG}" if folder else CONFIG
     if config not in files.listing:
         return {}
-    said = files.json(config)
-    apply_fields("gemma_scope_2", said, files.path(config))
-    return said
+    fields = files.json(config)
+    apply_fields("gemma_scope_2", fields, files.path(config))
+    return fields
 
 
-def _hooks_said(files: DictionaryFiles, name: str) -> tuple[str | None, str | None]:
-    """Names of hook points as config.json says, "model.layers.4.self_attn.o_proj.input", else kinds as the
-    folder's name says.
-    """
+def _stated_hooks(files: DictionaryFiles, name: str) -> tuple[str | None, str | None]:
+    """Names of hook points stated by config.json, "model.layers.4.self_attn.o_proj.input"; else kinds by the
+    folder's name."""
     config = _config(files, name)
     reads, writes = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
     if reads is not None:

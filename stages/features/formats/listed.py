@@ -1,14 +1,15 @@
-"""A config.yaml that lists where each layer's transcoder is: circuit-tracer's curation repositories.
+"""A config.yaml that lists the file of each layer's transcoder: circuit-tracer's curation repositories.
 
     transcoders:
       - hf://google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz
       - layer_1.safetensors
 
 The order of the list is the order of layers. Entries are files of the hub (hf://org/repo/path[?revision=…]),
-looked for in the local cache, or paths beside the config.yaml; older lists hold {layer, filepath}. Files are
-Gemma Scope's, Gemma Scope 2's or circuit-tracer's own. Hook points are the config.yaml's.
+looked up in the local cache, or paths relative to the config.yaml; older lists hold {layer, filepath}. The
+files have the format of Gemma Scope, Gemma Scope 2 or circuit-tracer. Hook points are those of the
+config.yaml.
 
-Border: finds files; what is in one is its format's.
+Border: locates files; their formats read them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LAYER = re.compile(r"layer_(\d{1,9})")
 
 
 class Reference:
-    """One entry of a list: a file of the hub, or a path."""
+    """List entry: a hub file or a local path."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -52,15 +53,15 @@ class Reference:
             self.revision = parse_qs(parts.query).get("revision", [None])[0]
 
     def path(self, folder: Path) -> Path:
-        """Where the file lies. Raises ModelNotFound saying how to get it."""
-        home = folder
+        """Path of the file. Raises ModelNotFound with the command that fetches it."""
+        root = folder
         if self.repository is not None:
-            home = resolve(self.repository + (f"@{self.revision}" if self.revision else "")).directory
-        found = path_below(home, self.file, DictionaryError, folder / CONFIG_YAML)
-        if not found.is_file():
+            root = resolve(self.repository + (f"@{self.revision}" if self.revision else "")).directory
+        path = path_below(root, self.file, DictionaryError, folder / CONFIG_YAML)
+        if not path.is_file():
             hint = f"fetch it: mizarr features fetch {folder}" if self.repository else "correct the list"
-            raise ModelNotFound(f"{self.text} is not at {found}; {hint}")
-        return found
+            raise ModelNotFound(f"{self.text} is not at {path}; {hint}")
+        return path
 
 
 def recognises(files: DictionaryFiles) -> bool:
@@ -74,12 +75,13 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders of the list, with every header checked and no weight read."""
+    """The transcoders of the list as one dictionary; all headers are checked, no weights are read."""
     apply_fields("listed", files.yaml, files.path(CONFIG_YAML))
-    found = references(files)
+    entries = references(files)
     kinds = hooks_of(files, read, write)
-    names = [f"layer_{layer}{Path(entry.file).suffix}" for layer, entry in enumerate(found)]
-    links = {name: entry.path(files.directory) for name, entry in zip(names, found, strict=True)}
+    names = [f"layer_{layer}{Path(entry.file).suffix}" for layer, entry in enumerate(entries)]
+    links = {name: entry.path(files.directory) for name, entry in zip(names, entries, strict=True)}
+    # The listed files are presented under uniform names, so that existing readers apply.
     linked = DictionaryFiles(files.name, files.directory, files.revision, links)
     if _format(linked, names[0]) is gemma_scope_2 and gemma_scope_2.is_cross_layer(linked, names[0]):
         return gemma_scope_2.read_clt(linked, names, kinds[0], kinds[1])
@@ -92,18 +94,22 @@ def read(
 def references(files: DictionaryFiles) -> Sequence[Reference]:
     """The entries of the list, one per layer from 0 on.
 
-    Raises DictionaryError for a list that is empty, too long or out of order.
+    Raises:
+        DictionaryError: The list is empty, too long or out of order.
     """
     place = files.directory / CONFIG_YAML
-    given = files.yaml["transcoders"]
+    listed = files.yaml["transcoders"]
     size = files.path(CONFIG_YAML).stat().st_size
-    if not isinstance(given, list) or not 0 < len(given) <= LONGEST_LIST or size > LARGEST_FILE:
-        found = f"{len(given)} entries in {size} bytes" if isinstance(given, list) else type(given).__name__
-        raise DictionaryError(
-            f"expected transcoders in {place} as a list of 1 to {LONGEST_LIST} files, found {found}"
+    if not isinstance(listed, list) or not 0 < len(listed) <= LONGEST_LIST or size > LARGEST_FILE:
+        description = (
+            f"{len(listed)} entries in {size} bytes" if isinstance(listed, list) else type(listed).__name__
         )
-    entries = [_entry(each, layer, place) for layer, each in enumerate(given)]
+        raise DictionaryError(
+            f"expected transcoders in {place} as a list of 1 to {LONGEST_LIST} files, found {description}"
+        )
+    entries = [_entry(item, layer, place) for layer, item in enumerate(listed)]
     for layer, entry in enumerate(entries):
+        # The order of the list defines the layers; a layer number in a path must agree with it.
         numbers = _LAYER.findall(entry.file)
         if numbers and int(numbers[-1]) != layer:
             raise DictionaryError(
@@ -113,17 +119,17 @@ def references(files: DictionaryFiles) -> Sequence[Reference]:
     return entries
 
 
-def _entry(given: Any, layer: int, place: Path) -> Reference:
-    if isinstance(given, Mapping):  # the oldest layout: {id, layer, filepath}
-        if given.get("layer", layer) != layer:
+def _entry(item: Any, layer: int, place: Path) -> Reference:
+    if isinstance(item, Mapping):  # the oldest layout: {id, layer, filepath}
+        if item.get("layer", layer) != layer:
             raise DictionaryError(
-                f"expected the transcoders in {place} in the order of layers, found layer {given['layer']!r} "
+                f"expected the transcoders in {place} in the order of layers, found layer {item['layer']!r} "
                 f"in place {layer}"
             )
-        given = given.get("filepath")
-    if not isinstance(given, str):
-        raise DictionaryError(f"expected a file for layer {layer} in {place}, found {given!r}")
-    return Reference(given)
+        item = item.get("filepath")
+    if not isinstance(item, str):
+        raise DictionaryError(f"expected a file for layer {layer} in {place}, found {item!r}")
+    return Reference(item)
 
 
 def _format(files: DictionaryFiles, name: str) -> Any:

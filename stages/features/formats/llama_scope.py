@@ -1,12 +1,11 @@
 """Llama Scope (He et al. 2024): autoencoders as linear layers, a folder per layer.
 
     hyperparams.json + checkpoints/final.safetensors        one threshold for all features
-    config.json + sae_weights.safetensors                   the later variant: log_jumprelu_threshold
-    [feature]
+    config.json + sae_weights.safetensors                   later variant: log_jumprelu_threshold [feature]
 
-encoder.weight [feature, hidden], decoder.weight [hidden, feature], biases. Inputs are scaled to a mean norm
-of sqrt(hidden) over the data set (dataset_average_activation_norm), which thresholds are multiplied by as
-well.
+encoder.weight [feature, hidden], decoder.weight [hidden, feature], biases. Inputs are scaled to mean norm
+sqrt(hidden) over the data set (dataset_average_activation_norm); thresholds are multiplied by the same
+factor.
 
 Border: files and names; the arithmetic is that of SAELens' converters.
 """
@@ -20,7 +19,7 @@ from ..layers.files import DictionaryFiles
 from ..layers.names import layer_in
 from .fields import apply_fields
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, SaidHooks, files_beside, hooks_given, to_float
+from .single import LayerByLayer, OneLayer, StatedHooks, files_beside, layer_hooks, to_float
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["part", "read", "recognises"]
 
-# Configuration -> weights, relative to a layer's folder.
+# Configuration file -> weight file, both in a layer's folder.
 VARIANTS = {
     "hyperparams.json": "checkpoints/final.safetensors",
     "config.json": "sae_weights.safetensors",
@@ -37,12 +36,12 @@ VARIANTS = {
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder, given its configuration file."""
+    """The dictionary of one folder. name: its configuration file."""
     folder, slash, file = name.rpartition("/")
     weights = f"{folder}{slash}{VARIANTS[file]}"
     config, place = files.json(name), files.path(name)
     apply_fields("llama_scope", config, place)
-    hooks = hooks_given(files, _hooks_said(config, place), read, write)
+    hooks = layer_hooks(files, _stated_hooks(config, place), read, write)
     layer = hooks.layer
     size, d_in = require_shapes(files, weights, {"encoder.weight": (None, None)})["encoder.weight"]
     expected: dict[str, tuple[int | None, ...]] = {"encoder.bias": (size,), "decoder.weight": (None, size)}
@@ -55,6 +54,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     norm = (config.get("dataset_average_activation_norm") or {}).get("in")
     if norm is None and is_scalar:
         raise DictionaryError(f"expected dataset_average_activation_norm.in in {place}, found none")
+    # Brings inputs of the stated mean norm to sqrt(d_in).
     gain = 1.0 if norm is None else d_in**0.5 / to_float(norm, "dataset_average_activation_norm.in", place)
     threshold = (
         to_float(config.get("jump_relu_threshold"), "jump_relu_threshold", place) if is_scalar else 0.0
@@ -66,15 +66,17 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         from ..layers.activations import JumpReLU
         from ..layers.layer import LayerFeatures
 
-        given = files.tensors(weights)
-        least = torch.tensor(threshold * gain) if is_scalar else given["log_jumprelu_threshold"].float().exp()
+        tensors = files.tensors(weights)
+        thresholds = (
+            torch.tensor(threshold * gain) if is_scalar else tensors["log_jumprelu_threshold"].float().exp()
+        )
         return LayerFeatures(
             layer=layer,
-            W_enc=given["encoder.weight"],
-            W_dec={layer: given["decoder.weight"].T},
-            activation=JumpReLU(least, rectified=True),
-            b_enc=given["encoder.bias"],
-            b_dec=given.get("decoder.bias"),
+            W_enc=tensors["encoder.weight"],
+            W_dec={layer: tensors["decoder.weight"].T},
+            activation=JumpReLU(thresholds, rectified=True),
+            b_enc=tensors["encoder.bias"],
+            b_dec=tensors.get("decoder.bias"),
             gain=gain,
         )
 
@@ -95,9 +97,9 @@ FORMAT = LayerByLayer("llama_scope", lambda files: files_beside(files, VARIANTS)
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(config: dict[str, Any], place: Path) -> SaidHooks:
-    """Layer and hook points as a configuration says."""
+def _stated_hooks(config: dict[str, Any], place: Path) -> StatedHooks:
+    """Layer and hook points that the configuration states."""
     names = [config.get(f"hook_point_{end}") for end in ("in", "out")]
     if not all(name is None or isinstance(name, str) for name in names):
         raise DictionaryError(f"expected names of hook points in {place}, found {names}")
-    return SaidHooks(layer_in(names[0]), *names)
+    return StatedHooks(layer_in(names[0]), *names)

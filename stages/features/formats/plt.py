@@ -1,9 +1,9 @@
-"""Per-layer transcoders as circuit-tracer writes them: one file per layer.
+"""Per-layer transcoders in the format of circuit-tracer: one file per layer.
 
 layer_{l}: W_enc [feature, hidden], b_enc, W_dec [feature, hidden], b_dec, optionally W_skip [out, in] (its
-output is x W_skip') and activation_function.threshold (JumpReLU). config.yaml may say `activation: topk`
-with `k`, or relu. Negative values among the k largest stay, as in circuit-tracer, unless config.yaml says
-`rectified: true`, which it ignores.
+output is x W_skip') and activation_function.threshold (JumpReLU). config.yaml may state `activation: topk`
+with `k`, or relu. TopK keeps negative values among the k largest, as in circuit-tracer, unless config.yaml
+states `rectified: true`, which circuit-tracer ignores.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ __all__ = ["part", "read", "recognises"]
 _LAYER = r"layer_(\d{1,9})\.safetensors"
 _THRESHOLD = "activation_function.threshold"
 ACTIVATIONS = ("topk", "relu", "jumprelu")
+"""Values of `activation` in config.yaml."""
 TOP_K = {"facebook/crv-8b-instruct-transcoders": 128}
-"""Repositories whose configuration does not say that they are TopK; circuit-tracer knows them by name too."""
+"""k of TopK repositories whose configuration does not say so; circuit-tracer knows them by name."""
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether there is a file per layer at the root."""
+    """Whether the root folder holds one file per layer."""
     return any(re.fullmatch(_LAYER, name) for name in files.listing)
 
 
@@ -44,7 +45,7 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders, with every header checked and no weight read."""
+    """The transcoders as one dictionary; all headers are checked, no weights are read."""
     apply_fields("plt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)
@@ -57,7 +58,7 @@ def read(
 
 def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -> OneLayer:
     """The transcoder of one layer. read, write: hook kinds."""
-    name, k = _activation(files)
+    name, k = _stated_activation(files)
     rectified = bool(files.yaml.get("rectified", False))
     size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
     _, d_out = require_shapes(files, file, {"W_dec": (size, None)})["W_dec"]
@@ -72,15 +73,15 @@ def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures
 
-        found = files.tensors(file)
+        tensors = files.tensors(file)
         return LayerFeatures(
             layer=layer,
-            W_enc=found["W_enc"],
-            W_dec={layer: found["W_dec"]},
-            activation=_made(name, k, rectified, found),
-            b_enc=found["b_enc"],
-            b_dec=found["b_dec"],
-            W_skip=found.get("W_skip"),
+            W_enc=tensors["W_enc"],
+            W_dec={layer: tensors["W_dec"]},
+            activation=_activation_of(name, k, rectified, tensors),
+            b_enc=tensors["b_enc"],
+            b_dec=tensors["b_dec"],
+            W_skip=tensors.get("W_skip"),
         )
 
     return OneLayer(
@@ -97,12 +98,14 @@ def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -
     )
 
 
-def _activation(files: DictionaryFiles) -> tuple[str | None, int]:
-    """(name or None where the tensors decide, k) as config.yaml says."""
+def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
+    """(name, k) stated by config.yaml; the name is None if the tensors decide."""
     name, k = files.yaml.get("activation"), files.yaml.get("k", 0)
     if name is None:
-        known = next((k for repository, k in TOP_K.items() if files.name.startswith(repository)), None)
-        name, k = (None, k) if known is None else ("topk", known)
+        k_of_repository = next(
+            (k for repository, k in TOP_K.items() if files.name.startswith(repository)), None
+        )
+        name, k = (None, k) if k_of_repository is None else ("topk", k_of_repository)
     if name is not None and name not in ACTIVATIONS:
         raise DictionaryError(f"expected activation to be one of {', '.join(ACTIVATIONS)}, found {name!r}")
     if name == "topk" and not (isinstance(k, int) and k > 0):
@@ -110,7 +113,7 @@ def _activation(files: DictionaryFiles) -> tuple[str | None, int]:
     return name, k
 
 
-def _made(name: str | None, k: int, rectified: bool, tensors: dict[str, Tensor]) -> Activation:
+def _activation_of(name: str | None, k: int, rectified: bool, tensors: dict[str, Tensor]) -> Activation:
     from ..layers.activations import JumpReLU, ReLU, TopK
 
     if name == "topk":

@@ -1,13 +1,13 @@
 """SAELens: cfg.json beside sae_weights.safetensors (older: model.safetensors), a folder per layer.
 
-W_enc [hidden, feature], W_dec [feature, hidden], b_dec; b_enc except where gated (b_gate, b_mag, r_mag
-instead); threshold (jumprelu), W_skip [out, in] (skip transcoders). The arithmetic is that of SAELens 6: a
-JumpReLU is rectified, the k largest are too.
+W_enc [hidden, feature], W_dec [feature, hidden], b_dec; b_enc, except for gated ones (b_gate, b_mag, r_mag
+instead); threshold (jumprelu), W_skip [out, in] (skip transcoders). The arithmetic is that of SAELens 6:
+JumpReLU and TopK are rectified.
 
-`expected_average_only_in` asks for inputs of mean norm sqrt(hidden) by one factor that no file holds; like
-SAELens, which folds it into the weights once training ends, this reads the weights as they are.
+`expected_average_only_in` means inputs scaled to mean norm sqrt(hidden) by one factor that is in no file;
+SAELens folds it into the weights at the end of training, so the weights are read unchanged.
 
-Border: tensors; cfg.json is saelens_config.py's.
+Border: tensors; saelens_config.py reads cfg.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layers.files import CFG_JSON, DictionaryFiles
 from .fields import apply_fields
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
-from .single import LayerByLayer, LayerHooks, OneLayer, SaidHooks, files_beside, hooks_given
+from .single import LayerByLayer, LayerHooks, OneLayer, StatedHooks, files_beside, layer_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,39 +33,42 @@ __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = ("sae_weights.safetensors", "model.safetensors")
 _NORM_ROWS = 4096
+"""Decoder rows converted to float32 at a time."""
 _FOLDED_NORMS = ("ln1_normalized", "ln2_normalized", "mlp_pre", "ln_final_normalized", "final_norm")
+"""Hook kinds whose values change when norms are folded into the next weights."""
 _FOLDED_VALUES = ("v", "z", "result")
+"""Hook kinds whose values change when value biases are folded."""
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder, given its weight file."""
+    """The dictionary of one folder. name: its weight file."""
     folder, slash, _ = name.rpartition("/")
     cfg = f"{folder}{slash}{CFG_JSON}"
     config = SaeLensConfig.parse(files.json(cfg), files.path(cfg))
-    hooks = hooks_given(files, _hooks_said(config), read, write)
+    hooks = layer_hooks(files, _stated_hooks(config), read, write)
     layer = hooks.layer
     _require_unprocessed(config, hooks, files.path(cfg))
-    found = require_shapes(files, name, _expected(config, files.shapes(name)))
-    d_out = found["W_dec"][1]
-    if "W_skip" in found:
+    shapes = require_shapes(files, name, _expected(config, files.shapes(name)))
+    d_out = shapes["W_dec"][1]
+    if "W_skip" in shapes:
         require_shapes(files, name, {"W_skip": (d_out, config.d_in)})
-    apply_fields("saelens tensors", found, files.path(name))
+    apply_fields("saelens tensors", shapes, files.path(name))
 
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures
 
-        given = files.tensors(name)
+        tensors = files.tensors(name)
         return LayerFeatures(
             layer=layer,
-            W_enc=given["W_enc"].T,
-            W_dec={layer: _decoder(config, given, files.path(name))},
-            activation=_activation(config, given),
-            b_enc=given.get("b_enc") if config.activation != "gated" else None,
-            b_dec=given["b_dec"],
-            W_skip=given.get("W_skip"),
+            W_enc=tensors["W_enc"].T,
+            W_dec={layer: _decoder(config, tensors, files.path(name))},
+            activation=_activation(config, tensors),
+            b_enc=tensors.get("b_enc") if config.activation != "gated" else None,
+            b_dec=tensors["b_dec"],
+            W_skip=tensors.get("W_skip"),
             scaling=_scaling(config),
             centred=config.apply_b_dec_to_input,
-            unit=_row_norms(given["W_dec"]) if config.rescale_acts_by_decoder_norm else None,
+            unit=_row_norms(tensors["W_dec"]) if config.rescale_acts_by_decoder_norm else None,
         )
 
     return OneLayer(
@@ -77,7 +80,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         files=(name,),
         open=open_layer,
         model_name=config.model_name,
-        has_skip="W_skip" in found,
+        has_skip="W_skip" in shapes,
         settings={
             "architecture": config.architecture,
             "k": config.k,
@@ -92,16 +95,14 @@ FORMAT = LayerByLayer("saelens", lambda files: files_beside(files, dict.fromkeys
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(config: SaeLensConfig) -> SaidHooks:
-    """Layer and hook points as the configuration says; transcoders of old files write the MLP's output."""
+def _stated_hooks(config: SaeLensConfig) -> StatedHooks:
+    """Layer and hook points in the configuration; old transcoders write to the MLP's output."""
     written = config.hook_name_out or ("mlp_out" if config.is_transcoder else None)
-    return SaidHooks(config.hook_layer, config.hook_name, written)
+    return StatedHooks(config.hook_layer, config.hook_name, written)
 
 
 def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) -> None:
-    """Raise DictionaryError where weights were folded before a hook point was read that this changes: the
-    output of norms, or values.
-    """
+    """Raise DictionaryError if weights were folded in a way that changes the hook point read."""
     for name, kinds in (("fold_ln", _FOLDED_NORMS), ("fold_value_biases", _FOLDED_VALUES)):
         if name in config.processing and hooks.read in kinds:
             raise DictionaryError(
@@ -110,7 +111,7 @@ def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) 
             )
 
 
-def _expected(config: SaeLensConfig, found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:
+def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:
     size, d_in = config.d_sae, config.d_in
     d_out = config.d_out
     expected: dict[str, tuple[int | None, ...]] = {
@@ -123,22 +124,26 @@ def _expected(config: SaeLensConfig, found: dict[str, tuple[int, ...]]) -> dict[
     else:
         expected["b_enc"] = (size,)
     if config.activation == "jumprelu":
-        given = next((name for name in ("log_threshold", "topk_threshold") if name in found), "threshold")
-        expected[given] = () if given == "topk_threshold" else (size,)
+        # Names of the threshold: log_threshold in training files, topk_threshold in batchtopk files.
+        threshold_name = next(
+            (name for name in ("log_threshold", "topk_threshold") if name in shapes), "threshold"
+        )
+        expected[threshold_name] = () if threshold_name == "topk_threshold" else (size,)
     if "skip" in config.architecture:
         expected["W_skip"] = (d_out, d_in)
     return expected
 
 
-def _activation(config: SaeLensConfig, given: dict[str, Tensor]) -> Activation:
+def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation:
     from ..layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
     if config.activation == "jumprelu":
-        if "log_threshold" in given:
-            return JumpReLU(given["log_threshold"].exp(), rectified=True)
-        return JumpReLU(given["threshold" if "threshold" in given else "topk_threshold"], rectified=True)
+        if "log_threshold" in tensors:
+            # SAELens stores the logarithm while training, which some published files still hold.
+            return JumpReLU(tensors["log_threshold"].exp(), rectified=True)
+        return JumpReLU(tensors["threshold" if "threshold" in tensors else "topk_threshold"], rectified=True)
     if config.activation == "gated":
-        return Gated(given["b_gate"], given["b_mag"], given["r_mag"])
+        return Gated(tensors["b_gate"], tensors["b_mag"], tensors["r_mag"])
     if config.activation in ("topk", "abstopk"):
         return TopK(config.k) if config.activation == "topk" else AbsTopK(config.k)
     return ReLU()
@@ -147,26 +152,26 @@ def _activation(config: SaeLensConfig, given: dict[str, Tensor]) -> Activation:
 def _scaling(config: SaeLensConfig) -> Scaling:
     from ..layers.scaling import AsIs, ConstantNorm, InputOnly, LayerNorm
 
-    known: dict[str, Any] = {"constant_norm_rescale": ConstantNorm, "layer_norm": LayerNorm}
-    made: Scaling = known.get(config.normalize_activations, AsIs)()
-    return InputOnly(made) if config.is_transcoder else made
+    scalings: dict[str, Any] = {"constant_norm_rescale": ConstantNorm, "layer_norm": LayerNorm}
+    scaling: Scaling = scalings.get(config.normalize_activations, AsIs)()
+    return InputOnly(scaling) if config.is_transcoder else scaling
 
 
-def _decoder(config: SaeLensConfig, given: dict[str, Tensor], place: Path) -> Tensor:
-    """W_dec; rows scaled where an old file says that fine-tuning found factors for activations."""
-    factors = given.get("scaling_factor")
+def _decoder(config: SaeLensConfig, tensors: dict[str, Tensor], place: Path) -> Tensor:
+    """W_dec; scaled row by row if an old file contains factors from fine-tuning."""
+    factors = tensors.get("scaling_factor")
     if factors is None or bool((factors == 1).all()):
-        return given["W_dec"]
+        return tensors["W_dec"]
     if not config.finetuning_scaling_factor:
         raise DictionaryError(
-            f"{place} has a scaling_factor other than 1 that its cfg.json does not speak of "
+            f"{place} has a scaling_factor other than 1 that its cfg.json does not mention "
             "(finetuning_scaling_factor); correct one of them"
         )
-    return given["W_dec"] * factors[:, None]
+    return tensors["W_dec"] * factors[:, None]
 
 
 def _row_norms(W_dec: Tensor) -> Tensor:
-    """Norms of decoder rows [feature], float32; rows are widened block by block."""
+    """Norms of decoder rows [feature], float32; rows are converted block by block."""
     import torch
 
     norms = [rows.float().norm(dim=-1) for rows in W_dec.split(_NORM_ROWS)]

@@ -1,9 +1,9 @@
-"""Dictionaries of one layer each, and several of them as one.
+"""Single-layer dictionaries, and joining them to a multi-layer dictionary.
 
-Most formats keep a layer to itself: a folder, or a file, with sizes and hook points of its own. A format
-says what each of them is; `join` makes a dictionary of them, once they agree with each other.
+Most formats store each layer separately: a folder, or a file, with its own sizes and hook points. A format
+describes each of them as `OneLayer`; `join` makes one dictionary of them after checking that they agree.
 
-Border: sizes, hook points, file names; how a file is laid out is a format's.
+Border: sizes, hook points, file names; the layout of a file is defined by its format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....store.errors import DictionaryError
 from ...forward.architectures.points import BY_NAME
 from ..layers.files import DictionaryFiles
 from ..layers.layout import DictionaryLayout, Opened
-from ..layers.names import HOW_TO_SAY, NamedHook, parse_hook
+from ..layers.names import HOOKS_ADVICE, NamedHook, parse_hook
 from .layered import scan_of
 
 if TYPE_CHECKING:
@@ -26,84 +26,88 @@ __all__ = [
     "LayerByLayer",
     "LayerHooks",
     "OneLayer",
-    "SaidHooks",
+    "StatedHooks",
     "files_beside",
     "files_named",
-    "hooks_given",
+    "layer_hooks",
     "join",
     "to_float",
 ]
 
 _SHOWN = 6
+"""Number of files listed in a message."""
 
 
 @dataclass(frozen=True)
-class SaidHooks:
-    """Where the files of one layer's dictionary say that its features read and write.
-
-    layer: None where they do not say. read, write: names, which are parsed only where the caller gives none,
-    or hook points; None where they do not say. A missing `write` is `read`.
-    """
+class StatedHooks:
+    """Hook points of one layer's dictionary as its files state them."""
 
     layer: int | None = None
+    """Layer number; None if the files omit it."""
     read: str | NamedHook | None = None
+    """Hook point that features read, None if not stated. A name is parsed only if the caller gives none."""
     write: str | NamedHook | None = None
+    """Hook point that features write to; None: the same as `read`."""
 
 
 class LayerHooks(NamedTuple):
-    """Where the features of one layer read and write. modules: as in `DictionaryLayout`."""
+    """Kinds of the hook points that the features of one layer read and write."""
 
     layer: int
     read: str
     write: str
     modules: tuple[NamedHook, ...] = ()
+    """Hook points that stand for modules of transformers, as in `DictionaryLayout`."""
 
 
 @dataclass(frozen=True)
 class OneLayer:
-    """The dictionary of one layer, unopened.
-
-    where: its folder or file within the files, for messages. hooks: its layer, and where it reads and writes.
-    open: its features, with mapped weights. settings: what of its configuration changes numbers, as plain
-    values.
-    """
+    """The dictionary of one layer; weights are not open."""
 
     where: str
+    """Its folder or file within the files, for messages."""
     hooks: LayerHooks
+    """Its layer and hook kinds."""
     n_features: int
+    """Number of features."""
     d_in: int
+    """Width of the states that are read."""
     d_out: int
+    """Width of the states that are written."""
     files: tuple[str, ...]
+    """Names of its files."""
     open: Callable[[], LayerFeatures]
+    """Returns its features with memory-mapped weights."""
     model_name: str | None = None
     has_skip: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of its configuration that change numbers, as plain values."""
 
     @property
     def layer(self) -> int:
-        """The layer it reads."""
+        """Layer that the features read."""
         return self.hooks.layer
 
     @property
     def kind(self) -> str:
-        """ "sae" where it reads and writes one place, "plt" otherwise."""
+        """ "sae" if it reads and writes the same hook point, "plt" otherwise."""
         return "sae" if self.hooks.read == self.hooks.write else "plt"
 
 
 @dataclass(frozen=True)
 class LayerByLayer:
-    """A format that keeps every layer to itself; its methods are what the module of a format offers.
-
-    found: files that stand for a layer each. part: what one is, of (files, name, read, write).
-    """
+    """A format that stores every layer separately; modules of formats export its methods."""
 
     name: str
-    found: Callable[[DictionaryFiles], Sequence[str]]
+    """Name of the format."""
+    names_of: Callable[[DictionaryFiles], Sequence[str]]
+    """Lists the file names that represent one layer each."""
     part: Callable[..., OneLayer]
+    """Describes one of them: (files, name, read, write) -> OneLayer."""
 
     def recognises(self, files: DictionaryFiles) -> bool:
-        """Whether a folder holds such files."""
-        return bool(self.found(files))
+        """Whether a folder holds files of this format."""
+        return bool(self.names_of(files))
 
     def read(
         self,
@@ -112,58 +116,65 @@ class LayerByLayer:
         read: str | None = None,
         write: str | None = None,
     ) -> Opened:
-        """The dictionaries of all files found, of which there must be one per layer."""
-        parts = [self.part(files, name, read, write) for name in self.found(files)]
+        """Read all layers and join them; DictionaryError if a layer occurs twice."""
+        parts = [self.part(files, name, read, write) for name in self.names_of(files)]
         return join(files, self.name, parts)
 
 
-def files_named(files: DictionaryFiles, wanted: str) -> list[str]:
-    """Files of this name, in any folder."""
-    return [name for name in files.listing if name.rpartition("/")[2] == wanted]
+def files_named(files: DictionaryFiles, file_name: str) -> list[str]:
+    """Paths of the files with this name, in any folder."""
+    return [name for name in files.listing if name.rpartition("/")[2] == file_name]
 
 
 def files_beside(files: DictionaryFiles, mates: Mapping[str, str]) -> list[str]:
-    """Files of the names in `mates`, in any folder that holds the mate as well."""
-    held, found = set(files.listing), []
+    """Paths of files named by a key of `mates` whose folder also holds the file named by the value."""
+    listing, paths = set(files.listing), []
     for name in files.listing:
         folder, slash, file = name.rpartition("/")
-        if file in mates and f"{folder}{slash}{mates[file]}" in held:
-            found.append(name)
-    return found
+        if file in mates and f"{folder}{slash}{mates[file]}" in listing:
+            paths.append(name)
+    return paths
 
 
 def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_positions: int = 1) -> Opened:
-    """One dictionary of the layers' own. name: of the format.
+    """One dictionary of all layers.
 
-    Raises DictionaryError when two are of one layer, listing them, or when they differ in size or hook
-    points.
+    Arguments:
+        files: Their files.
+        name: Name of the format.
+        parts: The layers' dictionaries.
+        zero_positions: As in `DictionaryLayout`.
+
+    Raises:
+        DictionaryError: Two are of the same layer, or they differ in size or hook points.
     """
     ordered = sorted(parts, key=lambda part: (part.layer, part.where))
     _require_one_each(files, ordered)
-    first = ordered[0]
+    reference = ordered[0]
     for part in ordered[1:]:
-        for what in ("read", "write", "n_features", "d_in", "d_out"):
-            ours, theirs = (
-                getattr(each.hooks if what in ("read", "write") else each, what) for each in (first, part)
+        for attribute in ("read", "write", "n_features", "d_in", "d_out"):
+            expected, actual = (
+                getattr(source.hooks if attribute in ("read", "write") else source, attribute)
+                for source in (reference, part)
             )
-            if ours != theirs:
+            if expected != actual:
                 raise DictionaryError(
-                    f"expected dictionaries of one kind in {files.directory}, found {what} {ours!r} in "
-                    f"{first.where} and {theirs!r} in {part.where}; open one of them"
+                    f"expected dictionaries of one kind in {files.directory}, found {attribute} "
+                    f"{expected!r} in {reference.where} and {actual!r} in {part.where}; open one of them"
                 )
     by_layer = {part.layer: part for part in ordered}
     layout = DictionaryLayout(
         format=name,
-        kind=first.kind,
-        read=first.hooks.read,
-        write=first.hooks.write,
+        kind=reference.kind,
+        read=reference.hooks.read,
+        write=reference.hooks.write,
         layers=tuple(by_layer),
         targets={layer: (layer,) for layer in by_layer},
-        n_features=first.n_features,
-        d_in=first.d_in,
-        d_out=first.d_out,
+        n_features=reference.n_features,
+        d_in=reference.d_in,
+        d_out=reference.d_out,
         files=tuple(file for part in ordered for file in part.files),
-        model_name=first.model_name,
+        model_name=reference.model_name,
         scan=scan_of(files),
         has_skip=any(part.has_skip for part in ordered),
         settings={"layers": {str(part.layer): dict(part.settings) for part in ordered}},
@@ -175,37 +186,49 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
 
 def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None:
     for layer in {part.layer for part in parts}:
-        found = [part.where for part in parts if part.layer == layer]
-        if len(found) > 1:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        duplicates = [part.where for part in parts if part.layer == layer]
+        if len(duplicates) > 1:
+            more = f" and {len(duplicates) - _SHOWN} more" if len(duplicates) > _SHOWN else ""
             raise DictionaryError(
-                f"expected one dictionary per layer in {files.directory}, found {len(found)} of layer "
-                f"{layer}: {', '.join(found[:_SHOWN])}{more}; open one of these folders"
+                f"expected one dictionary per layer in {files.directory}, found {len(duplicates)} of layer "
+                f"{layer}: {', '.join(duplicates[:_SHOWN])}{more}; open one of these folders"
             )
 
 
-def hooks_given(files: DictionaryFiles, said: SaidHooks, read: str | None, write: str | None) -> LayerHooks:
-    """Layer and hook kinds of a dictionary of one layer: those of the caller, else those in its files.
+def layer_hooks(
+    files: DictionaryFiles, stated: StatedHooks, read: str | None, write: str | None
+) -> LayerHooks:
+    """Layer and hook kinds of a single-layer dictionary; names given by the caller override names in the
+    files.
 
-    said: hook names and layer in the files. read, write: hook names of the caller, or None. An autoencoder
-    that the caller has read another hook point writes there, too.
-    Raises DictionaryError where neither gives the hook point that is read, or its layer.
+    An autoencoder whose read hook the caller overrides also writes to that hook.
+
+    Arguments:
+        files: Its files, for messages.
+        stated: Layer and hook names in the files.
+        read: Hook name given by the caller, or None.
+        write: Hook name given by the caller, or None.
+
+    Raises:
+        DictionaryError: Neither caller nor files give the hook point to read, or its layer.
     """
-    reads = _named(read or said.read)
+    reads = _named(read or stated.read)
     if reads is None:
         raise DictionaryError(
             f"expected files that say where these features read, found none that do in {files.directory}; "
-            f"{HOW_TO_SAY}"
+            f"{HOOKS_ADVICE}"
         )
-    is_autoencoder = said.write is None or said.write == said.read
-    writes = _named(write or (None if read and is_autoencoder else said.write)) or reads
-    layer = said.layer if said.layer is not None else reads.layer
+    is_autoencoder = stated.write is None or stated.write == stated.read
+    writes = _named(write or (None if read and is_autoencoder else stated.write)) or reads
+    layer = stated.layer if stated.layer is not None else reads.layer
     if layer is None:
         if BY_NAME[reads.kind].per_layer:
             raise DictionaryError(
-                f"expected the layer of these features in {files.directory}, found none; {HOW_TO_SAY}"
+                f"expected the layer of these features in {files.directory}, found none; {HOOKS_ADVICE}"
             )
+        # Hook points outside the blocks (the embedding) count as layer 0.
         layer = 0
+    # A dict removes duplicates and keeps the order.
     modules = tuple({hook: None for hook in (reads, writes) if hook.module})
     return LayerHooks(layer, reads.kind, writes.kind, modules)
 
@@ -214,8 +237,9 @@ def _named(name: str | NamedHook | None) -> NamedHook | None:
     return parse_hook(name) if isinstance(name, str) else name
 
 
-def to_float(value: Any, what: str, place: Any) -> float:
-    """A number of a configuration; DictionaryError for anything else."""
+def to_float(value: Any, field: str, place: Any) -> float:
+    """A number of a configuration as a float; DictionaryError for other values."""
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DictionaryError(f"expected {what} to be a number in {place}, found {value!r}")
+        raise DictionaryError(f"expected {field} to be a number in {place}, found {value!r}")
     return float(value)

@@ -1,11 +1,11 @@
 """sparsify (EleutherAI): cfg.json beside sae.safetensors, a folder per hook point, such as layers.12.mlp.
 
 encoder.weight [feature, hidden], encoder.bias, W_dec [feature, hidden], b_dec, optionally W_skip [out, in].
-Autoencoders subtract b_dec from their input, transcoders (`transcode`) read a module's input and write its
-output. Activations are rectified, then the k largest stay (topk), or the largest of each of k groups
+Autoencoders subtract b_dec from their input; transcoders (`transcode`) read a module's input and write its
+output. Pre-activations are rectified, then the k largest are kept (topk), or the largest of each of k groups
 (groupmax).
 
-Border: folders and tensors. A folder's name is a module of the model, which says the hook point.
+Border: folders and tensors. The name of a folder is a module of the model, which determines the hook point.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..layers.files import CFG_JSON, DictionaryFiles
 from ..layers.names import module_hook
 from .fields import apply_fields
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
+from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
 
 if TYPE_CHECKING:
     from ..layers.layer import LayerFeatures
@@ -30,7 +30,7 @@ _NUMBERED = re.compile(r"(?:\w+\.)*?(?:layers|h)[._](\d{1,9})(?:\..+)?")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder, given its weight file."""
+    """The dictionary of one folder. name: its weight file."""
     folder, slash, _ = name.rpartition("/")
     cfg = f"{folder}{slash}{CFG_JSON}"
     if cfg not in files.listing:
@@ -39,7 +39,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     apply_fields("sparsify", config, files.path(cfg))
     module = folder.rpartition("/")[2] or files.directory.name
     is_transcoder = bool(config.get("transcode", False))
-    hooks = hooks_given(files, _hooks_said(module, is_transcoder), read, write)
+    hooks = layer_hooks(files, _stated_hooks(module, is_transcoder), read, write)
     layer = hooks.layer
     k, activation = _sparsity(config, files, cfg)
     size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
@@ -47,8 +47,8 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     expected = {"encoder.bias": (size,), "b_dec": (d_out,)}
     skip: dict[str, tuple[int, ...]] = {"W_skip": (d_out, d_in)}
     has_skip = bool(config.get("skip_connection", False))
-    found = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
-    apply_fields("sparsify tensors", found, files.path(name))
+    shapes = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
+    apply_fields("sparsify tensors", shapes, files.path(name))
     if activation == "groupmax" and size % k:
         raise DictionaryError(f"expected k to divide the {size} features of {files.path(cfg)}, found k {k}")
 
@@ -56,15 +56,15 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         from ..layers.activations import GroupMax, TopK
         from ..layers.layer import LayerFeatures
 
-        given = files.tensors(name)
+        tensors = files.tensors(name)
         return LayerFeatures(
             layer=layer,
-            W_enc=given["encoder.weight"],
-            W_dec={layer: given["W_dec"]},
+            W_enc=tensors["encoder.weight"],
+            W_dec={layer: tensors["W_dec"]},
             activation=TopK(k) if activation == "topk" else GroupMax(k),
-            b_enc=given["encoder.bias"],
-            b_dec=given["b_dec"],
-            W_skip=given.get("W_skip"),
+            b_enc=tensors["encoder.bias"],
+            b_dec=tensors["b_dec"],
+            W_skip=tensors.get("W_skip"),
             centred=not is_transcoder,
         )
 
@@ -76,7 +76,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         d_out=d_out,
         files=(name,),
         open=open_layer,
-        has_skip="W_skip" in found,
+        has_skip="W_skip" in shapes,
         settings={"activation": activation, "k": k, "transcode": is_transcoder},
     )
 
@@ -85,13 +85,13 @@ FORMAT = LayerByLayer("sparsify", lambda files: files_named(files, WEIGHTS), par
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(module: str, is_transcoder: bool) -> SaidHooks:
+def _stated_hooks(module: str, is_transcoder: bool) -> StatedHooks:
     """Layer and hook points of a module's input and output."""
     if module == "embed_tokens":
-        return SaidHooks(0, "embed")
+        return StatedHooks(0, "embed")
     numbered = _NUMBERED.fullmatch(module)
     ends = ("input", "output") if is_transcoder else ("output", "output")
-    return SaidHooks(numbered and int(numbered[1]), *(module_hook(module, end) for end in ends))
+    return StatedHooks(numbered and int(numbered[1]), *(module_hook(module, end) for end in ends))
 
 
 def _sparsity(config: dict[str, Any], files: DictionaryFiles, cfg: str) -> tuple[int, str]:

@@ -1,7 +1,7 @@
-"""The formats of dictionaries, and which one a set of files is in.
+"""Table of file formats, and detection of the format of a dictionary's files.
 
-A format is a module with `recognises(files)` and `read(files, ...)`; the table is tried from top to bottom. A
-configuration decides where it says something, the list of file names otherwise; neither opens a weight file.
+A format is a module with `recognises(files)` and `read(files, ...)`; they are tried in table order. Detection
+uses a configuration if it states the format, else the file names; no weight file is opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened, told
+from ..layers.layout import Opened, layers_text
 from ..layers.names import hook_name, parse_hook
 
 if TYPE_CHECKING:
@@ -33,17 +33,18 @@ FORMATS = {
     "crosscoder": (".crosscoder", "config.json of a crosscoder and model.safetensors"),
 }
 _LISTED = 6
+"""Number of files listed in a message."""
 
 
 class Format(Protocol):
-    """What the module of a format offers."""
+    """Protocol of the module of a format."""
 
     def recognises(self, files: DictionaryFiles) -> bool:
-        """Whether the files look like this format."""
+        """Whether the files have this format."""
         ...
 
     def read(self, files: DictionaryFiles, *, read: str | None, write: str | None) -> Opened:
-        """The files as a dictionary; DictionaryError where its files contradict each other."""
+        """Open the files as a dictionary; DictionaryError if files contradict each other."""
         ...
 
 
@@ -53,29 +54,33 @@ def open_files(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The files of a dictionary, in whichever format they are; DictionaryError listing them if in none."""
+    """Detect the format of a dictionary's files and read their layout.
+
+    Raises:
+        DictionaryError: No format recognises the files; the message lists them.
+    """
     for module, _ in FORMATS.values():
-        found: Any = importlib.import_module(module, __package__)
-        if found.recognises(files):
-            opened: Opened = found.read(files, read=read, write=write)
+        module_of_format: Any = importlib.import_module(module, __package__)
+        if module_of_format.recognises(files):
+            opened: Opened = module_of_format.read(files, read=read, write=write)
             _require_layer(opened, read, write)
             return opened
-    held = files.listing[:_LISTED]
+    shown_files = files.listing[:_LISTED]
     more = f" and {len(files.listing) - _LISTED} more" if len(files.listing) > _LISTED else ""
     expected = "; ".join(f"{name}: {looks}" for name, (_, looks) in FORMATS.items())
     raise DictionaryError(
         f"no known layout of transcoders or autoencoders in {files.directory}: found "
-        f"{', '.join(held) or 'no files'}{more}; expected one of {expected}"
+        f"{', '.join(shown_files) or 'no files'}{more}; expected one of {expected}"
     )
 
 
 def _require_layer(opened: Opened, read: str | None, write: str | None) -> None:
-    """Raise DictionaryError where the caller names another layer than that of the files."""
-    for field, name in (("read", read), ("write", write)):
+    """Raise DictionaryError if the caller names another layer than the files."""
+    for argument, name in (("read", read), ("write", write)):
         layer = parse_hook(name).layer if name else None
         if layer is not None and opened.layout.layers != (layer,):
             raise DictionaryError(
-                f"expected {field}= at {told(opened.layout.layers)}, as the files in "
+                f"expected {argument}= at {layers_text(opened.layout.layers)}, as the files in "
                 f"{opened.files.directory} say, found {name!r}; leave the layer out, for example "
-                f"{field}={hook_name(parse_hook(str(name)).kind)!r}"
+                f"{argument}={hook_name(parse_hook(str(name)).kind)!r}"
             )

@@ -1,1 +1,1 @@
-"""What a dictionary is made of: its files, its layout, the features of one layer."""
+"""Parts of a dictionary: files, layout, per-layer features, activation functions, input scaling."""

@@ -1,14 +1,14 @@
 """Activation functions of features: pre-activations in, sparse activations out.
 
-Border: one row is one token, the last axis the features; where pre-activations come from is layer.py's.
+Border: one row is one token, the last axis the features; layer.py computes pre-activations.
 
-Idea and sources: ReLU (Bricken et al. 2023), JumpReLU (Rajamanoharan et al. 2024, eq. 3; the inequality is
-strict), TopK (Gao et al. 2024), gated (Rajamanoharan et al. 2024, "Improving Dictionary Learning with Gated
-Sparse Autoencoders", eq. 6, with the magnitude's weights tied to the gate's), group max (sparsify). Among
-equal pre-activations the lowest index wins, on every device.
+Sources: ReLU (Bricken et al. 2023), JumpReLU (Rajamanoharan et al. 2024, eq. 3; the inequality is strict),
+TopK (Gao et al. 2024), gated (Rajamanoharan et al. 2024, "Improving Dictionary Learning with Gated Sparse
+Autoencoders", eq. 6, with the magnitude's weights tied to the gate's), group max (sparsify). Among equal
+pre-activations the lowest index wins, on every device.
 
-`per_row` says whether a feature's activation depends on the row's other features: where it does not,
-features can be computed in blocks.
+`per_row` states whether a feature's activation depends on the other features of the row; if not, features can
+be computed in blocks.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AbsTopK", "Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "TopK", "moved"]
+__all__ = ["AbsTopK", "Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "TopK", "to_device"]
 
 
 class Activation(Protocol):
-    """What turns pre-activations [..., feature] into activations of that shape."""
+    """Protocol of an activation function of features."""
 
     @property
     def per_row(self) -> bool:
-        """Whether features of a row compete, so that they cannot be computed apart."""
+        """Whether features of a row compete, so that they must be computed together."""
         ...
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
-        """Activations of pre-activations [..., feature]; features: which ones these are, if not all."""
+        """Activations of pre-activations [..., feature]; `features`: which features these are."""
         ...
 
 
@@ -49,45 +49,41 @@ class ReLU:
 
 @dataclass(frozen=True, eq=False)
 class JumpReLU:
-    """p where p > threshold, else 0.
-
-    threshold: [feature], or one number for all. rectified: negative values become 0 as well (SAELens); they
-    can only come up with a negative threshold.
-    """
+    """p where p > threshold, else 0."""
 
     threshold: Tensor
+    """Threshold [feature], or one number for all features."""
     rectified: bool = False
+    """Whether negative values become 0 (SAELens); they occur only with negative thresholds."""
 
     per_row = False
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
         """Activations of pre-activations [..., feature]."""
         threshold = self.threshold[features] if self.threshold.ndim else self.threshold
-        kept = pre * (pre > threshold.to(pre))
-        return kept.relu() if self.rectified else kept
+        passed = pre * (pre > threshold.to(pre))
+        return passed.relu() if self.rectified else passed
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest of each row, 0 elsewhere; all of them where there are no more than k.
-
-    rectified: negative ones among them become 0 (SAELens, sparsify); circuit-tracer keeps them.
-    """
+    """The k largest values of each row, 0 elsewhere; all values if there are at most k."""
 
     k: int
     rectified: bool = True
+    """Whether negative values among them become 0 (SAELens, sparsify); circuit-tracer keeps them."""
 
     per_row = True
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
         """Activations of pre-activations [..., feature]."""
-        kept = pre * _largest(pre, self.k)
-        return kept.relu() if self.rectified else kept
+        largest = pre * _largest(pre, self.k)
+        return largest.relu() if self.rectified else largest
 
 
 @dataclass(frozen=True)
 class AbsTopK:
-    """The k of largest magnitude of each row, with their signs, 0 elsewhere (SAELens)."""
+    """The k values of largest magnitude of each row, with their signs, 0 elsewhere (SAELens)."""
 
     k: int
 
@@ -100,17 +96,18 @@ class AbsTopK:
 
 @dataclass(frozen=True)
 class GroupMax:
-    """Features in k equal groups of neighbours; the largest of each group, rectified, 0 elsewhere."""
+    """The largest value of each of k equal groups of consecutive features, rectified; 0 elsewhere."""
 
     k: int
+    """Number of groups."""
 
     per_row = True
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
         """Activations of pre-activations [..., feature]."""
         groups = pre.unflatten(-1, (self.k, -1))
-        kept: Tensor = (groups * _largest(groups, 1)).flatten(-2)
-        return kept.relu()
+        largest: Tensor = (groups * _largest(groups, 1)).flatten(-2)
+        return largest.relu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,23 +126,24 @@ class Gated:
         return (pre + b_gate > 0) * (pre * r_mag.exp() + b_mag).relu()
 
 
-def moved(activation: Activation, device: torch.device | str) -> Activation:
-    """The same function with its thresholds and gates on a device."""
+def to_device(activation: Activation, device: torch.device | str) -> Activation:
+    """The activation function with its thresholds and gates on a device."""
     from torch import Tensor
 
     fields = {name: value.to(device) for name, value in vars(activation).items() if isinstance(value, Tensor)}
-    found: Activation = replace(activation, **fields) if fields else activation  # type: ignore[type-var]
-    return found
+    copy: Activation = replace(activation, **fields) if fields else activation  # type: ignore[type-var]
+    return copy
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Which k of the last axis are largest, bool; equal ones from the lowest index on (topk does not say)."""
+    """Mask of the k largest values of the last axis; ties go to low indices, unlike in `topk`."""
     import torch
 
     if k >= values.shape[-1]:
         return torch.ones_like(values, dtype=torch.bool)
     if k <= 0:
         return torch.zeros_like(values, dtype=torch.bool)
+    # The k-th largest value; ties at this value are resolved below by index.
     least = values.topk(k, dim=-1).values[..., -1:]
     above = values > least
     level = values == least

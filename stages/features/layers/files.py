@@ -1,12 +1,12 @@
-"""Where a dictionary's files are, what is in them, and what the dictionary is.
+"""Files of a dictionary: where they are, their parsed contents, and the dictionary's identity.
 
-A reference is "specimen/clt", "specimen/plt" or "specimen/sae" (they ship with mizarr, for the model that
-does), a local directory, or "org/repo[/subfolder][@revision]" whose files lie in the hub's local cache;
-nothing is fetched here. Behind it a caller may say which hook points the features read and write, where the
-files do not: "org/repo?read=blocks.3.hook_resid_post&write=blocks.3.hook_mlp_out". The identity is made of
-the files' content, never of their name.
+A reference is "specimen/clt", "specimen/plt" or "specimen/sae" (shipped with mizarr, for the shipped model),
+a local directory, or "org/repo[/subfolder][@revision]" whose files are in the hub's local cache; nothing is
+downloaded. A caller may append the hook points, if the files do not state them:
+"org/repo?read=blocks.3.hook_resid_post&write=blocks.3.hook_mlp_out". The identity is a digest of the files'
+content, independent of their name.
 
-Border: paths, parsed configurations, mapped tensors; what the tensors mean is a format's.
+Border: paths, parsed configurations, mapped tensors; the meaning of tensors is defined by formats.
 """
 
 from __future__ import annotations
@@ -45,24 +45,26 @@ SPECIMEN_FOLDER = Path(__file__).parents[1] / SPECIMEN
 
 @dataclass(frozen=True)
 class DictionaryFiles:
-    """The files of one dictionary.
-
-    name: as it was asked for; part of no key. directory: where they lie. revision: commit of a hub snapshot.
-    links: file names that stand for files elsewhere, which a configuration refers to.
-    """
+    """The files of one dictionary."""
 
     name: str
+    """Reference that the user gave; no key contains it."""
     directory: Path
+    """Folder of the files."""
     revision: str | None = None
+    """Commit of a hub snapshot; None for a local directory."""
     links: Mapping[str, Path] = field(default_factory=dict)
+    """Paths of files outside of the folder that a configuration refers to, by the name used here."""
 
     @cached_property
     def pinned(self) -> PinnedFiles:
-        """Those that were read so far."""
-        return PinnedFiles(f"the dictionary {self.name}", "it was replaced or edited meanwhile; open it anew")
+        """The files that were read so far, which must not change."""
+        return PinnedFiles(
+            f"the dictionary {self.name}", "it was replaced or edited meanwhile; open it again"
+        )
 
     def path(self, name: str) -> Path:
-        """Where a file lies that is to be read, `links` first; it need not be there."""
+        """Path of a file about to be read, `links` first; the file may not exist."""
         return self.pinned.note(self.links.get(name, self.directory / name))
 
     @cached_property
@@ -71,23 +73,25 @@ class DictionaryFiles:
         paths = [
             path
             for path in self.directory.rglob("*")
+            # Hub snapshots consist of links; a dangling one means an incomplete download.
             if path.is_file() or (path.is_symlink() and not path.exists())
         ]
         for path in paths:
-            if path.suffix in _READ and not path.is_file():  # of the others a link may lead nowhere
+            # A dangling link in a hub snapshot is a file whose download is missing.
+            if path.suffix in _READ and not path.is_file():  # dangling links of other files do not matter
                 require_content(path, DictionaryError)
         return tuple(sorted(path.relative_to(self.directory).as_posix() for path in paths))
 
     @cached_property
     def yaml(self) -> dict[str, Any]:
-        """config.yaml, parsed; empty without one. DictionaryError if it is no mapping."""
+        """config.yaml, parsed; empty if there is none. DictionaryError if it is not a mapping."""
         if CONFIG_YAML not in self.listing:
             return {}
         import yaml
 
         data = read_outside(self.path(CONFIG_YAML), DictionaryError, most=MOST_BYTES)
         try:
-            found = bounded_depth(yaml.safe_load(data.decode()), len(data))
+            parsed = bounded_depth(yaml.safe_load(data.decode()), len(data))
         except RecursionError:
             raise DictionaryError(
                 f"expected YAML in {self.directory / CONFIG_YAML}, found values nested too deeply"
@@ -97,22 +101,25 @@ class DictionaryFiles:
             raise DictionaryError(
                 f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
             ) from error
-        return self._mapping(found, CONFIG_YAML)
+        return self._mapping(parsed, CONFIG_YAML)
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file, parsed. DictionaryError if it is no object."""
+        """A JSON file, parsed. DictionaryError if it is not an object."""
         return json_object(self.path(name), DictionaryError)
 
-    def _mapping(self, found: Any, name: str) -> dict[str, Any]:
-        if not isinstance(found, dict):
+    def _mapping(self, parsed: Any, name: str) -> dict[str, Any]:
+        if not isinstance(parsed, dict):
             raise DictionaryError(
-                f"expected names and values in {self.directory / name}, found {type(found).__name__}"
+                f"expected names and values in {self.directory / name}, found {type(parsed).__name__}"
             )
-        return found
+        return parsed
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Tensors of a safetensors file and their shapes, from its header; WeightsError if it is not
-        whole.
+        """Shape of each tensor of a safetensors file, from its header.
+
+        Raises:
+            WeightsError: The file is incomplete.
+            DictionaryError: A matrix is not of a floating-point dtype.
         """
         header, _ = read_header(self.path(name))
         for tensor, entry in header.items():
@@ -124,15 +131,16 @@ class DictionaryFiles:
         return {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a safetensors file, mapped: bytes are read when they are used."""
+        """The tensors of a safetensors file, memory-mapped."""
         from safetensors import safe_open
 
+        # Checks the header before the file is mapped.
         self.shapes(name)
         with safe_open(self.path(name), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
 
     def digest(self, names: Sequence[str]) -> str:
-        """Identity of a dictionary made of these files: their paths and content."""
+        """Digest of these files: their names and contents."""
         return digest(
             "dictionary", [[name, weight_digest(self.path(name), self.pinned)] for name in sorted(names)]
         )
@@ -140,23 +148,24 @@ class DictionaryFiles:
 
 @dataclass(frozen=True)
 class DictionaryReference:
-    """A dictionary's name, and where its features read and write if the caller says so.
-
-    name: "specimen/clt", a directory, or "org/repo[/subfolder][@revision]". read, write: names of hook
-    points, None for what the files say.
-    """
+    """A dictionary's name with the hook points that the caller overrides."""
 
     name: str | Path
+    """Name such as "specimen/clt", a directory, or "org/repo[/subfolder][@revision]"."""
     read: str | None = None
+    """Hook point that features read; None for that in the files."""
     write: str | None = None
+    """Hook point that features write to; None for that in the files."""
 
     @classmethod
     def parse(
         cls, text: str | Path, read: str | None = None, write: str | None = None
     ) -> DictionaryReference:
-        """From "NAME[?read=HOOK][&write=HOOK]"; read, write: the same given beside the name.
+        """Parse "NAME[?read=HOOK][&write=HOOK]"; hook points may also be given as arguments.
 
-        Raises DictionaryError for other fields, and for hook points said twice and differently.
+        Raises:
+            DictionaryError: There are other fields, or the same hook point is given twice with different
+                values.
         """
         for end, hook in (("read", read), ("write", write)):
             if hook is not None and (not isinstance(hook, str) or not hook):
@@ -166,22 +175,23 @@ class DictionaryReference:
         name, mark, query = str(text).partition("?")
         if not mark or _is_folder(text):
             return cls(text, read, write)
-        found = dict(parse_qsl(query, keep_blank_values=True))
-        if found.keys() - {"read", "write"} or not all(found.values()):
+        hooks = dict(parse_qsl(query, keep_blank_values=True))
+        if hooks.keys() - {"read", "write"} or not all(hooks.values()):
             raise DictionaryError(
-                f"expected read=HOOK and write=HOOK behind the ? of a dictionary's name, found {query!r}"
+                f"expected read=HOOK and write=HOOK after the ? of a dictionary's name, found {query!r}"
             )
-        for end, given in (("read", read), ("write", write)):
-            if given and found.setdefault(end, given) != given:
+        for end, argument in (("read", read), ("write", write)):
+            if argument and hooks.setdefault(end, argument) != argument:
                 raise DictionaryError(
-                    f"expected one {end}= for {name}, found {found[end]!r} behind its name and {given!r} "
-                    "beside it"
+                    f"expected one {end}= for {name}, found {hooks[end]!r} in its name and {argument!r} as "
+                    "an argument"
                 )
-        return cls(name, found.get("read"), found.get("write"))
+        return cls(name, hooks.get("read"), hooks.get("write"))
 
     def __str__(self) -> str:
-        said = {"read": self.read, "write": self.write}
-        query = urlencode({end: hook for end, hook in said.items() if hook}, safe="/.[]*")
+        hooks = {"read": self.read, "write": self.write}
+        # Characters of hook names and globs stay readable.
+        query = urlencode({end: hook for end, hook in hooks.items() if hook}, safe="/.[]*")
         return f"{self.name}?{query}" if query else str(self.name)
 
 
@@ -213,24 +223,27 @@ def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
 
 
 def is_shipped(name: str | Path) -> bool:
-    """Whether a name speaks of the dictionaries that ship with mizarr."""
+    """Whether a name refers to the dictionaries that ship with mizarr."""
     return isinstance(name, str) and name.split("/")[0] == SPECIMEN
 
 
 def _shipped_folder(name: str) -> Path:
-    known = {f"{SPECIMEN}/{path.name}": path for path in sorted(SPECIMEN_FOLDER.iterdir()) if path.is_dir()}
-    if name in known:
-        return known[name]
-    near = nearest(name, known)
+    folders = {f"{SPECIMEN}/{path.name}": path for path in sorted(SPECIMEN_FOLDER.iterdir()) if path.is_dir()}
+    if name in folders:
+        return folders[name]
+    near = nearest(name, folders)
     hint = f"; nearest is {near!r}" if near else ""
-    raise ModelNotFound(f"expected {', '.join(known)}, which ship with mizarr, found {name!r}{hint}")
+    raise ModelNotFound(f"expected {', '.join(folders)}, which ship with mizarr, found {name!r}{hint}")
 
 
 def resolve(name: str | Path) -> DictionaryFiles:
-    """The files of a dictionary named "specimen/clt", by directory, or by "org/repo[/subfolder][@revision]",
-    in that order; nothing is fetched.
+    """The files of a dictionary: shipped ("specimen/clt"), in a directory, or in the hub's cache, tried in
+    this order.
 
-    Raises ModelNotFound saying how to get it.
+    Nothing is downloaded.
+
+    Raises:
+        ModelNotFound: There are no such files; the message gives the command that fetches them.
     """
     if not str(name) or str(name) == ".":
         raise ModelNotFound(
@@ -250,10 +263,10 @@ def resolve(name: str | Path) -> DictionaryFiles:
     repository, subfolder, revision = parse_reference(name)
     snapshot = _hub_snapshot(repository, revision or "main")
     if not snapshot.is_dir():
-        held = [
+        cached = [
             path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*")
         ]
-        near = nearest(repository, held)
+        near = nearest(repository, cached)
         hint = f"; nearest there is {near!r}" if near else ""
         raise ModelNotFound(
             f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "

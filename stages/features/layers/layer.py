@@ -1,24 +1,24 @@
-"""The features that read one layer: their weights, lazily, and their arithmetic.
+"""The features that read one layer: their weights, memory-mapped, and their arithmetic.
 
 Weights are tensors in the dtype of their file, usually views of a memory map: nothing is read before it is
-used, and of decoders only the rows of features that are active. Rows are features everywhere, so that a few
-features are a gather of rows; formats that lie the other way round are given as transposed views. Arithmetic
-is float32, or float64 for float64 input.
+used, and of decoders only the rows of active features. Rows are features in all matrices, so that selecting
+features gathers rows; formats with the other orientation are given as transposed views. Arithmetic is
+float32, or float64 for float64 input.
 
-Border: knows rows of activations; which hook point they are from is dictionary.py's, which file the weights
-are from a format's.
+Border: knows rows of activations; dictionary.py knows the hook points, formats the files.
 
 Axes: feature; target = the layers a feature writes to, in order; d_in = width read, d_out = width written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.ambient import plain_torch
 from ....store.errors import DictionaryError
+from .layout import layers_text
 from .scaling import AsIs, Scaling
 
 if TYPE_CHECKING:
@@ -30,37 +30,41 @@ if TYPE_CHECKING:
 __all__ = ["LayerFeatures"]
 
 BLOCK_BYTES = 1 << 28
-"""Of encoder rows and of pre-activations that exist at a time, in the dtype of the arithmetic."""
+"""Bytes of encoder rows, and of pre-activations, in memory at a time, in the dtype of the arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerFeatures:
-    """Encoder, activation and decoders of the features that read `layer`.
-
-    W_enc [feature, d_in], b_enc [feature] or None; W_dec: target layer -> [feature, d_out], each maybe a
-    strided view; b_dec [d_out] of the output of `layer`, or None; W_skip [d_out, d_in]: the linear part x
-    W_skip' of a skip transcoder. centred: b_dec is subtracted from the (scaled) input first. gain: one factor
-    for all inputs, by which what is read is multiplied and what is written, bias included, divided. unit:
-    [feature], what SAELens' rescale_acts_by_decoder_norm multiplies pre-activations by and divides decoder
-    rows by.
-    """
+    """Encoder, activation function and decoders of the features that read one layer."""
 
     layer: int
+    """The layer that is read."""
     W_enc: Tensor
+    """Encoder [feature, d_in]."""
     W_dec: Mapping[int, Tensor]
+    """Decoder [feature, d_out] for each target layer; may be a strided view."""
     activation: Activation
     b_enc: Tensor | None = None
+    """Encoder bias [feature]."""
     b_dec: Tensor | None = None
+    """Bias [d_out] of the output at `layer`."""
     W_skip: Tensor | None = None
+    """Linear part x W_skip' of a skip transcoder, [d_out, d_in]."""
     scaling: Scaling = field(default_factory=AsIs)
+    """Scaling of input rows, undone in the output."""
     centred: bool = False
+    """Whether b_dec is subtracted from the (scaled) input first."""
     gain: float = 1.0
+    """One factor for all inputs: inputs are multiplied by it; outputs, bias included, are divided by it."""
     unit: Tensor | None = None
+    """Factor of pre-activations, and divisor of decoder rows [feature] (SAELens'
+    rescale_acts_by_decoder_norm)."""
     device: torch.device | str = "cpu"
+    """Device of the arithmetic."""
 
     @property
     def n_features(self) -> int:
-        """How many rows the encoder has."""
+        """Number of features (rows of the encoder)."""
         return self.W_enc.shape[0]
 
     @property
@@ -69,18 +73,18 @@ class LayerFeatures:
         return tuple(sorted(self.W_dec))
 
     def on(self, device: torch.device | str) -> LayerFeatures:
-        """The same features, computed on a device, with the encoder there; decoders stay where they are."""
-        from .activations import moved
+        """The same features with arithmetic and encoder on a device; decoders stay where they are."""
+        from .activations import to_device
 
-        def there(tensor: Tensor | None) -> Tensor | None:
+        def on_device(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
         return replace(
             self,
             W_enc=self.W_enc.to(device),
-            b_enc=there(self.b_enc),
-            unit=there(self.unit),
-            activation=moved(self.activation, device),
+            b_enc=on_device(self.b_enc),
+            unit=on_device(self.unit),
+            activation=to_device(self.activation, device),
             device=device,
         )
 
@@ -88,17 +92,18 @@ class LayerFeatures:
 
     @plain_torch()
     def preactivations(self, x: Tensor, features: slice | Tensor = slice(None)) -> Tensor:
-        """Pre-activations [..., feature] of inputs [..., d_in], of all features or some.
+        """Pre-activations [..., feature] of inputs [..., d_in], of all features or the given ones.
 
-        For gated dictionaries the gate's product before its bias.
+        For gated dictionaries, the product with the encoder before the gate's bias.
         """
         rows = self._prepared(x)
         return self._products(rows, self.W_enc[features].to(rows), features)
 
     def _products(self, rows: Tensor, encoder: Tensor, features: slice | Tensor) -> Tensor:
-        """Pre-activations of prepared rows, given the encoder rows of these features in their dtype."""
+        """Pre-activations of prepared rows, from the encoder rows of these features."""
         from ...forward.networks.kernels.products import product
 
+        # Not torch.matmul: here a row's result does not depend on the other rows (kernels/products.py).
         out = product(rows, encoder)
         if self.b_enc is not None:
             out += self.b_enc[features].to(out)
@@ -108,39 +113,42 @@ class LayerFeatures:
 
     @plain_torch()
     def encode(self, x: Tensor) -> Tensor:
-        """Activations [..., feature] of inputs [..., d_in], dense. See `active` for many rows and
-        features.
-        """
+        """Dense activations [..., feature] of inputs [..., d_in]; `active` needs less memory."""
         return self.activation(self.preactivations(x))
 
     @plain_torch()
     def active(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, feature, activation) of everything active in inputs [row, d_in], sorted by row, then feature.
+        """(row, feature, activation) of all active features for inputs [row, d_in], sorted by row, then
+        feature.
 
-        Never holds all pre-activations of many rows: rows and features are taken in blocks.
+        Computed in blocks of rows and features, so that not all pre-activations are in memory at once.
         """
         import torch
 
-        found = [part for features in self._feature_blocks(x) for part in self._active(x, features)]
-        row, feature, value = (torch.cat([part[i] for part in found]) for i in range(3))
-        if not bool(value.isfinite().all()):  # a NaN passes every activation function, so it is seen here
+        parts = [part for features in self._feature_blocks(x) for part in self._active(x, features)]
+        row, feature, value = (torch.cat([part[i] for part in parts]) for i in range(3))
+        if not bool(value.isfinite().all()):  # NaN compares unequal to 0, so it is among the active values
             raise self._not_finite(x, "activations")
+        # Blocks of features come one after the other, so rows are interleaved again here.
         order = torch.argsort(row * self.n_features + feature)
         return row[order], feature[order], value[order]
 
     def _active(self, x: Tensor, features: slice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         encoder = None
         step = max(1, BLOCK_BYTES // (max(x.element_size(), 4) * (features.stop - features.start)))
-        for first in range(0, max(len(x), 1), step):
-            rows = self._prepared(x[first : first + step])
-            encoder = self.W_enc[features].to(rows) if encoder is None else encoder  # widened once
+        for start in range(0, max(len(x), 1), step):
+            rows = self._prepared(x[start : start + step])
+            encoder = (
+                self.W_enc[features].to(rows) if encoder is None else encoder
+            )  # converted once for all blocks
             values = self.activation(self._products(rows, encoder, features), features)
             row, feature = values.nonzero(as_tuple=True)
-            yield row + first, feature + features.start, values[row, feature]
+            yield row + start, feature + features.start, values[row, feature]
 
     def _feature_blocks(self, x: Tensor) -> Iterator[slice]:
-        """Ranges of features whose encoder rows fit a block; all of them where they compete."""
+        """Ranges of features whose encoder rows fit a block; a single range if features of a row compete."""
         step = self.n_features
+        # TopK compares all features of a row; ReLU and JumpReLU can be computed feature by feature.
         if not self.activation.per_row:
             step = min(step, max(1, BLOCK_BYTES // (max(x.element_size(), 4) * self.W_enc.shape[1])))
         for start in range(0, self.n_features, step):
@@ -150,9 +158,9 @@ class LayerFeatures:
 
     @plain_torch()
     def decode(self, activations: Tensor, target: int | None = None) -> Tensor:
-        """What dense activations [..., feature] write to a layer, without bias: [..., d_out].
+        """Contribution of dense activations [..., feature] to a layer, without bias: [..., d_out].
 
-        target: default, the layer that is read.
+        target: the layer; None for the layer that is read.
         """
         decoder = self._decoder(self.layer if target is None else target)
         if self.unit is not None:
@@ -162,9 +170,10 @@ class LayerFeatures:
 
     @plain_torch()
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """The layer's output from what features wrote to it, y [..., d_out]: bias, scale and skip added.
+        """Output at the layer from the features' contributions y [..., d_out]: bias, scale and skip are
+        added.
 
-        x [..., d_in]: what was read at this layer.
+        x [..., d_in]: the states that were read at this layer.
         """
         x = self._arithmetic(x)
         _, undo = self.scaling(x)
@@ -172,15 +181,15 @@ class LayerFeatures:
 
     @plain_torch()
     def reconstruct(self, activations: Tensor, x: Tensor) -> Tensor:
-        """What a per-layer dictionary gives for inputs x [..., d_in]: [..., d_out].
+        """Output of a per-layer dictionary for inputs x [..., d_in]: [..., d_out].
 
-        activations: dense [..., feature], as `encode` gives them.
+        activations: dense [..., feature], from `encode`.
         """
         return self.finish(self.decode(activations), x)
 
     @plain_torch()
     def skip(self, x: Tensor) -> Tensor | float:
-        """The linear part of the output for inputs x [..., d_in]; 0 where there is none."""
+        """The linear part of the output for inputs x [..., d_in]; 0.0 if there is no skip."""
         x = self._arithmetic(x)
         return 0.0 if self.W_skip is None else x @ self.W_skip.to(x).T
 
@@ -188,7 +197,7 @@ class LayerFeatures:
 
     @plain_torch()
     def encoder_rows(self, features: Any) -> Tensor:
-        """Encoder rows [n, d_in] of some features, float32, in the units of their pre-activations."""
+        """Encoder rows [n, d_in] of some features, float32, with gain and unit applied."""
         import torch
 
         rows = self.W_enc[features].to(device=self.device, dtype=torch.float32)
@@ -197,13 +206,18 @@ class LayerFeatures:
 
     @plain_torch()
     def decoder_rows(self, features: Any, target: int | None = None) -> Tensor:
-        """Decoder rows [n, d_out] of some features into a layer, float32; only they are read.
+        """Decoder rows [n, d_out] of some features for a layer, float32; only these rows are read.
 
-        target: default, the layer that is read. Raises DictionaryError for a layer they do not write to, and
-        for rows that are not finite.
+        Arguments:
+            features: Indices or a slice.
+            target: The layer written to; None for the layer that is read.
+
+        Raises:
+            DictionaryError: The features do not write to that layer, or rows are not finite.
         """
         import torch
 
+        # Indexed before conversion, so that only these rows are read from disk.
         rows = self._decoder(self.layer if target is None else target)[features]
         rows = rows.to(device=self.device, dtype=torch.float32)
         if not bool(rows.isfinite().all()):
@@ -213,7 +227,7 @@ class LayerFeatures:
         rows = rows if self.gain == 1 else rows / self.gain
         return rows if self.unit is None else rows / self.unit[features].to(rows)[:, None]
 
-    # -- the rest
+    # -- helpers
 
     def _prepared(self, x: Tensor) -> Tensor:
         x = self._arithmetic(x)
@@ -226,28 +240,23 @@ class LayerFeatures:
         rows = rows * self.gain if self.gain != 1 else rows
         return rows - self.b_dec.to(rows) if self.centred and self.b_dec is not None else rows
 
-    def _not_finite(self, x: Tensor, what: str) -> DictionaryError:
-        found = "the encoder holds" if bool(x.isfinite().all()) else "the states it read hold"
+    def _not_finite(self, x: Tensor, quantity: str) -> DictionaryError:
+        source = "the encoder holds" if bool(x.isfinite().all()) else "the states it read hold"
         return DictionaryError(
-            f"the {what} of layer {self.layer} are not finite: {found} numbers that are not; check where "
-            "they come from"
+            f"the {quantity} of layer {self.layer} are not finite: {source} numbers that are not; check "
+            "where they come from"
         )
 
     def _arithmetic(self, x: Tensor) -> Tensor:
         import torch
 
+        # Products in bfloat16 could change which features fire.
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return x.to(device=self.device, dtype=dtype)
 
     def _decoder(self, target: int) -> Tensor:
         if target not in self.W_dec:
             raise DictionaryError(
-                f"features of layer {self.layer} write to {_told(self.targets)}, not to layer {target}"
+                f"features of layer {self.layer} write to {layers_text(self.targets)}, not to layer {target}"
             )
         return self.W_dec[target]
-
-
-def _told(layers: Sequence[int]) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    return f"layers {layers[0]} to {layers[-1]}"

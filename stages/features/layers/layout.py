@@ -1,4 +1,4 @@
-"""What is known of a dictionary before any weight is read, and how its features are named.
+"""Layout of a dictionary, known before any weight is read, and the names of its features.
 
 Border: plain values, made by formats from headers and configurations.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .layer import LayerFeatures
     from .names import NamedHook
 
-__all__ = ["FeatureId", "DictionaryLayout", "Opened", "CrosscoderPlace", "models_of", "told"]
+__all__ = ["FeatureId", "DictionaryLayout", "Opened", "CrosscoderPlace", "models_of", "layers_text"]
 
 
 @dataclass(frozen=True, order=True)
 class FeatureId:
-    """One feature; prints as "L14:13043"."""
+    """One feature: layer and index; its text form is "L14:13043"."""
 
     layer: int
     index: int
@@ -38,7 +38,7 @@ class FeatureId:
 
     @classmethod
     def parse(cls, text: str) -> FeatureId:
-        """From "L14:13043" or "14:13043"; DictionaryError otherwise."""
+        """Parse "L14:13043" or "14:13043"; DictionaryError for other text."""
         layer, colon, index = text.strip().removeprefix("L").partition(":")
         if not (colon and layer.isdecimal() and index.isdecimal()):
             raise DictionaryError(f"expected a feature as layer:index, such as L14:13043, found {text!r}")
@@ -47,72 +47,85 @@ class FeatureId:
 
 @dataclass(frozen=True)
 class CrosscoderPlace:
-    """Where a crosscoder reads and writes. scale: by which states there are as large as at other places."""
+    """One place where a crosscoder reads and writes: a model and a hook point."""
 
     model: str
     hook: str
     scale: float
+    """Multiplier that normalises states, so that states have equal size at all places."""
 
     def __str__(self) -> str:
         return f"{self.model} {self.hook}"
 
 
 def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
-    """Number of the model of each place. Names do not tell, as a model may stand against itself: a hook point
-    that is there again is that of the next model.
+    """Model number of each place, starting at 0.
+
+    Model names cannot be used, since a model may be compared with itself: a repeated hook point belongs to
+    the next model.
     """
-    before: list[str] = []
-    found = []
+    previous_hooks: list[str] = []
+    numbers = []
     for place in places:
-        found.append(before.count(place.hook))
-        before.append(place.hook)
-    return tuple(found)
+        numbers.append(previous_hooks.count(place.hook))
+        previous_hooks.append(place.hook)
+    return tuple(numbers)
 
 
 @dataclass(frozen=True)
 class DictionaryLayout:
-    """What a format knows of a dictionary before any weight is read.
-
-    read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
-    n_features: of each layer. settings: what else of the configuration changes numbers, as plain values;
-    part of the identity. zero_positions: how many first positions of a prompt it has nothing to say about.
-    places: of a crosscoder, whose features read all of them; d_in is the width of one, the last layer is
-    theirs, and targets are the first model's. modules: hook points that stand for modules of transformers,
-    which files name instead of them.
-    """
+    """Properties of a dictionary, read from headers and configurations without any weights."""
 
     format: str
+    """Name of the file format."""
     kind: str
+    """One of "clt", "plt", "sae", "crosscoder"."""
     read: str
+    """Kind of the hook points that features read."""
     write: str
+    """Kind of the hook points that features write to."""
     layers: tuple[int, ...]
+    """Layers that features read, ascending; a crosscoder's features belong to its last layer."""
     targets: Mapping[int, tuple[int, ...]]
+    """Layers that the features of each layer write to; of a crosscoder, those of its first model."""
     n_features: int
+    """Number of features per layer."""
     d_in: int
+    """Input width; for a crosscoder the width per place."""
     d_out: int
+    """Output width."""
     files: tuple[str, ...]
+    """Names of the files that hold weights and configuration."""
     model_name: str | None = None
+    """Name of the language model used in training; None if the files omit it."""
     scan: Any = None
+    """Entry `scan` of circuit-tracer's config.yaml."""
     has_skip: bool = False
+    """Whether there is a linear skip connection from input to output."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries of the configuration that change numbers, as plain values; part of the identity."""
     zero_positions: int = 1
+    """Number of first positions of a prompt for which the dictionary is not meant, such as the BOS token."""
     places: tuple[CrosscoderPlace, ...] = ()
+    """Places that a crosscoder's features read; empty for other kinds."""
     modules: tuple[NamedHook, ...] = ()
+    """Hook points derived from transformers module names in the files."""
 
 
 class Opened(NamedTuple):
-    """Files of a dictionary as a format reads them; open_layer: the features that read a layer, mapped."""
+    """Files of a dictionary with their layout."""
 
     files: DictionaryFiles
     layout: DictionaryLayout
     open_layer: Callable[[int], LayerFeatures]
+    """Returns the features that read a layer, with memory-mapped weights."""
 
 
-def told(layers: Iterable[int]) -> str:
-    """Layers in words: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
-    found = sorted(layers)
-    if len(found) == 1:
-        return f"layer {found[0]}"
-    if found == list(range(found[0], found[-1] + 1)):
-        return f"layers {found[0]} to {found[-1]}"
-    return f"layers {', '.join(map(str, found))}"
+def layers_text(layers: Iterable[int]) -> str:
+    """Layers as text: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
+    numbers = sorted(layers)
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    return f"layers {', '.join(map(str, numbers))}"

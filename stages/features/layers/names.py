@@ -1,12 +1,12 @@
-"""Which hook point the files of a dictionary mean by a name, and how a caller says it for them.
+"""Names of hook points in the files of dictionaries, and hook points given by the caller.
 
-Files spell hook points as TransformerLens does (SAELens, with its block: "blocks.12.hook_resid_post"), as
-circuit-tracer does (inside a block: "mlp.hook_in"), or by the module of transformers whose output is read
-("model.layers.12.mlp"). Where our strings give a name another meaning - mlp.hook_pre and mlp.hook_post - it
-is theirs that counts here.
+Files name hook points like TransformerLens (SAELens, with the block: "blocks.12.hook_resid_post"), like
+circuit-tracer (inside a block: "mlp.hook_in"), or by the module of transformers whose output is read
+("model.layers.12.mlp"). Where mizarr gives a name another meaning (mlp.hook_pre and mlp.hook_post), the
+meaning in the files counts.
 
-A caller says it with read= and write=, or behind the name of a dictionary (`DictionaryReference`), which
-every function and command takes.
+A caller overrides them with read= and write=, or after the name of a dictionary (`DictionaryReference`), in
+every function and command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...forward.architectures.architecture import Architecture
 
 __all__ = [
-    "HOW_TO_SAY",
+    "HOOKS_ADVICE",
     "MODULES",
     "NamedHook",
     "hook_kind",
@@ -32,18 +32,18 @@ __all__ = [
     "require_module_output",
 ]
 
-HOW_TO_SAY = (
+HOOKS_ADVICE = (
     "say where its features read and write with read= and write= (--read and --write of mizarr features), "
-    "or behind the name of the dictionary, 'NAME?read=hook_resid_post'; where the files do not say the layer "
-    "either, with it: blocks.3.hook_resid_post"
+    "or after the name of the dictionary, 'NAME?read=hook_resid_post'; if the files do not state the layer "
+    "either, include it: blocks.3.hook_resid_post"
 )
-"""What a caller does where files do not say it; ends messages."""
-# Names that only circuit-tracer has. Its, and older files', hook_mlp_in is TransformerLens's copy of
+"""How the caller gives hook points that the files do not state; the end of error messages."""
+# Names that only circuit-tracer has. hook_mlp_in (also in older files) is TransformerLens's copy of
 # resid_mid.
-_OWN = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
+_CIRCUIT_TRACER_NAMES = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
 _OUTSIDE = ("blocks.", "hook_embed", "ln_final.")
 _BLOCK = re.compile(r"^blocks\.(\d{1,9})\.(.+)$")
-# Module of a layer, as transformers names it -> (its input, its output). Left out are names that mean
+# Module of a layer, as named by transformers -> (hook at input, at output). Left out are names that mean
 # different things in different families: post_attention_layernorm stands before the MLP in Llama and behind
 # attention in Gemma 2; self_attention adds the stream in BLOOM and not in Falcon.
 MODULES: dict[str, tuple[str | None, str | None]] = {
@@ -56,7 +56,7 @@ MODULES: dict[str, tuple[str | None, str | None]] = {
     "pre_feedforward_layernorm": ("resid_mid", "mlp_pre"),
     "post_feedforward_layernorm": ("mlp_post", "mlp_out"),
 }
-# Lists of layers of models that are one stack. An encoder beside a decoder, or a vision tower, is another.
+# Prefixes of the layer list in models with a single stack; encoder-decoders and vision towers are excluded.
 _STACKS = (
     "",
     "model.",
@@ -74,33 +74,35 @@ _OTHER_OUTPUTS = {
     "gemma4_text": "experts beside the module are part of the same output",
     "minimax": "the module gives its output before the factor of the residual",
 }
-"""Families whose attention or MLP modules give something else than what is added to the stream, and what.
-Found by comparing the modules of every family that transformers has with our hook points."""
+"""Families whose attention or MLP modules return something else than what is added to the stream, and why.
+
+Found by comparing the modules of every family in transformers with our hook points.
+"""
 
 
 class NamedHook(NamedTuple):
-    """What a name says.
-
-    kind: hook kind. layer: None outside blocks, and for names inside a block. module: the name itself where
-    it is a module of transformers, else "".
-    """
+    """The hook point that a name refers to."""
 
     kind: str
+    """Kind of the hook point."""
     layer: int | None = None
+    """Its layer; None outside blocks, and for names inside a block."""
     module: str = ""
+    """The transformers module name, or "" if the hook point was named directly."""
 
 
 def hook_kind(name: str) -> str:
-    """The hook kind that `parse_hook` finds in a name."""
+    """Kind of the hook point that `parse_hook` finds for a name."""
     return parse_hook(name).kind
 
 
 def parse_hook(name: str) -> NamedHook:
-    """What is said by a full name such as "blocks.12.hook_resid_post", a name inside a block ("mlp.hook_in"),
-    "hook_embed", a hook kind ("mlp_pre"), or a module of transformers ("model.layers.12"), whose output is
-    meant unless ".input" stands behind it.
+    """Hook point of a name: "blocks.12.hook_resid_post", a name inside a block ("mlp.hook_in"), "hook_embed",
+    a hook kind ("mlp_pre"), or a module of transformers ("model.layers.12"), which means its output unless
+    ".input" is appended.
 
-    Raises DictionaryError for a name nobody gives to a hook point.
+    Raises:
+        DictionaryError: No hook point has this name.
     """
     if name in BY_NAME:
         return NamedHook(name)
@@ -108,45 +110,49 @@ def parse_hook(name: str) -> NamedHook:
     ends = (path, end) if end in ("input", "output") else (name, "output")
     if module := module_hook(*ends):
         return module
+    # Names inside a block are looked up as those of block 0.
     full = name if name.startswith(_OUTSIDE) else f"blocks.0.{name}"
-    found = _BLOCK.match(full)
-    if found and found[2] in _OWN:
-        kind = _OWN[found[2]]
+    match = _BLOCK.match(full)
+    if match and match[2] in _CIRCUIT_TRACER_NAMES:
+        kind = _CIRCUIT_TRACER_NAMES[match[2]]
     else:
         try:
             kind = HookPoint.from_transformer_lens(full).kind
         except HookPointNotFound as error:
+            # The inner message's suggestion is repeated; its other words are about our names.
             near = str(error).partition("; did you mean ")[2].rstrip("?")
             raise DictionaryError(
                 f"expected a hook point of TransformerLens or a module of transformers, found {name!r:.200}, "
-                f"which is not known{f', nearest is {near}' if near else ''}; {HOW_TO_SAY}"
+                f"which is not known{f', nearest is {near}' if near else ''}; {HOOKS_ADVICE}"
             ) from error
-    return NamedHook(kind, int(found[1]) if found and full == name else None)
+    return NamedHook(kind, int(match[1]) if match and full == name else None)
 
 
 def module_hook(name: str, end: str) -> NamedHook | None:
-    """The input or output (`end`) of a module of transformers, "model.layers.12.mlp", as a hook point; None
-    for names of no such module, and for what no hook point holds.
+    """Hook point at the input or output (`end`) of a module of transformers such as "model.layers.12.mlp".
+
+    None if the name is no such module, or no hook point has its value.
     """
-    found = _MODULE.fullmatch(name)
-    if not found or found[1] not in _STACKS or name.startswith("blocks.") or (found[3] or "") not in MODULES:
+    match = _MODULE.fullmatch(name)
+    if not match or match[1] not in _STACKS or name.startswith("blocks.") or (match[3] or "") not in MODULES:
         return None
-    kind = MODULES[found[3] or ""][end == "output"]
-    return None if kind is None else NamedHook(kind, int(found[2]), name)
+    kind = MODULES[match[3] or ""][end == "output"]
+    return None if kind is None else NamedHook(kind, int(match[2]), name)
 
 
 def layer_in(name: str | None) -> int | None:
-    """Layer of a hook name of any convention: the only number in it; None for no number, or several."""
+    """Layer number in a hook name, if exactly one number occurs; else None."""
     numbers = _NUMBER.findall(name or "")
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def require_module_output(hook: NamedHook, config: Architecture, model: str) -> None:
-    """Raise DictionaryError where the hook point taken for a module holds something else in this model.
+    """Raise DictionaryError if the module's output differs in this model from the hook point that stands for
+    it.
 
-    attn_out and mlp_post are what is added to the stream: behind the norm of attention's output, which stands
-    outside of the module (Gemma 2), and behind a residual multiplier (Granite). Modules of BLOOM add the
-    stream themselves.
+    attn_out and mlp_post are the values added to the residual stream: after the norm of attention's output,
+    which is outside of the module in Gemma 2, and after a residual multiplier (Granite). Modules of BLOOM add
+    the stream themselves.
     """
     if hook.kind not in ("attn_out", "mlp_post"):
         return
@@ -154,28 +160,29 @@ def require_module_output(hook: NamedHook, config: Architecture, model: str) -> 
     layers = [] if config.kind == "bridge" else config.tensors.layers[hook.layer : (hook.layer or 0) + 1]
     reason = _OTHER_OUTPUTS.get(config.model_type)
     if hook.kind == "attn_out" and HookPoint("ln1_post_scale", hook.layer) in config.hook_points:
-        reason = "the module gives its output before the norm that stands behind it"
+        reason = "the module gives its output before the norm that follows it"
     elif any(part.factors for layer in layers for name, part in layer.items() if name == weight):
         reason = "the module gives its output before the residual multiplier"
     if reason is None:
         return
     raise DictionaryError(
         f"expected a module whose output is {HookPoint(hook.kind, hook.layer)} in {model}, found "
-        f"{hook.module!r}, of which {reason}; take a dictionary of the residual stream, or {HOW_TO_SAY}"
+        f"{hook.module!r}, of which {reason}; take a dictionary of the residual stream, or {HOOKS_ADVICE}"
     )
 
 
 def hook_name(kind: str) -> str:
-    """The name inside a block that other programs give a hook kind: "mlp.hook_in" for "mlp_pre".
+    """Name of a hook kind inside a block in other programs: "mlp.hook_in" for "mlp_pre".
 
-    Raises DictionaryError for one they do not have.
+    Raises:
+        DictionaryError: Other programs have no name for it.
     """
-    for name, ours in _OWN.items():
-        if ours == kind and name != "hook_mlp_in":
+    for name, own_kind in _CIRCUIT_TRACER_NAMES.items():
+        if own_kind == kind and name != "hook_mlp_in":
             return name
     if not BY_NAME[kind].per_layer:
         return BY_NAME[kind].path
-    found = HookPoint(kind, 0).transformer_lens
-    if found is None:
+    full_name = HookPoint(kind, 0).transformer_lens
+    if full_name is None:
         raise DictionaryError(f"{kind} has no name in other programs' files; export another dictionary")
-    return found.removeprefix("blocks.0.")
+    return full_name.removeprefix("blocks.0.")

@@ -1,8 +1,8 @@
-"""How a dictionary's input is scaled before features see it, and how that is undone.
+"""Scaling of a dictionary's input, and its inverse for the output.
 
-Border: rows [..., hidden]; the conventions are SAELens's (`normalize_activations`). Each scaling gives the
-scaled rows and a function that brings a reconstruction of them back. One factor for all inputs is no scaling
-but LayerFeatures.gain, which rows of features can carry.
+Border: rows [..., hidden]; the conventions are those of SAELens (`normalize_activations`). Each scaling
+returns the scaled rows and a function that maps a reconstruction of them back. One factor for all inputs is
+not a scaling but LayerFeatures.gain, which can be folded into rows of features.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ if TYPE_CHECKING:
 __all__ = ["AsIs", "ConstantNorm", "InputOnly", "LayerNorm", "Scaling"]
 
 _EPS = 1e-5
+"""Epsilon of "layer_norm", as in SAELens."""
 
 
 class Scaling(Protocol):
-    """Input rows to scaled rows, and the way back."""
+    """Protocol: scales input rows, and returns the inverse."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and what turns a reconstruction of that into one of x."""
+        """Scaled x [..., hidden], and a function that maps a reconstruction of it to one of x."""
         ...
 
 
 @dataclass(frozen=True)
 class AsIs:
-    """Inputs and outputs as the model has them."""
+    """No scaling."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and the way back."""
+        """x unchanged, and the identity."""
         return x, lambda y: y
 
 
 @dataclass(frozen=True)
 class ConstantNorm:
-    """Every row to norm sqrt(hidden) ("constant_norm_rescale")."""
+    """Scales every row to norm sqrt(hidden) ("constant_norm_rescale")."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and the way back."""
+        """Scaled x [..., hidden], and the inverse."""
         factor = x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True)
         return x * factor, lambda y: y / factor
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Every row centred and divided by its unbiased standard deviation + 1e-5 ("layer_norm").
+    """Centres every row and divides it by its unbiased standard deviation + 1e-5 ("layer_norm").
 
-    The way back multiplies by the standard deviation alone, as SAELens does.
+    The inverse multiplies by the standard deviation without the 1e-5, as in SAELens.
     """
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and the way back."""
+        """Scaled x [..., hidden], and the inverse."""
         mean = x.mean(dim=-1, keepdim=True)
         spread = (x - mean).std(dim=-1, keepdim=True)
         return (x - mean) / (spread + _EPS), lambda y: y * spread + mean
@@ -62,10 +63,10 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class InputOnly:
-    """A scaling that is not undone: what a transcoder writes is in another place, of another scale."""
+    """A scaling without inverse: a transcoder's output is at another hook point, with another scale."""
 
     scaling: Scaling
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and no way back."""
+        """Scaled x [..., hidden], and the identity."""
         return self.scaling(x)[0], lambda y: y

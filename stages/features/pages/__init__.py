@@ -1,2 +1,1 @@
-"""What a page of a feature shows, for all features of a dictionary: examples, partners, neighbours,
-logits."""
+"""Contents of the pages of all features of a dictionary: examples, partners, neighbours, logits."""

@@ -1,10 +1,12 @@
-"""What features write, as directions: which others write alike, and which dims of the stream they lie along.
+"""Directions of decoders: features that write in similar directions, and the dims that each feature writes to
+most.
 
-Of features that write to several layers, to the last of those: from there the way to the logits is shortest.
+For features that write to several layers, the decoder of the last layer is used, because its path to the
+logits is the shortest.
 
-Border: a dictionary's decoders; no corpus. Holds some features times all.
+Border: a dictionary's decoders; no corpus. Memory holds the cosines of some features with all.
 
-Axes: feature; rank, 0 = closest; dim = of what is written, largest part first.
+Axes: feature; rank, 0 = closest; dim = of the decoder vector, largest magnitude first.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ....pipeline import Output, stage
 from ....store.arrays import Array
 from ...logits.ranking import top_columns
 from ..dictionary import Dictionary
-from .chosen import features_of, join_features
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["decoder_neighbours"]
 
 CELLS = 1 << 21
-"""Of some features times all at a time."""
+"""Number of cosines computed at a time."""
 ALIGNED = 3
-"""Dims told of each feature."""
+"""Number of dims given per feature."""
 
 
 @stage(
@@ -46,47 +48,55 @@ ALIGNED = 3
     resources=("dictionary",),
 )
 def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: int, k: int = 8) -> xr.Dataset:
-    """The k features of a layer whose decoder rows point most the way of each feature's.
+    """The k features of a layer whose decoder rows have the largest cosine with each feature's.
 
-    blocks: `feature_blocks`. Cosine of a row without direction is 0. The dims are what SAE dashboards call
-    neuron alignment (sae_vis, "neuron_alignment_indices", values, and l1 as a share).
+    The cosine of a zero row is 0. The dims correspond to the neuron alignment of SAE dashboards (sae_vis:
+    neuron_alignment_indices, values, and l1 as a share).
+
+    Arguments:
+        blocks: Features, from `feature_blocks`.
+        dictionary: The opened dictionary.
+        layer: Layer that the features read.
+        k: Number of neighbours per feature.
     """
     import torch
     import xarray as xr
 
-    chosen = features_of(blocks, dictionary.n_features)
+    features = features_of(blocks, dictionary.n_features)
     k = min(k, dictionary.n_features - 1)
     target = max(dictionary.targets(layer))
-    every = torch.arange(dictionary.n_features)
-    rows = dictionary.layer(layer).decoder_rows(every, target).cpu().numpy()
+    all_features = torch.arange(dictionary.n_features)
+    # All decoder rows of a layer are in memory here: n_features x d_out float32.
+    rows = dictionary.layer(layer).decoder_rows(all_features, target).cpu().numpy()
     norm = np.linalg.norm(rows, axis=1)
     unit = rows / np.where(norm > 0, norm, 1)[:, None]
-    neighbour = np.full((len(chosen), k), -1, np.int32)
-    cosine = np.zeros((len(chosen), k), np.float32)
+    neighbour = np.full((len(features), k), -1, np.int32)
+    cosine = np.zeros((len(features), k), np.float32)
     step = max(1, CELLS // len(rows))
-    for start in range(0, len(chosen) if k else 0, step):
-        some = chosen[start : start + step]
-        alike = unit[some] @ unit.T
-        alike[np.arange(len(some)), some] = -np.inf
+    for start in range(0, len(features) if k else 0, step):
+        block = features[start : start + step]
+        alike = unit[block] @ unit.T
+        # A feature is no neighbour of itself.
+        alike[np.arange(len(block)), block] = -np.inf
         near = top_columns(alike, k)
-        here = slice(start, start + len(some))
-        neighbour[here], cosine[here] = near, np.take_along_axis(alike, near, axis=1)
-    dim, part, share = _aligned(rows[chosen])
+        rows_of_block = slice(start, start + len(block))
+        neighbour[rows_of_block], cosine[rows_of_block] = near, np.take_along_axis(alike, near, axis=1)
+    dim, part, share = _aligned(rows[features])
     pairs = {"neighbour": neighbour, "cosine": cosine}
     dims = {"dim": dim, "part": part, "l1_share": share}
     return xr.Dataset(
         {
             **{name: (("feature", "rank"), array) for name, array in pairs.items()},
             **{name: (("feature", "largest"), array) for name, array in dims.items()},
-            "norm": ("feature", norm[chosen]),
+            "norm": ("feature", norm[features]),
         },
-        coords={"feature": chosen, "rank": np.arange(k), "layer": layer},
+        coords={"feature": features, "rank": np.arange(k), "layer": layer},
         attrs={"written_layer": target},
     )
 
 
 def _aligned(rows: Array) -> tuple[Array, Array, Array]:
-    """Dims of the largest magnitudes, what stands there, and its share of the sum of magnitudes."""
+    """Dims of largest magnitude, their values and shares of the sum of magnitudes [feature, rank]."""
     size = np.abs(rows)
     dim = np.argsort(-size, axis=1, kind="stable")[:, :ALIGNED]
     total = size.sum(axis=1, keepdims=True)

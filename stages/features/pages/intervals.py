@@ -1,11 +1,11 @@
-"""How strongly each feature fires where it fires, with examples of every strength.
+"""Histogram of each feature's activations, and examples drawn from intervals of strength.
 
-The range from 0 to a feature's largest activation is cut into equal intervals, as SAE dashboards cut it
-(sae_vis, "INTERVAL a - b, CONTAINS p %"): the strongest examples alone say little of what a feature is like
-when it is weak. The histogram is finer, and its bins lie in the intervals.
+The range from 0 to a feature's largest activation is divided into equal intervals, as in SAE dashboards
+(sae_vis, "INTERVAL a - b, CONTAINS p %"): the strongest examples alone do not show what a feature responds to
+weakly. The histogram is finer, and its bins subdivide the intervals.
 
-Border: the ragged arrays of one layer and its statistics in; never imports torch. Holds a block of the corpus
-and what is told of a block of features; reads the corpus once for each of those.
+Border: the ragged arrays of one layer and its statistics in; never imports torch. Memory holds a block of the
+corpus and the results of a block of features; the corpus is read once per block of features.
 
 Axes: feature; bin = of the histogram; interval = from weak to strong; draw = order of the draw, not of
 strength.
@@ -23,8 +23,8 @@ from ....store.errors import StageError
 from ...logits.ranking import in_order, ranks
 from ..corpus.candidates import Candidates
 from ..corpus.sparse import blocks as blocks_of
-from .chosen import features_of, join_features, places_of
 from .draws import Numbers, feature_numbers, mixed, token_numbers
+from .feature_blocks import features_of, join_features, rows_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -55,12 +55,23 @@ def feature_intervals(
     draws: int = 4,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Activations of features by strength, and `draws` tokens of each interval.
+    """Histogram of activations, and `draws` random tokens of each interval of strength, for some features.
 
-    encoded: as a layer's encoding gives it. statistics: `feature_statistics` of it. blocks: `feature_blocks`.
-    bins: of the histogram, a multiple of intervals. An activation on a boundary counts above it, the largest
-    in the last interval. The draw is by content (draws.py), each text at most once in an interval. Raises
-    StageError for bins that do not lie in intervals, DictionaryError for a feature there is not.
+    The draw depends only on content (draws.py), and takes a text at most once per interval.
+
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        statistics: `feature_statistics` of it.
+        blocks: Features, from `feature_blocks`.
+        bins: Number of bins, a multiple of `intervals`. An activation on a boundary counts in the upper bin,
+            the largest activation in the last bin.
+        intervals: Number of intervals.
+        draws: Number of tokens drawn per interval.
+        seed: Seed of the draw.
+
+    Raises:
+        StageError: `bins` is no multiple of `intervals`, or a number is below 1.
+        DictionaryError: A feature does not exist.
     """
     import xarray as xr
 
@@ -70,68 +81,75 @@ def feature_intervals(
             f"{intervals} intervals and {draws} draws"
         )
     size = int(encoded.attrs["n_features"])
-    chosen = features_of(blocks, size)
-    place = places_of(chosen, size)
-    largest = statistics["max_activation"].values[chosen]
+    features = features_of(blocks, size)
+    row_of_feature = rows_of(features, size)
+    largest = statistics["max_activation"].values[features]
+    # Features that never fire have no range; scale 0 avoids a division by zero.
     scale = np.divide(np.float32(bins), largest, out=np.zeros_like(largest), where=largest > 0)
-    numbers, own = token_numbers(encoded, seed), feature_numbers(chosen)
-    counts = np.zeros(len(chosen) * bins, np.int64)
-    drawn = _Drawn(len(chosen) * intervals, draws)
-    is_all = len(chosen) == size
+    numbers, feature_salt = token_numbers(encoded, seed), feature_numbers(features)
+    counts = np.zeros(len(features) * bins, np.int64)
+    drawn = _SmallestNumbers(len(features) * intervals, draws)
+    is_all = len(features) == size
     for block in blocks_of(encoded):
-        row, token, value = place[block.feature], block.token, block.value
+        row, token, value = row_of_feature[block.feature], block.token, block.value
+        # Skipped if all features are requested: indexing would copy the whole block.
         if not is_all:
-            here = np.flatnonzero(row >= 0)
-            row, token, value = row[here], token[here], value[here]
-        where = np.clip((value * scale[row]).astype(np.int32), 0, bins - 1)
-        cell = row * bins + where
+            matches = np.flatnonzero(row >= 0)
+            row, token, value = row[matches], token[matches], value[matches]
+        # The clip puts the largest activation into the last bin, and guards against rounding.
+        bin_index = np.clip((value * scale[row]).astype(np.int32), 0, bins - 1)
+        cell = row * bins + bin_index
         counts += np.bincount(cell, minlength=len(counts))
-        drawn.add(cell // (bins // intervals), token, value, mixed(numbers[token] ^ own[row]))
+        drawn.add(cell // (bins // intervals), token, value, mixed(numbers[token] ^ feature_salt[row]))
     drawn.draw()
-    histogram = counts.reshape(len(chosen), bins)
-    shape = (len(chosen), intervals, draws)
+    histogram = counts.reshape(len(features), bins)
+    shape = (len(features), intervals, draws)
     return xr.Dataset(
         {
             "histogram": (("feature", "bin"), histogram),
-            "interval_count": (("feature", "interval"), histogram.reshape(len(chosen), intervals, -1).sum(2)),
+            "interval_count": (
+                ("feature", "interval"),
+                histogram.reshape(len(features), intervals, -1).sum(2),
+            ),
             "token": (("feature", "interval", "draw"), drawn.token.reshape(shape)),
             "value": (("feature", "interval", "draw"), drawn.value.reshape(shape)),
         },
-        coords={"feature": chosen, "layer": encoded["layer"]},
+        coords={"feature": features, "layer": encoded["layer"]},
     )
 
 
-class _Drawn:
-    """The k members of each group with the smallest numbers, as far as they have been seen."""
+class _SmallestNumbers:
+    """The k members with the smallest random numbers in each group, among those added so far."""
 
     def __init__(self, groups: int, k: int) -> None:
         self.k = k
         self.number = np.full((groups, k), np.iinfo(np.uint64).max, np.uint64)
         self.token = np.full((groups, k), -1, np.int64)
         self.value = np.zeros((groups, k), np.float32)
-        self._last = self.number[:, -1].copy()  # beside each other, as they are read for every activation
-        self._waiting = Candidates(self.token.size)
+        self._threshold = self.number[:, -1].copy()  # contiguous copy: it is read for every activation
+        self._candidates = Candidates(self.token.size)
 
     def add(self, group: Ints, token: Ints, value: Array, number: Numbers) -> None:
-        """Take more into account; tokens come in ascending order from call to call."""
-        entering = np.flatnonzero(number < self._last[group])
-        if self._waiting.add(group[entering], token[entering], value[entering], number[entering]):
+        """Add members; tokens must ascend, from call to call too."""
+        entering = np.flatnonzero(number < self._threshold[group])
+        if self._candidates.add(group[entering], token[entering], value[entering], number[entering]):
             self.draw()
 
     def draw(self) -> None:
-        """Look through those that wait; to be called when all have come."""
-        if not len(self._waiting):
+        """Rank the collected candidates; must be called after the last `add`."""
+        if not len(self._candidates):
             return
-        group, token, value, number = self._waiting.taken(self.token, self.value, self.number)
-        # Groups, and of the numbers as many bits as there is room for: the others seldom decide.
+        group, token, value, number = self._candidates.take_with(self.token, self.value, self.number)
+        # Sort key of group and the leading bits of the number; the remaining bits seldom decide.
+        # 63 bits, because sort keys are signed.
         bits = 63 - int(self.token.shape[0]).bit_length()
         key = (group << bits) | (number >> np.uint64(64 - bits)).astype(np.int64)
         order = in_order(key, number, token)
-        # The same text again has the same number; what was seen first stays.
-        again = (np.diff(group[order]) == 0) & (np.diff(number[order]) == 0)
-        order = order[np.flatnonzero(np.concatenate([[True], ~again]))]
+        # A repeated text has the same number; its first occurrence is used.
+        is_repeated = (np.diff(group[order]) == 0) & (np.diff(number[order]) == 0)
+        order = order[np.flatnonzero(np.concatenate([[True], ~is_repeated]))]
         rank = ranks(group[order])
-        kept = np.flatnonzero(rank < self.k)
-        order, at = order[kept], (group[order[kept]], rank[kept])
+        selected = np.flatnonzero(rank < self.k)
+        order, at = order[selected], (group[order[selected]], rank[selected])
         self.number[at], self.token[at], self.value[at] = number[order], token[order], value[order]
-        self._last = self.number[:, -1].copy()
+        self._threshold = self.number[:, -1].copy()

@@ -1,10 +1,10 @@
-"""What features do to the logits themselves: the tokens each raises and lowers most, and how all of them
-move.
+"""Direct effects of features on the logits: the tokens each raises and lowers most, and a histogram over all
+tokens.
 
-The direct path only, as stages/features/effects/words.py tells it; this is the same for all features of a
-layer, with a histogram over the vocabulary.
+Only the direct path is counted, as in stages/features/effects/words.py; this stage computes it for all
+features of a layer.
 
-Border: a dictionary's decoders and a readout; no corpus. Holds some features times the vocabulary.
+Border: a dictionary's decoders and a readout; no corpus. Memory holds some features times the vocabulary.
 
 Axes: feature; rank, 0 = strongest; bin = of the histogram.
 """
@@ -20,7 +20,7 @@ from ....store.arrays import Array, Ints
 from ...logits.ranking import top_columns
 from ..dictionary import Dictionary
 from ..effects.words import effects_in_blocks
-from .chosen import features_of, join_features
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["feature_logits"]
 
 BLOCK_BYTES = 1 << 24
-"""Of logits [feature, vocab] that exist at a time."""
+"""Bytes of logits [feature, vocab] computed at a time."""
 
 
 @stage(
@@ -56,53 +56,66 @@ def feature_logits(
     top_k: int = 10,
     bins: int = 50,
 ) -> xr.Dataset:
-    """Effects of features on the logits, per unit of activation, less their mean over the vocabulary.
+    """Effects of features on the logits per unit of activation, minus their mean over the vocabulary.
 
-    readout: as stages/logits/readout.py gives it. blocks: `feature_blocks`. The bins are equal, from the
-    smallest effect to the largest. Raises ShapeError for a readout of another width.
+    Arguments:
+        readout: Final norm and unembedding, from stages/logits/readout.py.
+        blocks: Features, from `feature_blocks`.
+        dictionary: The opened dictionary.
+        layer: Layer that the features read.
+        top_k: Number of tokens raised, and lowered, per feature.
+        bins: Number of equal bins from the smallest to the largest effect.
+
+    Raises:
+        ShapeError: The readout has another width than the decoder.
     """
     import xarray as xr
 
-    chosen = features_of(blocks, dictionary.n_features)
-    shape = (len(chosen), min(top_k, readout.sizes["vocab"]))
+    features = features_of(blocks, dictionary.n_features)
+    shape = (len(features), min(top_k, readout.sizes["vocab"]))
     tokens: dict[str, Ints] = {name: np.empty(shape, np.int32) for name in ("raised", "lowered")}
-    by = {f"{name}_by": np.empty(shape, np.float32) for name in tokens}
-    histogram = np.empty((len(chosen), bins), np.int64)
-    ends = np.empty((2, len(chosen)), np.float32)
-    pairs = np.stack([np.full_like(chosen, layer), chosen], axis=1)
-    for some, effects in effects_in_blocks(dictionary, pairs, readout, BLOCK_BYTES):
-        histogram[some], ends[0, some], ends[1, some] = _counted(effects, bins)
+    effect_sizes = {f"{name}_by": np.empty(shape, np.float32) for name in tokens}
+    histogram = np.empty((len(features), bins), np.int64)
+    ends = np.empty((2, len(features)), np.float32)
+    pairs = np.stack([np.full_like(features, layer), features], axis=1)
+    for rows, effects in effects_in_blocks(dictionary, pairs, readout, BLOCK_BYTES):
+        histogram[rows], ends[0, rows], ends[1, rows] = _histograms(effects, bins)
         for name, sign in (("raised", 1), ("lowered", -1)):
             if sign < 0:
-                np.negative(effects, out=effects)  # it is ours, and large
-            tokens[name][some] = top_columns(effects, shape[1])
-            by[f"{name}_by"][some] = sign * np.take_along_axis(effects, tokens[name][some], axis=1)
+                np.negative(effects, out=effects)  # in place: the block is not used again, and large
+            tokens[name][rows] = top_columns(effects, shape[1])
+            effect_sizes[f"{name}_by"][rows] = sign * np.take_along_axis(effects, tokens[name][rows], axis=1)
     return xr.Dataset(
         {
-            **{name: (("feature", "rank"), array) for name, array in {**tokens, **by}.items()},
+            **{name: (("feature", "rank"), array) for name, array in {**tokens, **effect_sizes}.items()},
             "histogram": (("feature", "bin"), histogram),
             "low": ("feature", ends[0]),
             "high": ("feature", ends[1]),
         },
-        coords={"feature": chosen, "rank": np.arange(shape[1]), "layer": layer},
+        coords={"feature": features, "rank": np.arange(shape[1]), "layer": layer},
     )
 
 
-def _counted(effects: Array, bins: int) -> tuple[Ints, Array, Array]:
-    """Of each row the values by bin, and the range of the bins."""
+def _histograms(effects: Array, bins: int) -> tuple[Ints, Array, Array]:
+    """Histogram of each row [row, bin], and its range: smallest and largest value [row]."""
     low, high = effects.min(axis=1), effects.max(axis=1)
+    # A constant row would divide by zero; all its values go to the first bin.
     scale = np.float32(bins) / np.where(high > low, high - low, 1)
     counts = np.empty((len(effects), bins), np.int64)
     width, half = bins + 1, effects.shape[1] // 2
     bin_of = np.empty(effects.shape[1], np.float32)
-    for row, effect in enumerate(effects):  # one at a time, which stays in the cache
+    for row, effect in enumerate(effects):  # one row at a time fits the cache
         np.subtract(effect, low[row], out=bin_of)
         np.multiply(bin_of, scale[row], out=bin_of)
-        found = bin_of.astype(np.int32)
-        # Counted in pairs, which are half as many. Measured: 40 us a row of 32,768, 70 one by one.
-        pairs = np.bincount(found[:half] * width + found[half : 2 * half], minlength=width**2)
-        both = pairs.reshape(width, width)
-        count = both.sum(axis=0) + both.sum(axis=1) + np.bincount(found[2 * half :], minlength=width)
+        bin_numbers = bin_of.astype(np.int32)
+        # bincount of pairs of values has half the entries: measured 40 us instead of 70 per row of 32,768.
+        pairs = np.bincount(bin_numbers[:half] * width + bin_numbers[half : 2 * half], minlength=width**2)
+        pair_counts = pairs.reshape(width, width)
+        count = (
+            pair_counts.sum(axis=0)
+            + pair_counts.sum(axis=1)
+            + np.bincount(bin_numbers[2 * half :], minlength=width)
+        )
         counts[row] = count[:bins]
-        counts[row, -1] += count[bins]  # the largest
+        counts[row, -1] += count[bins]  # the largest value belongs to the last bin
     return counts, low, high

@@ -1,11 +1,11 @@
-"""All that pages of a dictionary show, as nodes of one graph.
+"""All contents of the pages of a dictionary's features, as nodes of one graph.
 
     nodes = page_nodes(dictionary, encoded=encode_nodes(dictionary, capture)[layer], layer=layer, readout=…)
     run(nodes.values(), store)
 
-Border: what reads what; what is computed, each stage says. Encoding is cached by segment of the corpus, the
-rest by block of features, so that a killed run goes on at the next of them; no more is in memory than one of
-those, with a block of the corpus or of the vocabulary.
+Border: connects the stages. Encoding is cached by segment of the corpus, the other stages by block of
+features, so that a killed run resumes at the next one. Memory holds one of these, with a block of the corpus
+or of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from ....pipeline import StageNode
 from ..corpus.examples import top_examples
 from ..corpus.statistics import feature_statistics
-from .chosen import feature_blocks
 from .decoders import decoder_neighbours
+from .feature_blocks import feature_blocks
 from .intervals import feature_intervals
 from .logits import feature_logits
 from .partners import feature_partners
@@ -34,26 +34,30 @@ __all__ = ["PageLayout", "page_nodes"]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How much a page shows, and how much is computed at once.
-
-    strongest: examples of the largest activations.  intervals: of activation, with per_interval examples
-    each.  before, after: tokens around an example.  related: neighbours, correlated and co-active features
-    each.  logits: tokens raised, and lowered.  bins: of histograms.  sample: tokens among which pairs of
-    features are counted, at most.  seed: of draws.  block: features computed together, cached as one; half as
-    many take half the memory.
-    """
+    """Sizes of page contents, and the number of features computed together."""
 
     strongest: int = 12
+    """Number of examples with the largest activations."""
     intervals: int = 5
+    """Number of intervals of activation from which examples are drawn."""
     per_interval: int = 4
+    """Number of examples per interval."""
     before: int = 16
+    """Number of tokens before an example."""
     after: int = 8
+    """Number of tokens after an example."""
     related: int = 8
+    """Number of decoder neighbours, of correlated and of co-active features."""
     logits: int = 10
+    """Number of tokens raised, and of tokens lowered."""
     bins: int = 50
+    """Number of bins of histograms."""
     sample: int = 1 << 15
+    """Largest number of tokens among which pairs of features are counted."""
     seed: int = 0
+    """Seed of all draws."""
     block: int = 1 << 14
+    """Features computed and cached together; half as many need half the memory."""
 
 
 def page_nodes(
@@ -65,29 +69,38 @@ def page_nodes(
     features: Sequence[int] = (),
     layout: PageLayout | None = None,
 ) -> dict[str, StageNode]:
-    """Nodes "statistics", "strongest", "intervals", "windows", "partners", "decoders", of a crosscoder
-    "places" and, with a readout, "logits".
+    """Nodes of a layer's pages by name: "statistics", "strongest", "intervals", "windows", "partners",
+    "decoders", for a crosscoder "places" and, with a readout, "logits".
 
-    encoded: of that layer. features: which ones, in any order; all where none is named. Raises
-    DictionaryError for a layer or a feature it does not have.
+    Arguments:
+        dictionary: The dictionary.
+        encoded: Node of the encoded layer.
+        layer: Layer that the features read.
+        readout: Node of the model's readout.
+        features: Feature indices in any order; empty for all.
+        layout: How much is shown; None for the defaults.
+
+    Raises:
+        DictionaryError: The dictionary lacks the layer or a feature.
     """
-    how = layout or PageLayout()
-    dictionary.targets(layer)  # refuses a layer it does not have
-    chosen = tuple(dictionary.feature((layer, feature)).index for feature in sorted(features))
-    blocks = feature_blocks(chosen or dictionary.n_features, how.block)
-    held = dictionary.as_resource()
+    settings = layout or PageLayout()
+    dictionary.targets(layer)  # raises for a layer that the dictionary does not have
+    indices = tuple(dictionary.feature((layer, feature)).index for feature in sorted(features))
+    # Blocks are of the sorted features: the same set in another order has the same keys.
+    blocks = feature_blocks(indices or dictionary.n_features, settings.block)
+    resource = dictionary.as_resource()
     statistics = feature_statistics.on(encoded=encoded)
-    strongest = top_examples.on(encoded=encoded, k=how.strongest, features=chosen or None)
+    strongest = top_examples.on(encoded=encoded, k=settings.strongest, features=indices or None)
     intervals = feature_intervals.on(
         encoded=encoded,
         statistics=statistics,
         blocks=blocks,
-        bins=how.bins,
-        intervals=how.intervals,
-        draws=how.per_interval,
-        seed=how.seed,
+        bins=settings.bins,
+        intervals=settings.intervals,
+        draws=settings.per_interval,
+        seed=settings.seed,
     )
-    found = {
+    nodes = {
         "statistics": statistics,
         "strongest": strongest,
         "intervals": intervals,
@@ -96,18 +109,25 @@ def page_nodes(
             strongest=strongest,
             drawn=intervals,
             blocks=blocks,
-            before=how.before,
-            after=how.after,
+            before=settings.before,
+            after=settings.after,
         ),
         "partners": feature_partners.on(
-            encoded=encoded, blocks=blocks, k=how.related, tokens=how.sample, seed=how.seed
+            encoded=encoded, blocks=blocks, k=settings.related, tokens=settings.sample, seed=settings.seed
         ),
-        "decoders": decoder_neighbours.on(blocks=blocks, dictionary=held, layer=layer, k=how.related),
+        "decoders": decoder_neighbours.on(
+            blocks=blocks, dictionary=resource, layer=layer, k=settings.related
+        ),
     }
     if dictionary.places:
-        found["places"] = place_norms.on(blocks=blocks, dictionary=held)
+        nodes["places"] = place_norms.on(blocks=blocks, dictionary=resource)
     if readout is not None:
-        found["logits"] = feature_logits.on(
-            readout=readout, blocks=blocks, dictionary=held, layer=layer, top_k=how.logits, bins=how.bins
+        nodes["logits"] = feature_logits.on(
+            readout=readout,
+            blocks=blocks,
+            dictionary=resource,
+            layer=layer,
+            top_k=settings.logits,
+            bins=settings.bins,
         )
-    return found
+    return nodes

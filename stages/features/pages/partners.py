@@ -1,16 +1,16 @@
-"""Which features fire together: correlated in strength, or present at the same tokens.
+"""Features that fire together: correlated in strength, or active at the same tokens.
 
-Over a sample of tokens, drawn by content (draws.py), or all of them where there are no more. Of pairs that
-were together once nothing is said. With x_f the activations of feature f at the n tokens of the sample, 0
-where it is silent, and S_f the tokens where it is not,
+Computed on a sample of tokens drawn by content (draws.py), or on all tokens if they are fewer. Pairs that
+share only one token are ignored. With x_f the activations of feature f at the n tokens of the sample, 0 where
+it is not active, and S_f the tokens where it is active,
 
     correlation = cov(x_f, x_g) / (sd(x_f) sd(x_g)),   cosine = x_f . x_g / (|x_f| |x_g|),
     jaccard = |S_f and S_g| / |S_f or S_g|,
 
-the first two as SAE dashboards have them (sae_vis, RollingCorrCoef: "pearson" and "cossim").
+the first two as in SAE dashboards (sae_vis, RollingCorrCoef: "pearson" and "cossim").
 
-Border: the ragged arrays of one layer in; never imports torch. Holds the sample, and the pairs of
-some features.
+Border: the ragged arrays of one layer in; never imports torch. Memory holds the sample, and the pairs of some
+features.
 
 Axes: feature; rank, 0 = closest. -1: no partner of that rank.
 """
@@ -30,8 +30,8 @@ from ....store.errors import StageError
 from ...logits.ranking import ranked, ranks
 from ..corpus.sparse import blocks as blocks_of
 from ..corpus.statistics import counted
-from .chosen import features_of, join_features
 from .draws import token_numbers
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 __all__ = ["feature_partners"]
 
 PAIRS = 1 << 18
-"""Meetings of two features that are counted at a time."""
+"""Co-occurrences of two features (one per shared token) counted at a time."""
 SLOTS = 1 << 20
-"""In which they are counted, a power of 2: several times as many, so that few pairs share one."""
+"""Size of the hash table of counts, a power of 2; several times PAIRS, so that collisions are rare."""
 FEATURES = 1 << 12
-"""Features whose pairs are counted at a time, at most."""
+"""Largest number of features whose pairs are counted at a time."""
 TOGETHER = 2
-"""Tokens that two features must share."""
+"""Smallest number of tokens that a pair must share."""
 
 
 @stage(
@@ -66,59 +66,71 @@ TOGETHER = 2
 def feature_partners(
     encoded: xr.Dataset, blocks: xr.DataArray, *, k: int = 8, tokens: int = 1 << 15, seed: int = 0
 ) -> xr.Dataset:
-    """The k features closest to each, by correlation and by the tokens they share.
+    """The k features closest to each feature, by correlation and by shared tokens.
 
-    encoded: as a layer's encoding gives it. blocks: `feature_blocks`. tokens: of the sample, at most. attrs:
-    n_tokens, how many there were. Raises StageError for k or tokens below 1.
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        blocks: Features, from `feature_blocks`.
+        k: Number of partners of each sort.
+        tokens: Largest number of tokens in the sample.
+        seed: Seed of the draw.
+
+    Returns:
+        See `outputs`; the attribute n_tokens is the size of the sample.
+
+    Raises:
+        StageError: `k` or `tokens` is below 1.
     """
     import xarray as xr
 
     if min(k, tokens) < 1:
         raise StageError(f"expected k and tokens of at least 1, found {k} and {tokens}")
-    chosen = features_of(blocks, int(encoded.attrs["n_features"]))
+    features = features_of(blocks, int(encoded.attrs["n_features"]))
     sample = _Sample.of(encoded, tokens, seed)
-    shape = (len(chosen), k)
-    found = {name: np.full(shape, -1, np.int32) for name in ("correlated", "companion")}
+    shape = (len(features), k)
+    partner_indices = {name: np.full(shape, -1, np.int32) for name in ("correlated", "companion")}
     values = {name: np.zeros(shape, np.float32) for name in ("correlation", "cosine", "jaccard")}
     together = np.zeros(shape, np.int64)
-    for some in sample.portions(chosen):
-        pairs = sample.pairs(chosen[some])
+    for portion in sample.portions(features):
+        pairs = sample.pairs(features[portion])
         correlation, jaccard = sample.correlation(pairs), sample.jaccard(pairs)
-        kept, rank = _closest(pairs, correlation, k)
-        at = some.start + pairs.row[kept], rank
-        found["correlated"][at] = pairs.column[kept]
-        values["correlation"][at] = correlation[kept]
-        values["cosine"][at] = sample.cosine(pairs)[kept]
-        kept, rank = _closest(pairs, jaccard, k)
-        at = some.start + pairs.row[kept], rank
-        found["companion"][at] = pairs.column[kept]
-        values["jaccard"][at] = jaccard[kept]
-        together[at] = pairs.count[kept]
-    told = {name: (("feature", "rank"), array) for name, array in {**found, **values}.items()}
+        order, rank = _closest(pairs, correlation, k)
+        at = portion.start + pairs.row[order], rank
+        partner_indices["correlated"][at] = pairs.column[order]
+        values["correlation"][at] = correlation[order]
+        values["cosine"][at] = sample.cosine(pairs)[order]
+        order, rank = _closest(pairs, jaccard, k)
+        at = portion.start + pairs.row[order], rank
+        partner_indices["companion"][at] = pairs.column[order]
+        values["jaccard"][at] = jaccard[order]
+        together[at] = pairs.count[order]
+    variables = {name: (("feature", "rank"), array) for name, array in {**partner_indices, **values}.items()}
     return xr.Dataset(
-        {**told, "together": (("feature", "rank"), together)},
-        coords={"feature": chosen, "rank": np.arange(k), "layer": encoded["layer"]},
+        {**variables, "together": (("feature", "rank"), together)},
+        coords={"feature": features, "rank": np.arange(k), "layer": encoded["layer"]},
         attrs={"n_tokens": sample.n_tokens},
     )
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Features of a portion with others they share tokens with, themselves left out; all [pair].
-
-    row: place in the portion.  feature, column: the pair.  count: tokens of both.  dot: sum of products.
-    """
+    """Pairs of a feature in a portion and another feature with which it shares tokens; all arrays [pair]."""
 
     row: Ints
+    """Row of the feature in the portion."""
     feature: Ints
+    """The feature."""
     column: Ints
+    """The other feature."""
     count: Ints
+    """Number of tokens with both features active."""
     dot: Floats
+    """Sum of the products of their activations."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """What is active at some tokens: row by row (ptr), features ascending."""
+    """Active features of the sampled tokens: token by token (ptr), features ascending."""
 
     ptr: Ints
     feature: Array
@@ -127,19 +139,19 @@ class _Sample:
 
     @classmethod
     def of(cls, encoded: xr.Dataset, tokens: int, seed: int) -> _Sample:
-        """The tokens with the smallest numbers, of those that may have features; equal ones by place."""
-        may = np.flatnonzero(counted(encoded))
-        if len(may) > tokens:
-            # Other numbers than those that draw examples, which would be the same tokens for every feature.
-            numbers = token_numbers(encoded, seed + 1)[may]
-            may = may[np.argsort(numbers, kind="stable")[:tokens]]
+        """Sample of the tokens with the smallest pseudorandom numbers, among those that can have features."""
+        eligible = np.flatnonzero(counted(encoded))
+        if len(eligible) > tokens:
+            # seed + 1: not the numbers that draw examples, so that both draws are independent.
+            numbers = token_numbers(encoded, seed + 1)[eligible]
+            eligible = eligible[np.argsort(numbers, kind="stable")[:tokens]]
         is_in = np.zeros(encoded.sizes["edge"] - 1, bool)
-        is_in[may] = True
+        is_in[eligible] = True
         feature, value = [], []
         for block in blocks_of(encoded):
-            kept = np.flatnonzero(is_in[block.token])
-            feature.append(block.feature[kept])
-            value.append(block.value[kept])
+            sampled = np.flatnonzero(is_in[block.token])
+            feature.append(block.feature[sampled])
+            value.append(block.value[sampled])
         lengths = np.diff(encoded["token_ptr"].values)[is_in]
         empty = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
         return cls(
@@ -155,102 +167,106 @@ class _Sample:
 
     @cached_property
     def owner(self) -> Ints:
-        """Token of each activation, counted in the sample."""
+        """Token of each activation, numbered within the sample [active]."""
         return np.repeat(np.arange(self.n_tokens), np.diff(self.ptr))
 
     @cached_property
     def by_feature(self) -> Ints:
-        """Activations in order of feature, then token."""
+        """Order of the activations by feature, then token [active]."""
         return np.argsort(self.feature, kind="stable")
 
     @cached_property
     def counts(self) -> Ints:
-        """At how many tokens each feature is active, [feature]."""
+        """Number of sampled tokens at which each feature is active [feature]."""
         return np.bincount(self.feature, minlength=self.size)
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each feature begins in `by_feature`; the last one is their number."""
+        """Start of each feature in `by_feature`, and the total number at the end [feature + 1]."""
         return np.concatenate([[0], self.counts.cumsum()])
 
     @cached_property
     def mean(self) -> Floats:
-        """Of each feature's activations, over all tokens."""
+        """Mean activation of each feature over all sampled tokens [feature]."""
         return np.bincount(self.feature, self.value, self.size) / max(self.n_tokens, 1)
 
     @cached_property
     def square(self) -> Floats:
-        """Mean square of each feature's activations, over all tokens."""
+        """Mean square of each feature's activations over all sampled tokens [feature]."""
         squares = np.bincount(self.feature, self.value.astype(np.float64) ** 2, self.size)
         return squares / max(self.n_tokens, 1)
 
-    def portions(self, chosen: Ints) -> Iterator[slice]:
-        """Features whose pairs fit a block, one portion after another."""
+    def portions(self, features: Ints) -> Iterator[slice]:
+        """Slices of `features` whose pairs fit a block."""
         lengths = np.diff(self.ptr)
-        work = np.bincount(self.feature, lengths[self.owner], self.size)[chosen]
-        done = np.concatenate([[0], work.cumsum()])
+        work = np.bincount(self.feature, lengths[self.owner], self.size)[features]
+        cumulative_work = np.concatenate([[0], work.cumsum()])
         start = 0
-        while start < len(chosen):
-            stop = int(np.searchsorted(done, done[start] + PAIRS, side="right")) - 1
-            stop = min(max(stop, start + 1), start + FEATURES, len(chosen))
+        while start < len(features):
+            stop = int(np.searchsorted(cumulative_work, cumulative_work[start] + PAIRS, side="right")) - 1
+            # At least one feature, even if its pairs exceed a block.
+            stop = min(max(stop, start + 1), start + FEATURES, len(features))
             yield slice(start, stop)
             start = stop
 
     def pairs(self, features: Ints) -> _Pairs:
-        """Who shares tokens with some features, and how: sums over the rows of the tokens each is active
-        at."""
+        """Pairs of some features with others that share at least TOGETHER tokens, counts and dot products."""
+        # One entry per activation of the requested features.
         row = np.repeat(np.arange(len(features)), self.counts[features])
-        own = self.by_feature[np.repeat(self.starts[features], self.counts[features]) + ranks(row)]
-        token = self.owner[own]
+        activations = self.by_feature[np.repeat(self.starts[features], self.counts[features]) + ranks(row)]
+        token = self.owner[activations]
         lengths = np.diff(self.ptr)[token]
         ends = lengths.cumsum()
         total = int(ends[-1]) if len(ends) else 0
-        other = np.arange(total) + np.repeat(self.ptr[token] - (ends - lengths), lengths)
-        cell = np.repeat(row * self.size, lengths) + self.feature[other]
-        # Most pairs meet once. A count of cells, of which some fall together, tells nearly all of those;
-        # of the others, pair and place are one number, so that one sort brings them together.
+        partners = np.arange(total) + np.repeat(self.ptr[token] - (ends - lengths), lengths)
+        cell = np.repeat(row * self.size, lengths) + self.feature[partners]
+        # Most pairs share one token. Counting hashed cells removes nearly all of those before the sort. For
+        # the remaining ones, cell and position are packed into one number, so that one sort groups them.
+        # SLOTS is a power of 2, so the mask is a modulo.
         slot = cell & (SLOTS - 1)
         place = np.flatnonzero(np.bincount(slot, minlength=SLOTS)[slot] >= TOGETHER)
         bits = max(total, 1).bit_length()
         met = np.sort((cell[place] << bits) | place)
         cell = met >> bits
-        first = np.flatnonzero(np.diff(cell, prepend=-1))
-        count = np.diff(first, append=len(cell))
-        at, column = np.divmod(cell[first], self.size)
+        starts = np.flatnonzero(np.diff(cell, prepend=-1))
+        count = np.diff(starts, append=len(cell))
+        at, column = np.divmod(cell[starts], self.size)
         shared = np.flatnonzero((count >= TOGETHER) & (features[at] != column))
-        at, column, count, first = at[shared], column[shared], count[shared], first[shared]
+        at, column, count, starts = at[shared], column[shared], count[shared], starts[shared]
         pair = np.repeat(np.arange(len(shared)), count)
-        place = met[np.repeat(first, count) + ranks(pair)] & ((1 << bits) - 1)
-        left = np.repeat(own, lengths)[place]
-        product = self.value[left].astype(np.float64) * self.value[other[place]]
+        place = met[np.repeat(starts, count) + ranks(pair)] & ((1 << bits) - 1)
+        left_activations = np.repeat(activations, lengths)[place]
+        product = self.value[left_activations].astype(np.float64) * self.value[partners[place]]
         dot: Floats = np.bincount(pair, product, len(shared)).astype(np.float64, copy=False)
         return _Pairs(at, features[at], column, count, dot)
 
     def correlation(self, pairs: _Pairs) -> Floats:
-        """Pearson, of activations at all tokens of the sample."""
+        """Pearson correlation of activations over all tokens of the sample [pair]."""
         a, b = pairs.feature, pairs.column
+        # Rounding may make the variance of a constant feature slightly negative.
         spread = np.sqrt(np.maximum(self.square - self.mean**2, 0))
         covariance = pairs.dot / max(self.n_tokens, 1) - self.mean[a] * self.mean[b]
         return _share(covariance, spread[a] * spread[b])
 
     def cosine(self, pairs: _Pairs) -> Floats:
-        """Of activations, as vectors over tokens."""
+        """Cosine similarity of activations over all tokens of the sample [pair]."""
         a, b = pairs.feature, pairs.column
         return _share(pairs.dot / max(self.n_tokens, 1), np.sqrt(self.square[a] * self.square[b]))
 
     def jaccard(self, pairs: _Pairs) -> Floats:
-        """Tokens of both over tokens of either."""
+        """Number of tokens of both features divided by the number of tokens of either [pair]."""
         either = self.counts[pairs.feature] + self.counts[pairs.column] - pairs.count
         return _share(pairs.count, either)
 
 
 def _share(part: Array, whole: Array) -> Floats:
+    """part / whole, 0 where whole is 0."""
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
 
 
 def _closest(pairs: _Pairs, measure: Floats, k: int) -> tuple[Ints, Ints]:
-    """The k pairs of each row whose measure is largest, of those above 0: their places, and ranks."""
+    """Index and rank of the k pairs of each row with the largest positive measure."""
     measure = measure.astype(np.float32)
-    above = np.flatnonzero(measure > 0)
-    kept, rank = ranked(pairs.row[above], pairs.column[above], measure[above], k)
-    return above[kept], rank
+    positive = np.flatnonzero(measure > 0)
+    order, rank = ranked(pairs.row[positive], pairs.column[positive], measure[positive], k)
+    return positive[order], rank

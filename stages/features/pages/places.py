@@ -1,11 +1,11 @@
-"""How strongly a crosscoder's features are written to each of its places, and which are one model's alone.
+"""Decoder norms of a crosscoder's features at each of its places, and features exclusive to one model.
 
-Norms are in units of the spread of the states there, so that layers and models compare. Of two models the
-relative norm is the second's share: 0 is written to the first alone, 1 to the second alone (Lindsey et al.
-2024, "Sparse Crosscoders for Cross-Layer Features and Model Diffing").
+Norms are in units of the spread of the states at the place, so that layers and models are comparable. For two
+models the relative norm is the second's share: 0 means written to the first only, 1 to the second only
+(Lindsey et al. 2024, "Sparse Crosscoders for Cross-Layer Features and Model Diffing").
 
-Border: a crosscoder's decoders; no corpus. A feature that never fires says nothing of the models, so read
-these beside how often each is active.
+Border: a crosscoder's decoders; no corpus. The decoders of a feature that never fires carry no information
+about the models, so read these figures together with firing counts.
 
 Axes: place; feature.
 """
@@ -18,7 +18,7 @@ from ....pipeline import Output, stage
 from ..crosscoder import Crosscoder
 from ..dictionary import Dictionary
 from ..layers.layout import models_of
-from .chosen import features_of, join_features
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -43,21 +43,26 @@ __all__ = ["place_norms"]
     resources=("dictionary",),
 )
 def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
-    """Norms of decoders at the places of a crosscoder.
+    """Decoder norms at the places of a crosscoder.
 
-    blocks: `feature_blocks`. Returns norm [place, feature]; of two models relative_norm and decoder_cosine
-    [feature], over all places of each. place_model and place_layer number and layer of each place's model.
+    Arguments:
+        blocks: Features, from `feature_blocks`.
+        dictionary: The opened crosscoder.
+
+    Returns:
+        norm [place, feature]; for two models also relative_norm and decoder_cosine [feature], over all places
+        of each model. The coordinates place_model and place_layer give each place's model number and layer.
     """
     import xarray as xr
 
     crosscoder, layer = Crosscoder.load(dictionary.files.directory), dictionary.layers[0]
-    chosen = features_of(blocks, dictionary.n_features)
+    features = features_of(blocks, dictionary.n_features)
     models = models_of(crosscoder.places)
-    points = [point for each in dictionary.reads() for point in each]
-    found = xr.Dataset(
-        {"norm": (("place", "feature"), crosscoder.norms()[:, chosen].numpy())},
+    points = [point for model_points in dictionary.reads() for point in model_points]
+    figures = xr.Dataset(
+        {"norm": (("place", "feature"), crosscoder.norms()[:, features].numpy())},
         coords={
-            "feature": chosen,
+            "feature": features,
             "layer": layer,
             "place": [str(place) for place in crosscoder.places],
             "place_model": ("place", list(models)),
@@ -65,6 +70,6 @@ def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
         },
     )
     if max(models) == 1:
-        found["relative_norm"] = ("feature", crosscoder.relative_norm()[chosen].numpy())
-        found["decoder_cosine"] = ("feature", crosscoder.decoder_cosine()[chosen].numpy())
-    return found
+        figures["relative_norm"] = ("feature", crosscoder.relative_norm()[features].numpy())
+        figures["decoder_cosine"] = ("feature", crosscoder.decoder_cosine()[features].numpy())
+    return figures

@@ -1,10 +1,10 @@
-"""What a feature does around its examples: its activation at the tokens before and after each.
+"""Activations of a feature at the tokens around its examples.
 
-Border: the ragged arrays of one layer and places in it; never imports torch. Holds a block of the corpus, and
-what is told of a block of features; the tokens themselves are looked up where they are shown.
+Border: the ragged arrays of one layer and tokens in it; never imports torch. Memory holds a block of the
+corpus, and the results of a block of features; token texts are looked up when pages are shown.
 
-Axes: feature; example = the strongest places, then those of each interval from weak to strong; window =
-tokens around a place, 0 = the place itself.
+Axes: feature; example = the strongest tokens, then those of each interval from weak to strong; window =
+tokens around an example, 0 = the example itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from ....pipeline import Output, stage
 from ....store.arrays import Array, Bools, Ints
 from ..corpus.sparse import ActiveBlock, blocks as blocks_of
-from .chosen import features_of, join_features
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["around", "example_windows"]
+__all__ = ["example_windows", "window_tokens"]
 
 
 @stage(
@@ -46,43 +46,51 @@ def example_windows(
 ) -> xr.Dataset:
     """Activations around every example of some features.
 
-    encoded: as a layer's encoding gives it. strongest: `top_examples` of it. drawn: `feature_intervals` of
-    it. blocks: `feature_blocks`. before, after: tokens of the same prompt on either side.
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        strongest: `top_examples` of it.
+        drawn: `feature_intervals` of it.
+        blocks: Features, from `feature_blocks`.
+        before: Number of tokens before each example, within the same prompt.
+        after: Number of tokens after it.
     """
     import xarray as xr
 
-    chosen = features_of(blocks, int(encoded.attrs["n_features"]))
+    features = features_of(blocks, int(encoded.attrs["n_features"]))
     parts = [
-        strongest["token"].sel(feature=chosen).values,
-        drawn["token"].sel(feature=chosen).values.reshape(len(chosen), -1),
+        strongest["token"].sel(feature=features).values,
+        drawn["token"].sel(feature=features).values.reshape(len(features), -1),
     ]
     token = np.concatenate(parts, axis=1)
     window = np.arange(-before, after + 1)
     activation = np.zeros((*token.shape, len(window)), np.float32)
-    _fill(activation, token, chosen, window, encoded)
+    _fill(activation, token, features, window, encoded)
     return xr.Dataset(
         {
             "token": (("feature", "example"), token),
             "activation": (("feature", "example", "window"), activation),
         },
-        coords={"feature": chosen, "window": window, "layer": encoded["layer"]},
+        coords={"feature": features, "window": window, "layer": encoded["layer"]},
     )
 
 
-def around(token: Ints, window: Ints, prompt: Ints) -> tuple[Ints, Bools]:
-    """Packed tokens around some [...] and which of them there are: [..., window].
+def window_tokens(token: Ints, window: Ints, prompt: Ints) -> tuple[Ints, Bools]:
+    """Tokens around examples [...], and whether each exists in the example's prompt; both [..., window].
 
-    token: -1 for none. prompt: of every token. What is in another prompt is not there.
+    Arguments:
+        token: Number of each example's token in the corpus; -1 for none.
+        window: Offsets.
+        prompt: Prompt of every token of the corpus.
     """
-    found = token[..., None] + window
-    there = (token >= 0)[..., None] & (found >= 0) & (found < len(prompt))
-    found = np.where(there, found, 0)
-    there &= prompt[found] == prompt[np.maximum(token, 0)][..., None]
-    return found, there
+    tokens = token[..., None] + window
+    exists = (token >= 0)[..., None] & (tokens >= 0) & (tokens < len(prompt))
+    tokens = np.where(exists, tokens, 0)
+    exists &= prompt[tokens] == prompt[np.maximum(token, 0)][..., None]
+    return tokens, exists
 
 
-def _fill(activation: Array, token: Ints, chosen: Ints, window: Ints, encoded: xr.Dataset) -> None:
-    """Write what is active around the examples, block of the corpus by block."""
+def _fill(activation: Array, token: Ints, features: Ints, window: Ints, encoded: xr.Dataset) -> None:
+    """Write activations around the examples into `activation`, block by block of the corpus."""
     prompt, size = encoded["prompt"].values, int(encoded.attrs["n_features"])
     flat, out = token.ravel(), activation.reshape(-1, len(window))
     order = np.argsort(flat, kind="stable")
@@ -90,30 +98,33 @@ def _fill(activation: Array, token: Ints, chosen: Ints, window: Ints, encoded: x
     for block in blocks_of(encoded):
         if not len(block.token):
             continue
-        first, last = int(block.token[0]), int(block.token[-1])
-        near = slice(*np.searchsorted(ordered, [max(first - window[-1], 0), last - window[0] + 1]))
-        some = order[near]
-        where, there = around(flat[some], window, prompt)
-        there &= (where >= first) & (where <= last)
-        example, place = np.nonzero(there)
-        wanted = (where[example, place] - first) * size + chosen[some[example] // token.shape[1]]
-        hit, found = _looked_up(wanted, block, first, last, size)
-        out[some[example[hit]], place[hit]] = found
+        start, stop = int(block.token[0]), int(block.token[-1])
+        # Only examples whose window overlaps the block.
+        near = slice(*np.searchsorted(ordered, [max(start - window[-1], 0), stop - window[0] + 1]))
+        examples = order[near]
+        tokens, is_in_block = window_tokens(flat[examples], window, prompt)
+        is_in_block &= (tokens >= start) & (tokens <= stop)
+        example, place = np.nonzero(is_in_block)
+        cells = (tokens[example, place] - start) * size + features[examples[example] // token.shape[1]]
+        hit, values = _looked_up(cells, block, start, stop, size)
+        out[examples[example[hit]], place[hit]] = values
 
 
-def _looked_up(wanted: Ints, block: ActiveBlock, first: int, last: int, size: int) -> tuple[Ints, Array]:
-    """Which of some (token, feature) cells of a block are active, and how strongly.
+def _looked_up(cells: Ints, block: ActiveBlock, start: int, stop: int, size: int) -> tuple[Ints, Array]:
+    """Index of the (token, feature) cells that are active in a block, and their activations.
 
-    Most are not, and a bit for each hash of what is active tells most of those without a search.
+    Most cells are not active, and a bit per hash of the active ones rules out most of these without a search.
     """
-    keys = (block.token - first) * size + block.feature  # ascending, as tokens and their features are
-    seen = np.zeros(_HASHES, bool)
-    seen[keys & (_HASHES - 1)] = True
-    maybe = np.flatnonzero(seen[wanted & (_HASHES - 1)])
-    spot = np.searchsorted(keys, wanted[maybe])
+    keys = (block.token - start) * size + block.feature  # ascending, as tokens and their features are
+    is_hashed = np.zeros(_HASHES, bool)
+    is_hashed[keys & (_HASHES - 1)] = True
+    candidates = np.flatnonzero(is_hashed[cells & (_HASHES - 1)])
+    spot = np.searchsorted(keys, cells[candidates])
+    # Past the end: any valid index, as the comparison below fails.
     spot[spot == len(keys)] = 0
-    hit = keys[spot] == wanted[maybe]
-    return maybe[hit], block.value[spot[hit]]
+    hit = keys[spot] == cells[candidates]
+    return candidates[hit], block.value[spot[hit]]
 
 
 _HASHES = 1 << 24
+"""Number of bits of the hash filter, a power of 2."""

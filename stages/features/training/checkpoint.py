@@ -1,13 +1,13 @@
-"""What a training leaves behind to go on from, bit for bit.
+"""Checkpoint and log of a training, which resumes bit for bit.
 
-Border: a folder and plain values and tensors; what they mean is the trainer's.
+Border: a folder, plain values and tensors; the trainer defines their meaning.
 
     checkpoint.pt   weights, optimiser, counters, running thresholds, cursor, settings, identity of the data
-    log.jsonl       one JSON value a line: what was measured, by step
+    log.jsonl       one JSON object a line: measurements by step
 
-A checkpoint replaces the one before in one rename, so that a kill at any moment leaves one that is whole. No
-state of random generators is in it: order is a function of (seed, cursor), first weights of the seed, and
-nothing else is random.
+A new checkpoint replaces the old one by a rename, so that a kill at any moment leaves a complete one. It
+holds no state of random generators: the order of batches is a function of (seed, cursor), initial weights are
+a function of the seed, and nothing else is random.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> None:
-    """Put a checkpoint in place of the one before."""
+    """Write a checkpoint; replaces the previous one atomically."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{CHECKPOINT}.part"
     torch.save(dict(state), temporary)
+    # A rename within one folder is atomic.
     temporary.replace(folder / CHECKPOINT)
 
 
 def load(folder: Path) -> dict[str, Any] | None:
-    """The checkpoint in a folder; None where there is none. ConfigError for a file that is none."""
+    """Read a folder's checkpoint; None without a file, ConfigError for a damaged file."""
     path = folder / CHECKPOINT
     if not path.is_file():
         return None
@@ -46,48 +47,58 @@ def load(folder: Path) -> dict[str, Any] | None:
     return checkpoint
 
 
-def require_same(folder: Path, held: Mapping[str, Any], settings: Mapping[str, Any], data: str) -> None:
-    """Raise ConfigError, naming the first difference, unless a checkpoint is of these settings and data."""
+def require_same(folder: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, Any], data: str) -> None:
+    """Compare a checkpoint with the requested settings and data.
+
+    Raises:
+        ConfigError: They differ; the message names the first difference.
+    """
     for name, value in settings.items():
-        before = held["settings"].get(name)
-        if before != value:
+        stored_value = checkpoint["settings"].get(name)
+        if stored_value != value:
             raise ConfigError(
-                f"{folder} holds a training with {name}={before!r}, asked is {name}={value!r}; name another "
-                "folder"
+                f"{folder} holds a training with {name}={stored_value!r}, expected {name}={value!r}; name "
+                "another folder"
             )
-    if held["data"] != data:
+    if checkpoint["data"] != data:
         raise ConfigError(
             f"{folder} holds a training on other activations; name another folder, or the same store"
         )
 
 
 class Log:
-    """The log of a training; lines of steps that a resumed training repeats are dropped."""
+    """Log of a training. Lines of steps after the checkpoint are dropped, because a resumed training repeats
+    them.
+
+    Arguments:
+        folder: Folder of the training.
+        step: Number of steps in the checkpoint.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """step: steps already made."""
         self.path = folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(self.path) if line["step"] <= step]
+        # Steps after the checkpoint will be repeated and logged again.
+        lines = [line for line in _lines(self.path) if line["step"] <= step]
         temporary = folder / f".{LOG}.part"
-        temporary.write_text("".join(_text(line) for line in kept), "utf-8")
+        temporary.write_text("".join(_text(line) for line in lines), "utf-8")
         temporary.replace(self.path)
 
     def write(self, **values: Any) -> None:
-        """Add a line of the log, for this step."""
+        """Append one line; `values` includes the step."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_text(values))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; one cut short by a kill is none."""
-    found = []
+    """Complete lines of a log; a line truncated by a kill ends the list."""
+    lines = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return found
+    return lines
 
 
 def _text(values: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
-"""Controls: features of random direction, as many and as sparse as trained ones.
+"""Controls for trained dictionaries: random features of the same number and sparsity.
 
-What a dictionary must beat. With decoders fitted: a random encoder throws little away, and least squares
-makes the best of it; what is left between it and a trained dictionary is what features have learned. With
-decoders of random direction as well, what is active says nothing of what is written.
+With fitted decoders: a random encoder loses little information, and least squares reconstructs as much as
+possible; the gap between this control and a trained dictionary is what training achieved. With random
+decoders as well, activations carry no information about what is written.
 
-Border: features and rows in blocks, features out.
+Border: features and rows in blocks in, features out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["random_features"]
 
 RIDGE = 1e-4
-"""Penalty, relative to the mean square of an activation."""
-_KEPT = 512
-"""Rows of a block by which thresholds are set; those of one block alone are no sample of all."""
+"""Ridge penalty, relative to the mean square of an activation."""
+_SAMPLED = 512
+"""Rows of each block from which thresholds are set; a single block would not be a representative sample."""
 
 
 def random_features(
@@ -39,69 +39,92 @@ def random_features(
     seed: int,
     fitted: bool = True,
 ) -> dict[int, LayerFeatures]:
-    """Features of random directions with the sizes, targets and L0 of `layers`; decoders fitted by ridge
-    regression on all rows, or of random direction with the norms of theirs and activations as large.
+    """Random features with the sizes, targets and L0 of `layers`.
 
-    blocks: gives the rows anew each time it is called, cell -> [row, width]; some rows of each set
-    thresholds. Each layer reads its states centred and whitened by their mean and spread over those rows.
+    Each layer reads its states centred and whitened by their mean and spread over a sample of rows, which
+    also sets the thresholds.
+
+    Arguments:
+        layers: The trained features.
+        blocks: Returns the blocks of rows [row, width] by (hook kind, layer); called more than once.
+        read: Hook kind that features read.
+        write: Hook kind that they write to.
+        seed: Seed of the directions.
+        fitted: Whether decoders are fitted by ridge regression on all rows; else they have random directions,
+            the norms of the trained decoders, and activations of the same mean size.
     """
     rows: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
     for block in blocks():
-        for layer, held in rows.items():
-            held.append(block[read, layer][:: max(1, len(block[read, layer]) // _KEPT)])
+        for layer, sampled in rows.items():
+            sampled.append(block[read, layer][:: max(1, len(block[read, layer]) // _SAMPLED)])
     generator = torch.Generator().manual_seed(seed)
-    seen = {layer: torch.cat(held) for layer, held in rows.items()}
-    drawn = {layer: _drawn(layers[layer], seen[layer], generator) for layer in seen}
+    samples = {layer: torch.cat(sampled) for layer, sampled in rows.items()}
+    drawn = {layer: _drawn(layers[layer], samples[layer], generator) for layer in samples}
     if not fitted:
-        return {layer: _unfitted(it, layers[layer], seen[layer], generator) for layer, it in drawn.items()}
+        return {
+            layer: _unfitted(features, layers[layer], samples[layer], generator)
+            for layer, features in drawn.items()
+        }
     offsets, total = {}, 0
-    for layer, it in drawn.items():
-        offsets[layer] = slice(total, total + it.n_features)
-        total += it.n_features
+    for layer, features in drawn.items():
+        offsets[layer] = slice(total, total + features.n_features)
+        total += features.n_features
     gram = torch.zeros(total + 1, total + 1, dtype=torch.float64)
     moments = {
-        layer: torch.zeros(total + 1, it.W_dec[layer].shape[1]).double() for layer, it in drawn.items()
+        layer: torch.zeros(total + 1, features.W_dec[layer].shape[1]).double()
+        for layer, features in drawn.items()
     }
     for block in blocks():
-        active = torch.cat([it.encode(block[read, layer]) for layer, it in drawn.items()], dim=1)
+        active = torch.cat([features.encode(block[read, layer]) for layer, features in drawn.items()], dim=1)
+        # A constant feature whose decoder row is the bias.
         active = torch.cat([active, torch.ones(len(active), 1)], dim=1)
         gram.add_(active.T @ active)
         for m, sums in moments.items():
             sums.add_(active.T @ block[write, m])
-    found = {layer: dict(it.W_dec) for layer, it in drawn.items()}
+    decoders = {layer: dict(features.W_dec) for layer, features in drawn.items()}
     biases: dict[int, Tensor] = {}
     for m, sums in moments.items():
         writers = [layer for layer in drawn if m in layers[layer].targets]
-        chosen = torch.cat(
+        columns = torch.cat(
             [*(torch.arange(total)[offsets[layer]] for layer in writers), torch.tensor([total])]
         )
-        part = gram[chosen][:, chosen]
-        part.diagonal()[:-1] += RIDGE * part.diagonal()[:-1].mean()
-        solved = torch.linalg.solve(part, sums[chosen]).float()
+        gram_part = gram[columns][:, columns]
+        gram_part.diagonal()[:-1] += RIDGE * gram_part.diagonal()[:-1].mean()
+        # The last row belongs to the constant feature: the bias, which is not penalised.
+        solved = torch.linalg.solve(gram_part, sums[columns]).float()
         biases[m] = solved[-1]
-        for place, layer in enumerate(writers):
+        for number, layer in enumerate(writers):
             size = drawn[layer].n_features
-            found[layer][m] = solved[place * size : (place + 1) * size]
-    return {layer: replace(it, W_dec=found[layer], b_dec=biases[layer]) for layer, it in drawn.items()}
+            decoders[layer][m] = solved[number * size : (number + 1) * size]
+    return {
+        layer: replace(features, W_dec=decoders[layer], b_dec=biases[layer])
+        for layer, features in drawn.items()
+    }
 
 
-def _drawn(like: LayerFeatures, rows: Tensor, generator: torch.Generator) -> LayerFeatures:
-    """Random encoder rows, and the threshold at which as many fire as in `like`."""
+def _drawn(trained: LayerFeatures, rows: Tensor, generator: torch.Generator) -> LayerFeatures:
+    """Random encoder rows, with the threshold at which as many features are active as in `trained`."""
     mean = rows.mean(0)
-    W_enc = torch.randn(like.W_enc.shape, generator=generator) / rows.std(0).clamp(min=1e-8)
-    open_ = LayerFeatures(like.layer, W_enc, like.W_dec, JumpReLU(torch.zeros(())), b_enc=-W_enc @ mean)
-    wanted = int((like.encode(rows) != 0).sum())
-    pre = open_.preactivations(rows).flatten()
-    least = pre.kthvalue(len(pre) - wanted).values
-    return replace(open_, activation=JumpReLU(torch.full((like.n_features,), float(least)).clamp(min=0)))
+    # Divided by the spread of each entry: random directions in whitened states.
+    W_enc = torch.randn(trained.W_enc.shape, generator=generator) / rows.std(0).clamp(min=1e-8)
+    unthresholded = LayerFeatures(
+        trained.layer, W_enc, trained.W_dec, JumpReLU(torch.zeros(())), b_enc=-W_enc @ mean
+    )
+    n_active = int((trained.encode(rows) != 0).sum())
+    pre = unthresholded.preactivations(rows).flatten()
+    threshold = pre.kthvalue(len(pre) - n_active).values
+    return replace(
+        unthresholded, activation=JumpReLU(torch.full((trained.n_features,), float(threshold)).clamp(min=0))
+    )
 
 
 def _unfitted(
     drawn: LayerFeatures, like: LayerFeatures, rows: Tensor, generator: torch.Generator
 ) -> LayerFeatures:
-    """Drawn features that write random directions as strongly as `like` writes its own, on average."""
+    """Random features with random decoders that write vectors of the same mean size as those of `like`."""
     assert isinstance(drawn.activation, JumpReLU)
     assert drawn.b_enc is not None
+    # Scaling encoder, bias and threshold together leaves the set of active features unchanged.
     scale = float(like.encode(rows).sum() / drawn.encode(rows).sum())
     decoders = {}
     for target in like.targets:

@@ -1,9 +1,10 @@
-"""How well features stand for activations: what is left unexplained, how many fire, which never do.
+"""Quality of features: reconstruction error, number of active features, dead features, densities.
 
-Border: features and rows of activations, stored or otherwise; runs no model (replacement.py does).
+Border: features and rows of activations, stored or not; runs no model (replacement.py does).
 
-FVU = sum |y - y_hat|^2 / sum |y - mean y|^2 over all rows measured; EV = 1 - FVU. Not comparable: sparsify's
-FVU, with the mean of each batch, and SAELens's explained_variance, which subtracts another mean.
+FVU = sum |y - y_hat|^2 / sum |y - mean y|^2 over all measured rows; EV = 1 - FVU. Not comparable with
+sparsify's FVU, which uses the mean of each batch, nor with SAELens's explained_variance, which subtracts
+another mean.
 
 Axes: layer (read), target (written), feature; bins of log10 density.
 """
@@ -29,6 +30,7 @@ __all__ = ["decoder_likeness", "measure", "summary"]
 DENSITY_BINS = np.linspace(-6.0, 0.0, 25)
 """Edges of the histogram of log10 densities."""
 _BLOCK = 4096
+"""Decoder rows compared with all others at a time."""
 
 
 def measure(
@@ -37,15 +39,24 @@ def measure(
     read: str,
     write: str,
 ) -> xr.Dataset:
-    """Figures over all rows of all blocks: cell -> [row, width], of the hook kinds read and written.
+    """Figures over all rows of all blocks.
 
-    fvu [target]; mse [target], mean over entries; cosine [target], mean over rows, of wanted and made less
-    the mean wanted row of the block; l0 [layer]; l0_count [layer, active]: rows with that many active
-    features; density [layer, feature]: share of rows it fires on; dead [layer]: share of features that never
-    fire.
-    Raises DictionaryError when there are no rows.
+    Arguments:
+        layers: Features by layer.
+        blocks: Blocks of rows [row, width], by (hook kind, layer).
+        read: Hook kind that features read.
+        write: Hook kind that they write to.
+
+    Returns:
+        fvu [target]; mse [target], mean over entries; cosine [target], mean over rows, of target and
+        reconstruction, both minus the mean target row of the block; l0 [layer]; l0_count [layer, active]:
+        rows with that many active features; density [layer, feature]: share of rows in which a feature is
+        active; dead [layer]: share of features that never fire.
+
+    Raises:
+        DictionaryError: There are no rows.
     """
-    sums = _Sums(layers)
+    sums = _FigureSums(layers)
     for block in blocks:
         sums.add(block, read, write)
     return sums.dataset()
@@ -54,7 +65,7 @@ def measure(
 def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, Any]:
     """The figures of `measure`, and of `replacement_loss`, as JSON values.
 
-    Per layer: fvu, l0, dead, very_dense (share of features that fire on more than a tenth of the rows).
+    Per layer: fvu, cosine, l0, dead, very_dense (share of features active in more than a tenth of the rows).
     """
     by_layer = {
         "fvu": measured.fvu.values,
@@ -63,35 +74,38 @@ def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, A
         "dead": measured.dead.values,
         "very_dense": (measured.density > 0.1).mean("feature").values,
     }
-    found: dict[str, Any] = {"layers": measured.layer.values.tolist(), "rows": int(measured.attrs["rows"])}
-    found |= {name: [round(float(value), 5) for value in values] for name, values in by_layer.items()}
+    figures: dict[str, Any] = {"layers": measured.layer.values.tolist(), "rows": int(measured.attrs["rows"])}
+    figures |= {name: [round(float(value), 5) for value in values] for name, values in by_layer.items()}
     if lost is not None:
-        found["loss"] = {
+        figures["loss"] = {
             "tokens": int(lost.attrs["tokens"]),
             "skip_positions": int(lost.attrs["skip_positions"]),
             "clean": round(float(lost.ce_clean), 5),
             "places": {str(place): _place(lost.sel(place=place)) for place in lost.place.values},
         }
-    return found
+    return figures
 
 
 def _place(lost: xr.Dataset) -> dict[str, float]:
-    ways = {f"ce_{way}": float(lost.ce.sel(way=way)) for way in lost.way.values}
+    values = {f"ce_{variant}": float(lost.ce.sel(way=variant)) for variant in lost.way.values}
     shares = {
         f"{name}_recovered_{ablation}": float(lost[f"{name}_recovered"].sel(ablation=ablation))
         for name in ("ce", "kl")
         for ablation in lost.ablation.values
     }
-    return {name: round(value, 5) for name, value in (ways | shares).items()}
+    return {name: round(value, 5) for name, value in (values | shares).items()}
 
 
-class _Sums:
+class _FigureSums:
+    """Running sums over blocks, from which `measure` computes its figures."""
+
     def __init__(self, layers: Mapping[int, LayerFeatures]) -> None:
         self.layers = dict(sorted(layers.items()))
-        size = max(it.n_features for it in layers.values())
+        size = max(features.n_features for features in layers.values())
         self.rows = 0
         self.fired = {
-            layer: torch.zeros(it.n_features, dtype=torch.int64) for layer, it in self.layers.items()
+            layer: torch.zeros(features.n_features, dtype=torch.int64)
+            for layer, features in self.layers.items()
         }
         self.counts = {layer: torch.zeros(size + 1, dtype=torch.int64) for layer in self.layers}
         self.error = dict.fromkeys(self.layers, 0.0)
@@ -101,27 +115,31 @@ class _Sums:
         self.width = dict.fromkeys(self.layers, 1)
 
     def add(self, block: Mapping[VariableLayer, Tensor], read: str, write: str) -> None:
-        made: dict[int, Tensor] = {}
-        for layer, it in self.layers.items():
-            a = it.encode(block[read, layer])
-            open_ = a != 0
-            self.fired[layer] += open_.sum(0)
-            self.counts[layer] += torch.bincount(open_.sum(1), minlength=len(self.counts[layer]))
-            for target in it.targets:
-                here = it.decode(a, target)
-                made[target] = made[target] + here if target in made else here
-        for target, it in self.layers.items():
-            wanted = block[write, target]
-            self._compare(target, it.finish(made[target], block[read, target]).double(), wanted.double())
-        self.rows += len(wanted)
+        rebuilt: dict[int, Tensor] = {}
+        for layer, features in self.layers.items():
+            activations = features.encode(block[read, layer])
+            is_active = activations != 0
+            self.fired[layer] += is_active.sum(0)
+            self.counts[layer] += torch.bincount(is_active.sum(1), minlength=len(self.counts[layer]))
+            for target in features.targets:
+                part = features.decode(activations, target)
+                rebuilt[target] = rebuilt[target] + part if target in rebuilt else part
+        for target, features in self.layers.items():
+            expected = block[write, target]
+            self._compare(
+                target, features.finish(rebuilt[target], block[read, target]).double(), expected.double()
+            )
+        # All targets have the same rows, so those of the last target are counted.
+        self.rows += len(expected)
 
-    def _compare(self, target: int, made: Tensor, wanted: Tensor) -> None:
-        mean = wanted.mean(0)
-        self.error[target] += float((made - wanted).square().sum())
-        self.squares[target] += float(wanted.square().sum())
-        self.sum[target] = self.sum.get(target, 0.0) + wanted.sum(0)
-        self.cosine[target] += float(torch.cosine_similarity(made - mean, wanted - mean, dim=1).sum())
-        self.width[target] = wanted.shape[1]
+    def _compare(self, target: int, rebuilt: Tensor, expected: Tensor) -> None:
+        mean = expected.mean(0)
+        self.error[target] += float((rebuilt - expected).square().sum())
+        self.squares[target] += float(expected.square().sum())
+        self.sum[target] = self.sum.get(target, 0.0) + expected.sum(0)
+        # The mean is removed: otherwise a large constant offset would give a cosine near 1.
+        self.cosine[target] += float(torch.cosine_similarity(rebuilt - mean, expected - mean, dim=1).sum())
+        self.width[target] = expected.shape[1]
 
     def dataset(self) -> xr.Dataset:
         if not self.rows:
@@ -129,9 +147,11 @@ class _Sums:
                 "expected activations to measure on, found no rows; are prompts one token long?"
             )
         n, order = self.rows, list(self.layers)
+        # Sums are float64: the variance is a small difference of large sums.
         variance = {m: self.squares[m] - float(self.sum[m] @ self.sum[m]) / n for m in order}
         density = np.stack([(self.fired[layer] / n).numpy() for layer in order])
         with np.errstate(divide="ignore"):
+            # Dead features (-inf) count in the first bin.
             logs = np.log10(density).clip(DENSITY_BINS[0], None)
         histogram = np.stack([np.histogram(row, DENSITY_BINS)[0] for row in logs])
         counts = np.stack([self.counts[layer].numpy() for layer in order])
@@ -155,15 +175,17 @@ class _Sums:
 
 
 def decoder_likeness(features: LayerFeatures) -> Tensor:
-    """For each feature the largest cosine of what it writes, over all targets, with what another writes
-    [feature]; 1 means a duplicate. NaN where there is one feature only."""
+    """Largest cosine of each feature's decoder, over all targets, with that of another feature [feature].
+
+    1 means a duplicate; NaN if there is only one feature.
+    """
     rows = torch.cat([features.decoder_rows(slice(None), target) for target in features.targets], dim=1)
     rows = torch.nn.functional.normalize(rows, dim=1)
     if len(rows) < 2:
         return torch.full((len(rows),), torch.nan)
-    found = []
+    maxima = []
     for start in range(0, len(rows), _BLOCK):
-        some = rows[start : start + _BLOCK] @ rows.T
-        some[torch.arange(len(some)), torch.arange(start, start + len(some))] = -torch.inf
-        found.append(some.max(1).values)
-    return torch.cat(found)
+        cosines = rows[start : start + _BLOCK] @ rows.T
+        cosines[torch.arange(len(cosines)), torch.arange(start, start + len(cosines))] = -torch.inf
+        maxima.append(cosines.max(1).values)
+    return torch.cat(maxima)

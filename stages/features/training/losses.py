@@ -1,17 +1,17 @@
-"""What training minimises: variance left unexplained, and what keeps features few and alive.
+"""The training loss: variance left unexplained, a sparsity penalty, and an auxiliary loss for dead features.
 
-Border: a model and one batch of scaled rows; steps, schedules and optimisers are the trainer's.
+Border: a model and one batch of scaled rows; steps, schedules and optimisers are in trainer.py.
 
     relu       + c sum a |W_dec|              (l1; Bricken et al. 2023, weighted as by Conerly et al. 2024)
                + c sum tanh(s a |W_dec|)      (tanh; Jermyn et al. 2024, Lindsey et al. 2025)
     jumprelu   + c L0, or the tanh; straight-through gradients to thresholds (Rajamanoharan et al. 2024)
     topk       the k largest of each row (Gao et al. 2024)
-    batchtopk  the k B largest of the B rows of a batch (Bussmann et al. 2024); the least of them, averaged
-               over steps, is the JumpReLU threshold meanwhile
+    batchtopk  the k B largest of the B rows of a batch (Bussmann et al. 2024); the smallest of them, averaged
+               over steps, is the running JumpReLU threshold
 
-The reconstruction term is the sum over written layers of FVU, with the variance of all the data. The top ones
-have AuxK besides: what dead features can make of the error (Gao et al. 2024, appendix A.2), without bias.
-Prefixes: the first n features reconstruct alone, too (Matryoshka; Bussmann et al. 2025).
+The reconstruction term is the sum over written layers of FVU, with the variance of all the data. topk and
+batchtopk add AuxK: the reconstruction of the error by dead features (Gao et al. 2024, appendix A.2), without
+bias. Prefixes: the first n features must also reconstruct alone (Matryoshka; Bussmann et al. 2025).
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from .models import DictionaryModel
 __all__ = ["Loss", "jump_relu", "loss", "step_function"]
 
 RUNNING = 0.99
+"""Decay of the running threshold of batchtopk per step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """Of one batch. total: what is minimised. fvu: of each written layer. activations: of each layer
-    [batch, feature], without gradient. penalty, auxiliary: their parts of the total.
-    """
+    """Training loss of a batch, split into its terms."""
 
     total: Tensor
+    """The minimised loss, a scalar."""
     fvu: dict[int, Tensor]
+    """Fraction of variance unexplained by written layer."""
     activations: dict[int, Tensor]
+    """Activations by layer [batch, feature], without gradient."""
     penalty: Tensor
+    """Sparsity penalty, part of the total."""
     auxiliary: Tensor
+    """AuxK loss, part of the total."""
 
 
 def loss(
@@ -52,83 +56,92 @@ def loss(
     pressure: float,
     dead: Mapping[int, Tensor],
 ) -> Loss:
-    """Of scaled rows: layer -> [batch, width].
+    """Loss of a batch; updates the running threshold of batchtopk.
 
-    k: of this step. pressure: share of the penalty in force, 0 to 1. dead: layer -> bool [feature]. Moves the
-    running threshold of batchtopk.
+    Arguments:
+        model: The dictionary.
+        inputs: Scaled rows [batch, width] by layer that is read.
+        outputs: Scaled rows by layer that is written.
+        k: Number of active features in this step.
+        pressure: Share of the penalty in force, 0 to 1.
+        dead: Mask of dead features by layer, bool [feature].
     """
-    it = model.settings
+    settings = model.settings
     pre = {layer: model.preactivations(layer, inputs[layer]) for layer in model.layers}
     active = {layer: _activate(model, layer, p, k) for layer, p in pre.items()}
-    made = model.decode(active, inputs)
-    errors = {layer: made[layer] - outputs[layer] for layer in made}
+    rebuilt = model.decode(active, inputs)
+    errors = {layer: rebuilt[layer] - outputs[layer] for layer in rebuilt}
     fvu = {layer: error.square().mean() for layer, error in errors.items()}
     total = torch.stack(list(fvu.values())).sum()
-    for size in it.prefixes:
-        part = {layer: a * (torch.arange(it.features) < size) for layer, a in active.items()}
+    # Matryoshka: each prefix of the features must reconstruct alone, with the same biases.
+    for size in settings.prefixes:
+        part = {layer: a * (torch.arange(settings.features) < size) for layer, a in active.items()}
         shorter = model.decode(part, inputs)
         total = total + torch.stack([(shorter[m] - outputs[m]).square().mean() for m in shorter]).sum()
     penalty = auxiliary = torch.zeros(())
-    if not it.is_top:
+    if not settings.is_top:
         penalty = pressure * sum(
             (_penalty(model, layer, pre[layer], active[layer], dead[layer]) for layer in model.layers),
             penalty,
         )
-    elif it.auxiliary and any(bool(which.any()) for which in dead.values()):
-        auxiliary = it.auxiliary * _auxiliary(model, pre, errors, dead)
+    elif settings.auxiliary and any(bool(is_dead.any()) for is_dead in dead.values()):
+        auxiliary = settings.auxiliary * _auxiliary(model, pre, errors, dead)
     values = {layer: a.detach() for layer, a in active.items()}
-    told = {layer: value.detach() for layer, value in fvu.items()}
-    return Loss(total + penalty + auxiliary, told, values, penalty.detach(), auxiliary.detach())
+    fvu_values = {layer: value.detach() for layer, value in fvu.items()}
+    return Loss(total + penalty + auxiliary, fvu_values, values, penalty.detach(), auxiliary.detach())
 
 
 def _activate(model: DictionaryModel, layer: int, pre: Tensor, k: int) -> Tensor:
-    it = model.settings
-    if it.activation == "relu":
+    settings = model.settings
+    if settings.activation == "relu":
         return pre.relu()
-    if it.activation == "jumprelu":
-        return jump_relu(pre, model.threshold(layer), it.bandwidth)
-    if it.activation == "topk":
-        kept = pre * _kept(pre, k)
-        return kept.relu() if it.is_autoencoder else kept
+    if settings.activation == "jumprelu":
+        return jump_relu(pre, model.threshold(layer), settings.bandwidth)
+    if settings.activation == "topk":
+        largest = pre * _is_largest(pre, k)
+        return largest.relu() if settings.is_autoencoder else largest
     return _batch_top(model, layer, pre.relu(), k)
 
 
-def _kept(pre: Tensor, k: int) -> Tensor:
-    """Which k of each row are largest."""
+def _is_largest(pre: Tensor, k: int) -> Tensor:
+    """Mask of the k largest values of each row."""
     if k >= pre.shape[1]:
         return torch.ones_like(pre, dtype=torch.bool)
-    chosen = pre.topk(k, dim=1).indices
-    return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, chosen, True)
+    indices = pre.topk(k, dim=1).indices
+    return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, indices, True)
 
 
 def _batch_top(model: DictionaryModel, layer: int, a: Tensor, k: int) -> Tensor:
-    """The k per row, on average, that are largest in the batch; their least moves the running threshold."""
+    """The batch's largest activations, k per row on average; updates the running threshold."""
     values = a.detach()
     count = k * len(values)
+    # Otherwise there are no more than k per row, and all are kept.
     if count < values.numel():
         # kthvalue counts from below; a selection is all that is needed, no order.
-        least = values.flatten().kthvalue(values.numel() - count + 1).values
-        a = a * (values >= least)
+        cutoff = values.flatten().kthvalue(values.numel() - count + 1).values
+        a = a * (values >= cutoff)
     positive = a.detach()[a.detach() > 0]
+    # A batch without active features says nothing about the threshold.
     if len(positive):
-        found, before = float(positive.min()), model.running[layer]
-        model.running[layer] = RUNNING * before + (1 - RUNNING) * found if before else found
+        smallest, running = float(positive.min()), model.running[layer]
+        model.running[layer] = RUNNING * running + (1 - RUNNING) * smallest if running else smallest
     return a
 
 
 def _penalty(model: DictionaryModel, layer: int, pre: Tensor, a: Tensor, dead: Tensor) -> Tensor:
-    """Mean over rows of what sparsity costs at one layer."""
-    it, norms = model.settings, model.norms(layer)
-    if it.penalty == "step":
-        each = step_function(pre, model.threshold(layer), it.bandwidth)
-    elif it.penalty == "tanh":
-        each = (it.tanh_scale * a * norms).tanh()
+    """Sparsity penalty of one layer, mean over rows."""
+    settings, norms = model.settings, model.norms(layer)
+    if settings.penalty == "step":
+        costs = step_function(pre, model.threshold(layer), settings.bandwidth)
+    elif settings.penalty == "tanh":
+        costs = (settings.tanh_scale * a * norms).tanh()
     else:
-        each = a * norms
-    cost = it.sparsity * each.sum(1).mean()
-    if it.activation == "jumprelu" and it.dead_penalty and bool(dead.any()):
+        costs = a * norms
+    cost = settings.sparsity * costs.sum(1).mean()
+    if settings.activation == "jumprelu" and settings.dead_penalty and bool(dead.any()):
+        # Pulls pre-activations of dead features up to the threshold, in proportion to the distance.
         short = (model.threshold(layer) - pre).relu() * norms * dead
-        cost = cost + it.dead_penalty * short.sum(1).mean()
+        cost = cost + settings.dead_penalty * short.sum(1).mean()
     return cost
 
 
@@ -138,9 +151,10 @@ def _auxiliary(
     errors: Mapping[int, Tensor],
     dead: Mapping[int, Tensor],
 ) -> Tensor:
-    """Squared error per entry, in units of variance, of dead features on what the others leave over.
+    """AuxK: squared error per entry, in units of variance, of dead features as a reconstruction of the error.
 
-    min(d_in / 2, dead) of them per layer and row, scaled down where fewer than d_in / 2 are dead.
+    min(d_in / 2, number of dead features) of them are active per row and layer; the loss is scaled down if
+    fewer than d_in / 2 are dead.
     """
     half = max(1, model.d_in // 2)
     revived, counts = {}, []
@@ -149,15 +163,18 @@ def _auxiliary(
         counts.append(count)
         if count:
             masked = p.masked_fill(~dead[layer], -torch.inf)
-            revived[layer] = torch.where(_kept(masked, min(half, count)), p, 0.0)
-    made = model.decode(revived)
-    parts = [(made[m] + errors[m].detach()).square().mean() for m in made]  # error = made - wanted
+            revived[layer] = torch.where(_is_largest(masked, min(half, count)), p, 0.0)
+    rebuilt = model.decode(revived)
+    parts = [
+        (rebuilt[m] + errors[m].detach()).square().mean() for m in rebuilt
+    ]  # error = reconstruction - target
+    # Fewer dead features than d_in / 2 cannot explain the whole error, so the loss is scaled down.
     return torch.stack(parts).sum() * min(1.0, max(counts) / half)
 
 
 class _JumpReLU(torch.autograd.Function):
-    """p where p > threshold. To p the gradient passes where it is open; to the threshold, -(threshold /
-    width) in a band of that width around it (Rajamanoharan et al. 2024, eq. 11)."""
+    """p where p > threshold. The gradient passes to p where p > threshold; to the threshold it is -(threshold
+    / width) in a band of that width around it (Rajamanoharan et al. 2024, eq. 11)."""
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: float) -> Tensor:
@@ -174,8 +191,8 @@ class _JumpReLU(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """1 where p > threshold. To the threshold the gradient is -1 / width in a band of that width around it,
-    to p none (Rajamanoharan et al. 2024, eq. 12)."""
+    """1 where p > threshold. The gradient to the threshold is -1 / width in a band of that width around it;
+    there is none to p (Rajamanoharan et al. 2024, eq. 12)."""
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: float) -> Tensor:
@@ -193,13 +210,16 @@ class _Step(torch.autograd.Function):
 def jump_relu(pre: Tensor, threshold: Tensor, width: float) -> Tensor:
     """p where p > threshold, else 0, with a straight-through gradient to the threshold.
 
-    pre [batch, feature], threshold [feature], width: of the band that gives gradients.
+    Arguments:
+        pre: Pre-activations [batch, feature].
+        threshold: Threshold [feature].
+        width: Width of the band around the threshold in which it gets gradients.
     """
-    found: Tensor = _JumpReLU.apply(pre, threshold, width)  # type: ignore[no-untyped-call]
-    return found
+    activations: Tensor = _JumpReLU.apply(pre, threshold, width)  # type: ignore[no-untyped-call]
+    return activations
 
 
 def step_function(pre: Tensor, threshold: Tensor, width: float) -> Tensor:
     """1 where p > threshold, else 0, with a straight-through gradient to the threshold; see `jump_relu`."""
-    found: Tensor = _Step.apply(pre, threshold, width)  # type: ignore[no-untyped-call]
-    return found
+    steps: Tensor = _Step.apply(pre, threshold, width)  # type: ignore[no-untyped-call]
+    return steps

@@ -1,19 +1,19 @@
-"""What a model loses when it reads a dictionary's reconstructions in place of its own activations.
+"""Loss of a model that reads a dictionary's reconstructions in place of its own activations.
 
-At the hook points that are written, activations become what features make of the states at the hook points
-that are read; loss and next-token distribution are compared with those of the whole model, and of a model
-whose activations there are zero, or their mean over all tokens measured:
+At the hook points that are written, activations are replaced by the features' reconstruction from the hook
+points that are read. Loss and next-token distribution are compared with those of the unchanged model, and of
+a model whose activations there are zero, or their mean over all measured tokens:
 
     recovered = (CE_ablated - CE_replaced) / (CE_ablated - CE_clean), and the same with KL(clean || .)
 
-One place at a time, and all together. All together the features read what the replaced model computes, layer
-by layer, errors and all: the replacement model of Lindsey et al. 2025. The first positions of a prompt keep
-their activations, and what is predicted there does not count.
+Each place is replaced alone, and all places together. Replaced together, the features read the states that
+the replaced model computes, layer by layer, errors included: the replacement model of Lindsey et al. 2025.
+The first positions of a prompt keep their activations, and predictions there are not counted.
 
-Border: a model, features by layer, prompts as token ids; interventions are Replace and Zero of the model's
-own.
+Border: a model, features by layer, prompts as token ids; uses the interventions Replace, Add and Zero of the
+model.
 
-Axes: place ("all", then the written layers by number); prompts of one length share a pass.
+Axes: place ("all", then the written layers by number); prompts of equal length share a forward pass.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from ...forward.models.model import Model
     from ..layers.layer import LayerFeatures
 
-__all__ = ["Reconstructed", "replacement_loss"]
+__all__ = ["ReconstructionRuns", "replacement_loss"]
 
 ALL = "all"
-_WAYS = ("replaced", "zero", "mean")
+"""Label of the place "all written layers together"."""
+_VARIANTS = ("replaced", "zero", "mean")
 
 
 @plain_torch()
@@ -57,36 +58,47 @@ def replacement_loss(
 ) -> xr.Dataset:
     """Loss of the model with its activations replaced, in nats per token.
 
-    read, write: hook kinds. prompts: token ids; `skip_positions` first tokens of each are left alone.
-    ce, kl [place, way]: of "replaced", "zero" and "mean"; ce_clean: of the model as it is. ce_recovered,
-    kl_recovered [place, ablation]: share of what the ablation costs that the reconstruction keeps.
-    Raises PromptError when no prompt is longer than skip_positions + 1, ConfigError for a model that does not
-    predict the next token.
+    Arguments:
+        model: The model.
+        layers: Features by layer.
+        read: Hook kind that features read.
+        write: Hook kind that they write to.
+        prompts: Token ids of each prompt.
+        skip_positions: Number of first tokens of each prompt that are not replaced.
+        batch_tokens: Number of tokens per forward pass.
+
+    Returns:
+        ce, kl [place, way], way "replaced", "zero" or "mean"; ce_clean of the unchanged model; ce_recovered,
+        kl_recovered [place, ablation]: share of the ablation's cost that the reconstruction avoids.
+
+    Raises:
+        PromptError: No prompt is longer than skip_positions + 1.
+        ConfigError: The model does not predict the next token.
     """
     model.config.require_next_token()
-    worker = Reconstructed(model, dict(sorted(layers.items())), read, write, skip_positions)
+    runs = ReconstructionRuns(model, dict(sorted(layers.items())), read, write, skip_positions)
     batches = list(_batches(prompts, skip_positions, batch_tokens))
     if not batches:
         raise PromptError(f"expected prompts longer than {skip_positions + 1} tokens, found none")
-    means = worker.means(batches)
-    places = [ALL, *map(str, worker.layers)]
-    ce, kl = (np.zeros((len(places), len(_WAYS))) for _ in range(2))
+    means = runs.means(batches)
+    places = [ALL, *map(str, runs.layers)]
+    ce, kl = (np.zeros((len(places), len(_VARIANTS))) for _ in range(2))
     clean_ce, count = 0.0, 0
     for ids in batches:
-        clean = worker.forward(ids, HookSpec().capture(*worker.read_points.values()))
-        reference = worker.log_probabilities(clean)
-        clean_ce += worker.cross_entropy(reference, ids)
+        clean = runs.forward(ids, HookSpec().capture(*runs.read_points.values()))
+        reference = runs.log_probabilities(clean)
+        clean_ce += runs.cross_entropy(reference, ids)
         count += reference.shape[0] * reference.shape[1]
         for i, place in enumerate(places):
-            chosen = list(worker.layers) if place == ALL else [int(place)]
-            for j, way in enumerate(_WAYS):
-                if way == "replaced":
-                    spec = worker.closed_loop(ids) if place == ALL else worker.alone(int(place), clean)
+            replaced_layers = list(runs.layers) if place == ALL else [int(place)]
+            for j, variant in enumerate(_VARIANTS):
+                if variant == "replaced":
+                    spec = runs.closed_loop(ids) if place == ALL else runs.alone(int(place), clean)
                 else:
-                    spec = worker.ablated(chosen, ids, means if way == "mean" else None)
-                found = worker.log_probabilities(worker.forward(ids, spec))
-                ce[i, j] += worker.cross_entropy(found, ids)
-                kl[i, j] += float((reference.exp() * (reference - found)).sum())
+                    spec = runs.ablated(replaced_layers, ids, means if variant == "mean" else None)
+                log_probabilities = runs.log_probabilities(runs.forward(ids, spec))
+                ce[i, j] += runs.cross_entropy(log_probabilities, ids)
+                kl[i, j] += float((reference.exp() * (reference - log_probabilities)).sum())
     ce, kl, clean_ce = ce / count, kl / count, clean_ce / count
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = (ce[:, 1:] - ce[:, :1]) / (ce[:, 1:] - clean_ce)
@@ -99,15 +111,20 @@ def replacement_loss(
             "ce_recovered": (("place", "ablation"), shares),
             "kl_recovered": (("place", "ablation"), kl_shares),
         },
-        {"place": places, "way": list(_WAYS), "ablation": list(_WAYS[1:])},
+        {"place": places, "way": list(_VARIANTS), "ablation": list(_VARIANTS[1:])},
         {"tokens": count, "skip_positions": skip_positions},
     )
 
 
-class Reconstructed:
-    """The runs of a model with a dictionary's reconstructions in place of what it writes.
+class ReconstructionRuns:
+    """Runs of a model with a dictionary's reconstructions in place of its activations.
 
-    layers: features by layer. read, write: hook kinds. skip: first positions that keep their activations.
+    Arguments:
+        model: The model.
+        layers: Features by layer.
+        read: Hook kind that features read.
+        write: Hook kind that they write to.
+        skip: Number of first positions that keep their activations.
     """
 
     def __init__(
@@ -118,25 +135,25 @@ class Reconstructed:
         self.write_points = {layer: HookPoint(write, layer) for layer in layers}
 
     def forward(self, ids: list[list[int]], spec: HookSpec) -> HookCache:
-        """Logits of one pass in which reconstructions stand in."""
+        """Logits and captures of one forward pass with the interventions of `spec`."""
         return self.model.forward(ids, spec)
 
     @plain_torch()
     def log_probabilities(self, cache: HookCache) -> Tensor:
-        """Of next tokens [prompt, position, vocab], at the positions that count."""
+        """Log-probabilities of next tokens [prompt, position, vocab], at the counted positions."""
         logits = cache.logits
         assert logits is not None
         return logits[:, self.skip : -1].float().log_softmax(-1)
 
     @plain_torch()
-    def cross_entropy(self, found: Tensor, ids: list[list[int]]) -> float:
-        """Summed over prompts and positions, nats."""
-        following = torch.tensor(ids, device=found.device)[:, self.skip + 1 :, None]
-        return -float(found.gather(-1, following).sum())
+    def cross_entropy(self, log_probabilities: Tensor, ids: list[list[int]]) -> float:
+        """Cross-entropy in nats, summed over prompts and positions."""
+        next_tokens = torch.tensor(ids, device=log_probabilities.device)[:, self.skip + 1 :, None]
+        return -float(log_probabilities.gather(-1, next_tokens).sum())
 
     @plain_torch()
     def means(self, batches: Sequence[list[list[int]]]) -> dict[int, Tensor]:
-        """Mean activation at every written hook point, over all positions that count."""
+        """Mean activation at every written hook point, over all counted positions."""
         sums: dict[int, Tensor] = {}
         count = 0
         for ids in batches:
@@ -148,11 +165,11 @@ class Reconstructed:
         return {layer: (total / count).float() for layer, total in sums.items()}
 
     def ablated(
-        self, chosen: Sequence[int], ids: list[list[int]], means: Mapping[int, Tensor] | None
+        self, replaced_layers: Sequence[int], ids: list[list[int]], means: Mapping[int, Tensor] | None
     ) -> HookSpec:
-        """These places zero, or their means."""
+        """Intervention that sets these layers' written activations to zero (`means` None) or to means."""
         spec = HookSpec()
-        for layer in chosen:
+        for layer in replaced_layers:
             width = self.layers[layer].W_dec[layer].shape[1]
             value = torch.zeros(width) if means is None else means[layer]
             value = value.expand(len(ids), len(ids[0]) - self.skip, -1)
@@ -160,45 +177,53 @@ class Reconstructed:
         return spec
 
     def alone(self, layer: int, clean: HookCache) -> HookSpec:
-        """One place, from the states of the whole model."""
-        made = self._decoded({m: self._encoded(m, clean) for m in self.layers if m <= layer}, layer)
-        return HookSpec().intervene(*self._change(layer, self._finished(layer, made, clean), Replace))
+        """Intervention that reconstructs one layer's activations from the unchanged model's states."""
+        rebuilt = self._decoded({m: self._encoded(m, clean) for m in self.layers if m <= layer}, layer)
+        return HookSpec().intervene(*self._change(layer, self._finished(layer, rebuilt, clean), Replace))
 
     def closed_loop(self, ids: list[list[int]]) -> HookSpec:
-        """All places, each from what the model computes with those below replaced; ids: of one length."""
+        """Intervention that replaces all layers, each reconstructed from a model in which the lower ones are
+        replaced.
+
+        ids: prompts of equal length.
+        """
         spec = HookSpec()
-        for layer, made, _ in self._loop(ids):
-            spec = spec.intervene(*self._change(layer, made, Replace))
+        for layer, rebuilt, _ in self._loop(ids):
+            spec = spec.intervene(*self._change(layer, rebuilt, Replace))
         return spec
 
     def errors(self, ids: list[list[int]]) -> dict[int, Tensor]:
-        """By how much each place of the closed loop differs from what it would hold there if it alone were
-        left as it is: float32 [prompt, position that counts, width], by layer."""
-        found = {}
-        for layer, made, cache in self._loop(ids, *self.write_points.values()):
-            held = self._rows(self.write_points[layer], cache).float()
-            found[layer] = made.to(held) - held
-        return found
+        """Reconstruction minus actual activation of each layer in the closed loop, where the layers below are
+        replaced: float32 [prompt, counted position, width], by layer."""
+        differences = {}
+        for layer, rebuilt, cache in self._loop(ids, *self.write_points.values()):
+            actual = self._rows(self.write_points[layer], cache).float()
+            differences[layer] = rebuilt.to(actual) - actual
+        return differences
 
     def added(self, vectors: Mapping[int, Tensor]) -> HookSpec:
-        """Vectors [prompt, position that counts, width] added to what each place holds."""
+        """Intervention that adds vectors [prompt, counted position, width] where each layer writes."""
         spec = HookSpec()
         for layer, value in vectors.items():
             spec = spec.intervene(*self._change(layer, value, Add))
         return spec
 
-    def _loop(self, ids: list[list[int]], *seen: HookPoint) -> Iterator[tuple[int, Tensor, HookCache]]:
-        """(layer, its reconstruction, the pass it was made from, with the hook points of the layer among
-        `seen`), lowest layer first; each stands in its place while the next is made."""
+    def _loop(self, ids: list[list[int]], *captured: HookPoint) -> Iterator[tuple[int, Tensor, HookCache]]:
+        """Yield (layer, its reconstruction, the pass it was computed from), lowest layer first.
+
+        Each reconstruction is in place while the next is computed. The pass also captures those of the
+        further hook points that belong to the layer.
+        """
         active: dict[int, Tensor] = {}
         spec = HookSpec()
         for layer in self.layers:
-            wanted = (self.read_points[layer], *(point for point in seen if point.layer == layer))
-            cache = self.model.forward(ids, spec.capture(*wanted), want=None)
+            points = (self.read_points[layer], *(point for point in captured if point.layer == layer))
+            # One pass per layer: its features must see the states of the model with lower layers replaced.
+            cache = self.model.forward(ids, spec.capture(*points), want=None)
             active[layer] = self._encoded(layer, cache)
-            made = self._finished(layer, self._decoded(active, layer), cache)
-            spec = spec.intervene(*self._change(layer, made, Replace))
-            yield layer, made, cache
+            rebuilt = self._finished(layer, self._decoded(active, layer), cache)
+            spec = spec.intervene(*self._change(layer, rebuilt, Replace))
+            yield layer, rebuilt, cache
 
     def _encoded(self, layer: int, cache: HookCache) -> Tensor:
         return self.layers[layer].encode(self._states(layer, cache))
@@ -207,7 +232,7 @@ class Reconstructed:
         return self._rows(self.read_points[layer], cache)
 
     def _rows(self, point: HookPoint, cache: HookCache) -> Tensor:
-        """[prompt, position that counts, width], heads side by side."""
+        """Activations [prompt, counted position, width], heads side by side."""
         states = cache[point]
         if "d_head" in point.dims:  # heads before positions
             states = states.transpose(1, 2).flatten(2)
@@ -216,18 +241,19 @@ class Reconstructed:
     def _decoded(self, active: Mapping[int, Tensor], target: int) -> Tensor:
         parts = [
             self.layers[layer].decode(a, target)
+            # A CLT's output at a layer also sums the features of lower layers.
             for layer, a in active.items()
             if target in self.layers[layer].targets
         ]
         return torch.stack(parts).sum(0)
 
-    def _finished(self, layer: int, made: Tensor, cache: HookCache) -> Tensor:
-        return self.layers[layer].finish(made, self._states(layer, cache))
+    def _finished(self, layer: int, rebuilt: Tensor, cache: HookCache) -> Tensor:
+        return self.layers[layer].finish(rebuilt, self._states(layer, cache))
 
     def _change(
         self, layer: int, value: Tensor, change: type[Add] | type[Replace]
     ) -> tuple[HookPoint, Intervention]:
-        """A value [prompt, position that counts, width] where a layer writes, as an intervention."""
+        """Intervention with a value [prompt, counted position, width] where a layer writes."""
         point = self.write_points[layer]
         if "d_head" in point.dims:
             heads = self.model.config.axis_sizes[point.dims[1]]
@@ -237,11 +263,13 @@ class Reconstructed:
 
 
 def _batches(prompts: Sequence[Sequence[int]], skip: int, batch_tokens: int) -> Iterator[list[list[int]]]:
-    """Prompts of one length together, as many as make `batch_tokens`; those that predict nothing left out."""
+    """Batches of prompts of equal length with about `batch_tokens` tokens; prompts without a counted
+    prediction are left out."""
     by_length: dict[int, list[list[int]]] = defaultdict(list)
     for ids in prompts:
         if len(ids) > skip + 1:
             by_length[len(ids)].append(list(ids))
     for length, rows in sorted(by_length.items()):
+        # Equal lengths need no padding or attention mask.
         size = max(1, batch_tokens // length)
         yield from (rows[start : start + size] for start in range(0, len(rows), size))

@@ -1,7 +1,8 @@
-"""What a training is: kind of dictionary, size, activation function, schedule; plain values, checked once.
+"""Settings of a training: kind of dictionary, size, activation function, schedule; plain values, checked
+once.
 
 Border: values only; imports no torch. Two trainings with equal settings on equal data give equal bytes, on
-one machine with one number of threads. How often something is logged or saved is no part of them.
+one machine with one number of threads. Intervals of logging and saving are not settings.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from ..layers.names import hook_kind
 __all__ = ["TrainingSettings"]
 
 KINDS = ("sae", "plt", "clt", "crosscoder")
+"""Kinds of dictionaries."""
 ACTIVATIONS = ("topk", "batchtopk", "jumprelu", "relu")
+"""Activation functions."""
 PENALTIES = {"relu": ("l1", "tanh"), "jumprelu": ("step", "tanh"), "topk": (), "batchtopk": ()}
+"""Sparsity penalties that each activation function allows; the first is the default."""
 
 
 def _setting(default: Any, description: str) -> Any:
@@ -29,9 +33,10 @@ def _setting(default: Any, description: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """One training. Names of hook points are those inside a block: "hook_resid_post".
+    """Settings of one training. Hook points are named inside a block: "hook_resid_post".
 
-    Raises ConfigError for values that do not go together, naming the one to change.
+    Raises:
+        ConfigError: Values contradict each other; the message names the one to change.
     """
 
     kind: str = _setting(
@@ -96,21 +101,24 @@ class TrainingSettings:
                 )
             _one_of(f"penalty of {self.activation}", self.penalty, allowed)
         self._check_numbers()
+        # Stored as a hook kind, so that all spellings of a hook point give equal settings.
         object.__setattr__(self, "read", hook_kind(self.read))
         object.__setattr__(self, "write", hook_kind(self.write) if self.write else self.read)
         for kind in (self.read, self.writes):
             if not BY_NAME[kind].per_layer:
                 raise ConfigError(f"expected a hook point that every layer has, found {BY_NAME[kind].path!r}")
         if self.is_autoencoder != (self.read == self.write):
-            other = (
+            requirement = (
                 "reads and writes one hook point"
                 if self.is_autoencoder
                 else "writes to another than it reads"
             )
-            raise ConfigError(f"kind {self.kind!r} {other}, found read={self.read!r}, write={self.write!r}")
+            raise ConfigError(
+                f"kind {self.kind!r} {requirement}, found read={self.read!r}, write={self.write!r}"
+            )
         if self.kind == "clt" and self.activation == "topk":
             raise ConfigError(
-                "files of a clt cannot say topk; train it with activation='batchtopk' or 'jumprelu'"
+                "the file format of a clt cannot say topk; train it with activation='batchtopk' or 'jumprelu'"
             )
         if self.skip and self.kind != "plt":
             raise ConfigError(
@@ -143,27 +151,28 @@ class TrainingSettings:
 
     @property
     def writes(self) -> str:
-        """Kind of hook point that is written."""
+        """Hook kind that features write to."""
         return self.write or self.read
 
     @property
     def is_autoencoder(self) -> bool:
-        """Whether it writes what it reads."""
+        """Whether features write the hook point that they read."""
         return self.kind in ("sae", "crosscoder")
 
     @property
     def is_top(self) -> bool:
-        """Whether sparsity is a count, and not a penalty."""
+        """Whether sparsity is set by a number of active features instead of a penalty."""
         return self.activation in ("topk", "batchtopk")
 
     @property
     def rate(self) -> float:
         """Peak learning rate (Gao et al. 2024 scale it with the inverse root of the number of features)."""
+        # 2e-4 at 2^14 features.
         return self.lr if self.lr is not None else 2e-4 * (2**14 / self.features) ** 0.5
 
     @property
     def dead_tokens(self) -> int:
-        """Tokens without firing after which a feature counts as dead."""
+        """Number of tokens without firing after which a feature counts as dead."""
         return (
             self.dead_after if self.dead_after is not None else min(10_000_000, self.steps * self.batch // 10)
         )
@@ -176,8 +185,8 @@ class TrainingSettings:
         }
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        near = nearest(value, known)
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = nearest(value, choices)
         hint = f"; nearest is {near!r}" if near else ""
-        raise ConfigError(f"expected {name} to be one of {', '.join(known)}, found {value!r}{hint}")
+        raise ConfigError(f"expected {name} to be one of {', '.join(choices)}, found {value!r}{hint}")

@@ -1,8 +1,7 @@
-"""Mean, scale and variance of the activations at each hook point, in one pass that keeps no rows.
+"""Mean, scale and variance of the activations at each hook point, in one pass without keeping rows.
 
-Border: rows in blocks; knows no features. Sums are kept as a mean and squared deviations from it, and joined
-block by block (Chan, Golub and LeVeque 1983), in float64: states of a residual stream are large where their
-variance is small.
+Border: rows in blocks; knows no features. Mean and squared deviations are merged block by block (Chan, Golub
+and LeVeque 1983) in float64, because states of a residual stream have large means and small variances.
 """
 
 from __future__ import annotations
@@ -23,46 +22,50 @@ CellT = TypeVar("CellT", bound="Cell")
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """Of one hook point over some rows.
-
-    count: rows. mean: float64 [width]. variance: total, the mean squared distance from the mean. norm,
-    max_norm: mean and largest Euclidean norm of a row.
-    """
+    """Statistics of one hook point over some rows."""
 
     count: int
+    """Number of rows."""
     mean: Tensor
+    """Mean row, float64 [width]."""
     variance: float
+    """Total variance: mean squared distance from the mean row."""
     norm: float
+    """Mean Euclidean norm of a row."""
     max_norm: float
+    """Largest Euclidean norm of a row."""
 
     @classmethod
     def of(cls, rows: Tensor) -> RowStatistics:
-        """Of rows [row, width], at least one."""
-        wide = rows.double()
-        mean = wide.mean(0)
-        norms = wide.norm(dim=1)
-        variance = float((wide - mean).square().sum()) / len(rows)
+        """Statistics of rows [row, width]; at least one row is required."""
+        rows64 = rows.double()
+        mean = rows64.mean(0)
+        norms = rows64.norm(dim=1)
+        variance = float((rows64 - mean).square().sum()) / len(rows)
         return cls(len(rows), mean, variance, float(norms.mean()), float(norms.max()))
 
     def __add__(self, other: RowStatistics) -> RowStatistics:
-        """Of both sets of rows together."""
+        """Statistics of both sets of rows together."""
         count = self.count + other.count
+        # Both sets are weighted by their numbers of rows (Chan, Golub and LeVeque 1983).
         share = other.count / count
-        apart = other.mean - self.mean
+        difference = other.mean - self.mean
         return RowStatistics(
             count,
-            self.mean + share * apart,
-            (1 - share) * self.variance + share * other.variance + share * (1 - share) * float(apart @ apart),
+            self.mean + share * difference,
+            (1 - share) * self.variance
+            + share * other.variance
+            + share * (1 - share) * float(difference @ difference),
             (1 - share) * self.norm + share * other.norm,
             max(self.max_norm, other.max_norm),
         )
 
 
 def moments(blocks: Iterable[Mapping[CellT, Tensor]]) -> dict[CellT, RowStatistics]:
-    """Of every cell over all blocks: cell -> [row, width] each."""
-    found: dict[CellT, RowStatistics] = {}
+    """Statistics of every cell over all blocks; each block maps cells to rows [row, width]."""
+    statistics: dict[CellT, RowStatistics] = {}
     for block in blocks:
         for cell, rows in block.items():
-            here = RowStatistics.of(rows)
-            found[cell] = found[cell] + here if cell in found else here
-    return found
+            block_statistics = RowStatistics.of(rows)
+            statistics[cell] = statistics[cell] + block_statistics if cell in statistics else block_statistics
+    return statistics

@@ -1,6 +1,6 @@
-"""A dictionary in memory, of features that were just trained: to be used, measured, exported.
+"""A dictionary in memory made of newly trained features: for use, measurements and export.
 
-Border: features by layer and their settings; files are export.py's.
+Border: features by layer and their settings; export.py writes files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "as_dictionary"]
 
 FORMATS = {"sae": "saelens", "plt": "circuit_tracer", "clt": "circuit_tracer"}
-"""Kind -> the format (of export.py) that says all of what training makes."""
+"""Export format for each kind, able to express every dictionary that training makes."""
 
 
 def as_dictionary(
@@ -33,39 +33,48 @@ def as_dictionary(
     model_name: str | None,
     name: str = "trained",
 ) -> Dictionary:
-    """Features as a dictionary; its identity is their weights' and where they read and write.
+    """Trained features as a dictionary; its identity is the digest of weights and hook points.
 
-    layers: as `Training.layers` gives them. model_name: of the model whose activations these were.
+    Arguments:
+        layers: Features by layer, from `Training.layers`.
+        settings: Settings of the training.
+        model_name: Name of the model whose activations were used.
+        name: Name of the dictionary.
     """
-    first = next(iter(layers.values()))
+    features = next(iter(layers.values()))
     layout = DictionaryLayout(
         format="memory",
         kind=settings.kind,
         read=settings.read,
         write=settings.writes,
         layers=tuple(sorted(layers)),
-        targets={layer: it.targets for layer, it in sorted(layers.items())},
-        n_features=first.n_features,
-        d_in=first.W_enc.shape[1],
-        d_out=first.W_dec[first.layer].shape[1],
+        targets={layer: layer_features.targets for layer, layer_features in sorted(layers.items())},
+        n_features=features.n_features,
+        d_in=features.W_enc.shape[1],
+        d_out=features.W_dec[features.layer].shape[1],
         files=(),
         model_name=model_name,
-        has_skip=first.W_skip is not None,
+        has_skip=features.W_skip is not None,
     )
 
     def content() -> dict[str, dict[str, dict[str, str]]]:
-        return {"weights": {str(layer): _content(it) for layer, it in sorted(layers.items())}}
+        return {
+            "weights": {
+                str(layer): _content(layer_features) for layer, layer_features in sorted(layers.items())
+            }
+        }
 
     return Dictionary(DictionaryFiles(name, Path()), layout, layers.__getitem__, content)
 
 
 def _content(features: LayerFeatures) -> dict[str, str]:
-    """Digest of every tensor of a layer, and what its activation function is."""
+    """Digest of every tensor of a layer, and a text for its activation function."""
     tensors: dict[str, Tensor | None] = {"W_enc": features.W_enc, "b_enc": features.b_enc}
     tensors |= {"b_dec": features.b_dec, "W_skip": features.W_skip}
     tensors |= {f"W_dec.{target}": rows for target, rows in features.W_dec.items()}
-    how = vars(features.activation)
-    tensors |= {f"activation.{name}": value for name, value in how.items() if hasattr(value, "numpy")}
-    found = {name: array_digest(value.numpy()) for name, value in tensors.items() if value is not None}
-    plain = {name: value for name, value in how.items() if not hasattr(value, "numpy")}
-    return found | {"activation": f"{type(features.activation).__name__} {sorted(plain.items())}"}
+    parameters = vars(features.activation)
+    tensors |= {f"activation.{name}": value for name, value in parameters.items() if hasattr(value, "numpy")}
+    digests = {name: array_digest(value.numpy()) for name, value in tensors.items() if value is not None}
+    # Numbers such as k enter the identity as text, tensors as digests.
+    plain = {name: value for name, value in parameters.items() if not hasattr(value, "numpy")}
+    return digests | {"activation": f"{type(features.activation).__name__} {sorted(plain.items())}"}

@@ -1,16 +1,16 @@
 """The training loop: batches in, a dictionary and a checkpoint out.
 
     training = Training(Settings(kind="sae", features=1024, k=16), StoredActivations(entry), Path("sae"))
-    training.run()                                  # or again, after a kill: goes on where it was
+    training.run()                                  # called again after a kill, it resumes
     training.layers                                 # layer -> LayerFeatures, on activations as stored
 
-Adam; a linear warm-up, a plateau, a linear fall to 0; gradients cut at a norm. With topk and batchtopk
-decoder rows have norm 1 (all targets together) and k falls to its value from min(features, 10 d_in); with
-penalties rows are free, since penalties weigh them, and the coefficient rises from 0.
+Adam; a linear warm-up, a plateau, a linear decay to 0; gradients clipped by norm. With topk and batchtopk,
+decoder rows have norm 1 (over all targets) and k falls from min(features, 10 d_in) to its value; with
+penalties the rows are free, since penalties are weighted by their norm, and the coefficient rises from 0.
 
-Equal settings and data give equal bits on one machine with one number of torch's threads, interrupted or not.
+Equal settings and data give equal bits on one machine with one number of torch threads, interrupted or not.
 
-Border: stored activations, in a folder of its own; captures nothing, exports nothing.
+Border: reads stored activations, writes to a folder of its own; captures nothing, exports nothing.
 """
 
 from __future__ import annotations
@@ -49,22 +49,29 @@ __all__ = ["Source", "Training"]
 Source = StoredActivations | EndToEnd | SideBySide
 
 STATISTICS = 1 << 18
-"""Tokens from which means and scales are taken, spread over all of them."""
+"""Number of tokens, spread over all, from which means and scales are computed."""
 SETTLING = 1 << 23
-"""Pre-activations of a layer from which the thresholds of batchtopk are taken at the end."""
+"""Number of pre-activations of a layer from which the final thresholds of batchtopk are computed."""
 VALIDATION = 1 << 15
-"""Held-out tokens that are looked at while training."""
+"""Number of held-out tokens measured during training."""
 
 
 class Training:
-    """A training in a folder, begun or resumed.
+    """A training in a folder, new or resumed. Nothing is written before the first step.
 
-    source: what may be read: a run, runs of one model end to end, or, of a crosscoder, those of several
-    models side by side. `settings.validation` of its prompts are held out. log_every, validate_every,
-    save_every: in steps; they decide no number of the result.
-    Raises ConfigError for settings that do not fit the data, or a folder with another training; EntryNotFound
-    for a hook point or layer that is not stored; ShapeError where activations are not finite. Nothing is
-    written before the first step is made.
+    Arguments:
+        settings: Settings; `settings.validation` of the prompts are held out.
+        source: Stored activations: a run, several runs of one model in sequence, or for a crosscoder runs of
+            several models on the same tokens.
+        folder: Folder of checkpoint and log.
+        log_every: Steps between lines of the log; like the next two, without effect on the result.
+        validate_every: Steps between measurements on held-out prompts.
+        save_every: Steps between checkpoints.
+
+    Raises:
+        ConfigError: Settings do not fit the data, or the folder holds another training.
+        EntryNotFound: A hook point or layer is not stored.
+        ShapeError: Activations are not finite.
     """
 
     def __init__(
@@ -84,45 +91,51 @@ class Training:
         self.places: tuple[Cell, ...] = ()
         if settings.kind == "crosscoder":
             self.places = _places(settings, source, self.layer_numbers)
+            # All places are joined to one row, which the model treats as layer 0.
             self.layer_numbers = (0,)
         reads = [(settings.read, layer) for layer in self.layer_numbers]
         writes = [(settings.writes, layer) for layer in self.layer_numbers]
         self.cells: tuple[VariableLayer, ...] = tuple(dict.fromkeys([*reads, *writes]))
+        # Checked before any file of the training is written.
         self.rows(self.source).require(self.cells)
+        # Stored in checkpoints: a training must resume on the same data.
         self.data = self.rows(self.source).identity(self.cells)
-        held = checkpoint.load(folder)
-        if held is not None:
-            before = TrainingSettings().plain() | held["settings"]
-            checkpoint.require_same(folder, {**held, "settings": before}, settings.plain(), self.data)
+        stored = checkpoint.load(folder)
+        if stored is not None:
+            # Checkpoints of older versions lack newer settings, which then had their default values.
+            stored_settings = TrainingSettings().plain() | stored["settings"]
+            checkpoint.require_same(
+                folder, {**stored, "settings": stored_settings}, settings.plain(), self.data
+            )
         self.held_out: Source | None = None
         if settings.validation:
             self.source, self.held_out = self.source.split(settings.validation, settings.seed)
         self.step = 0
-        self._begin(held)
+        self._begin(stored)
 
-    # -- what came out
+    # -- results
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are made."""
+        """Whether all steps are done."""
         return self.step >= self.settings.steps
 
     @property
     def layers(self) -> dict[int, LayerFeatures]:
-        """The features of each layer, on activations as stored; float32."""
+        """The features of each layer, for activations as stored; float32."""
         return {layer: self.model.folded(layer) for layer in self.model.layers}
 
     def rows(self, source: Source) -> TokenRows:
-        """A source as the model reads it: of a crosscoder, all places in one row."""
+        """Rows in the model's input form; a crosscoder reads all places joined to one row."""
         return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
 
-    def measured(self, source: Source, *, most: int | None = None) -> xr.Dataset:
-        """Figures of `evaluate.measure` on all rows of a source, or on its first `most` and few more."""
-        it = self.settings
-        return measure(self.layers, _first(self._blocks(source), most), it.read, it.writes)
+    def measured(self, source: Source, *, max_rows: int | None = None) -> xr.Dataset:
+        """Figures of `evaluate.measure` on a source; `max_rows` limits the number of rows approximately."""
+        settings = self.settings
+        return measure(self.layers, _first(self._blocks(source), max_rows), settings.read, settings.writes)
 
     def crosscoder(self, models: Sequence[str]) -> Crosscoder:
-        """What was trained of kind crosscoder. models: name of each run's model, in order."""
+        """The trained crosscoder. models: name of each run's model, in order."""
         scale = self.model.read[0].scale
         assert isinstance(scale, Tensor)
         width = len(scale) // len(self.places)
@@ -138,7 +151,7 @@ class Training:
 
     @steps_in_plain_torch
     def states(self, source: Source) -> Iterator[Tensor]:
-        """Rows of a source [row, place, width], block by block: what a crosscoder is measured on."""
+        """Blocks of rows [row, place, width] of a source, for measuring a crosscoder."""
         for block in self._blocks(source):
             yield block[self.cells[0]].unflatten(1, (len(self.places), -1))
 
@@ -148,20 +161,28 @@ class Training:
     def run(
         self, *, advance: Callable[[int], None] = lambda _: None, stop: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Make the steps that are missing; whether all are made. A checkpoint is left behind in any case.
+        """Run the remaining steps; a checkpoint is saved in any case.
 
-        advance: called with the tokens of each step. stop: asked after each step.
+        Arguments:
+            advance: Called after each step with its number of tokens.
+            stop: Called after each step; the training stops if it returns true.
+
+        Returns:
+            Whether all steps are done.
         """
         if self.is_done:
             return True
         log = None
+        # Closed at the end: batches are read ahead in another thread.
         with closing(self._batches.since(self.step)) as batches:
             while not self.is_done:
-                found = self._make_step(next(batches).tensors())
+                step_loss = self._make_step(next(batches).tensors())
+                # Before the last log line and checkpoint, so that both have the final thresholds.
                 if self.is_done and self.settings.activation == "batchtopk":
                     self._settle_thresholds()
+                # The log is opened after the first step, so that a failing start writes nothing.
                 log = log or checkpoint.Log(self.folder, self.step - 1)
-                self._note(log, found)
+                self._note(log, step_loss)
                 advance(self.settings.batch)
                 stopped = stop()
                 if self.is_done or stopped or self.step % self.save_every == 0:
@@ -171,7 +192,7 @@ class Training:
         return self.is_done
 
     def save(self) -> None:
-        """Leave a checkpoint of this step."""
+        """Save a checkpoint of the current step."""
         state = {
             "settings": self.settings.plain(),
             "data": self.data,
@@ -180,22 +201,26 @@ class Training:
             "running": self.model.running,
             "optimiser": self.optimiser.state_dict(),
             "quiet": self.quiet,
-            "read": {layer: (it.mean, it.scale) for layer, it in self.model.read.items()},
-            "write": {layer: (it.mean, it.scale) for layer, it in self.model.write.items()},
+            "read": {
+                layer: (normaliser.mean, normaliser.scale) for layer, normaliser in self.model.read.items()
+            },
+            "write": {
+                layer: (normaliser.mean, normaliser.scale) for layer, normaliser in self.model.write.items()
+            },
         }
         checkpoint.save(self.folder, state)
 
     @cached_property
     def _batches(self) -> Batches:
-        """Those of steps: batch number n is of step n."""
-        it = self.settings
-        return self._shuffled(batch=it.batch, window=it.window, seed=it.seed)
+        """Batches of the steps; batch n belongs to step n."""
+        settings = self.settings
+        return self._shuffled(batch=settings.batch, window=settings.window, seed=settings.seed)
 
     def _blocks(self, source: Source) -> Iterator[dict[VariableLayer, Tensor]]:
-        """All rows of a source, in the order of the store."""
-        it = self.settings
-        kept = source.leaving_out(positions=it.skip_positions, tokens=it.without)
-        return every(self.rows(kept), self.cells, block=it.block)
+        """Iterate over a source's rows in store order, without the excluded positions and tokens."""
+        settings = self.settings
+        counted = source.leaving_out(positions=settings.skip_positions, tokens=settings.without)
+        return every(self.rows(counted), self.cells, block=settings.block)
 
     def _shuffled(self, *, batch: int, window: int, seed: int) -> Batches:
         return Batches(
@@ -208,156 +233,172 @@ class Training:
         )
 
     def _make_step(self, batch: Mapping[Cell, Tensor]) -> Loss:
-        it, model = self.settings, self.model
+        settings, model = self.settings, self.model
         for group in self.optimiser.param_groups:
-            group["lr"] = it.rate * schedule(self.step, it)
+            # Set from the step instead of a scheduler, whose state would have to be saved.
+            group["lr"] = settings.rate * schedule(self.step, settings)
         inputs, outputs = self._scaled(batch)
-        found = loss(
+        step_loss = loss(
             model,
             inputs,
             outputs,
-            k=active_count(self.step, it, model.d_in),
-            pressure=pressure(self.step, it),
-            dead={layer: quiet > it.dead_tokens for layer, quiet in self.quiet.items()},
+            k=active_count(self.step, settings, model.d_in),
+            pressure=pressure(self.step, settings),
+            dead={layer: quiet > settings.dead_tokens for layer, quiet in self.quiet.items()},
         )
-        if not bool(found.total.isfinite()):
+        # Checked before the step, so that NaN never reaches the weights or the checkpoint.
+        if not bool(step_loss.total.isfinite()):
             raise ConfigError(
-                f"the loss of step {self.step} is not finite; the last checkpoint stands. Train with a lower "
-                f"learning rate than lr={it.rate:.2g}"
+                f"the loss of step {self.step} is not finite; the last checkpoint is kept. Train with a "
+                f"learning rate lower than lr={settings.rate:.2g}"
             )
         self.optimiser.zero_grad(set_to_none=True)
-        found.total.backward()
-        if it.is_top:
+        step_loss.total.backward()
+        if settings.is_top:
+            # Without it, Adam's moments would accumulate the component that `keep_norms` removes.
             model.remove_parallel_gradients()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), it.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         self.optimiser.step()
-        if it.is_top:
+        if settings.is_top:
             model.keep_norms()
-        for layer, a in found.activations.items():
-            self.quiet[layer] += len(a)
-            self.quiet[layer][(a != 0).any(0)] = 0
+        for layer, activations in step_loss.activations.items():
+            # Tokens since a feature last fired; reset to 0 below for features that fire in this batch.
+            self.quiet[layer] += len(activations)
+            self.quiet[layer][(activations != 0).any(0)] = 0
         self.step += 1
-        return found
+        return step_loss
 
     @torch.no_grad()
     def _settle_thresholds(self) -> None:
-        """Thresholds at which k features are active on average, in place of the running ones, which lag
-        behind.
+        """Compute the final thresholds of batchtopk, at which k features are active on average.
+
+        The running thresholds lag behind the weights.
         """
-        it, model = self.settings, self.model
-        cells = [(it.read, layer) for layer in model.layers]
-        wanted = max(it.k, SETTLING // it.features)
-        apart = max(1, self.source.count() // wanted)
-        found = list(every(self.rows(self.source), cells, block=it.block, apart=apart))
+        settings, model = self.settings, self.model
+        cells = [(settings.read, layer) for layer in model.layers]
+        n_rows = max(settings.k, SETTLING // settings.features)
+        apart = max(1, self.source.count() // n_rows)
+        blocks = list(every(self.rows(self.source), cells, block=settings.block, apart=apart))
         for layer in model.layers:
-            rows = model.read[layer](torch.cat([block[it.read, layer] for block in found]))
+            rows = model.read[layer](torch.cat([block[settings.read, layer] for block in blocks]))
             values = model.preactivations(layer, rows).relu().flatten()
-            kept = it.k * len(rows)
-            if kept < len(values):  # what is above the next value is kept
-                model.running[layer] = float(values.kthvalue(len(values) - kept).values)
+            n_active = settings.k * len(rows)
+            if n_active < len(values):  # JumpReLU keeps the values above this one
+                model.running[layer] = float(values.kthvalue(len(values) - n_active).values)
             else:
                 model.running[layer] = 0.0
 
     def _scaled(self, batch: Mapping[Cell, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        it, model = self.settings, self.model
-        inputs = {layer: scaled(batch[it.read, layer]) for layer, scaled in model.read.items()}
-        outputs = {layer: scaled(batch[it.writes, layer]) for layer, scaled in model.write.items()}
+        settings, model = self.settings, self.model
+        inputs = {layer: scaled(batch[settings.read, layer]) for layer, scaled in model.read.items()}
+        outputs = {layer: scaled(batch[settings.writes, layer]) for layer, scaled in model.write.items()}
         return inputs, outputs
 
-    def _note(self, log: checkpoint.Log, found: Loss) -> None:
+    def _note(self, log: checkpoint.Log, step_loss: Loss) -> None:
         due = [n and (self.step % n == 0 or self.is_done) for n in (self.log_every, self.validate_every)]
         if not any(due):
             return
-        it = self.settings
+        settings = self.settings
         line: dict[str, Any] = {
-            "loss": float(found.total.detach()),
-            "fvu": {layer: float(value) for layer, value in sorted(found.fvu.items())},
-            "l0": {layer: float((a != 0).sum(1).float().mean()) for layer, a in found.activations.items()},
-            "dead": {layer: int((quiet > it.dead_tokens).sum()) for layer, quiet in self.quiet.items()},
-            "penalty": float(found.penalty),
-            "auxiliary": float(found.auxiliary),
+            "loss": float(step_loss.total.detach()),
+            "fvu": {layer: float(value) for layer, value in sorted(step_loss.fvu.items())},
+            "l0": {
+                layer: float((activations != 0).sum(1).float().mean())
+                for layer, activations in step_loss.activations.items()
+            },
+            "dead": {layer: int((quiet > settings.dead_tokens).sum()) for layer, quiet in self.quiet.items()},
+            "penalty": float(step_loss.penalty),
+            "auxiliary": float(step_loss.auxiliary),
             "lr": self.optimiser.param_groups[0]["lr"],
         }
-        if it.activation == "batchtopk":
+        if settings.activation == "batchtopk":
             line["threshold"] = dict(self.model.running)
         if due[1] and self.held_out is not None:
-            seen = self.measured(self.held_out, most=VALIDATION)
-            line["held_out_fvu"] = {int(m): float(seen.fvu.sel(target=m)) for m in seen.target.values}
-            line["held_out_l0"] = {int(layer): float(seen.l0.sel(layer=layer)) for layer in seen.layer.values}
+            figures = self.measured(self.held_out, max_rows=VALIDATION)
+            line["held_out_fvu"] = {int(m): float(figures.fvu.sel(target=m)) for m in figures.target.values}
+            line["held_out_l0"] = {
+                int(layer): float(figures.l0.sel(layer=layer)) for layer in figures.layer.values
+            }
         log.write(step=self.step, **line)
 
-    # -- beginning
+    # -- initialisation
 
-    def _begin(self, held: Mapping[str, Any] | None) -> None:
-        it = self.settings
-        if held is None:
+    def _begin(self, stored: Mapping[str, Any] | None) -> None:
+        settings = self.settings
+        if stored is None:
             read, write = self._scales()
         else:
             read, write = (
-                {n: Normaliser(*pair) for n, pair in held[side].items()} for side in ("read", "write")
+                {n: Normaliser(*pair) for n, pair in stored[side].items()} for side in ("read", "write")
             )
         widths = tuple(self.source.width(place) for place in self.places)
+        # `Crosscoder` has one tensor for all places.
         if len(set(widths)) > 1:
             raise ConfigError(f"expected places of one width, found {sorted(set(widths))}; choose others")
-        self.model = DictionaryModel(it, read, write, seed=it.seed, widths=widths)
-        self.optimiser = torch.optim.Adam(self.model.parameters(), lr=it.rate, betas=(0.9, 0.999), eps=1e-8)
-        self.quiet = {n: torch.zeros(it.features, dtype=torch.int64) for n in self.model.layers}
-        if held is not None:
-            self.step = held["step"]
-            self.model.load_state_dict(held["model"])
-            self.model.running = held["running"]
-            self.optimiser.load_state_dict(held["optimiser"])
-            self.quiet = held["quiet"]
-        elif it.start == "samples":
+        self.model = DictionaryModel(settings, read, write, seed=settings.seed, widths=widths)
+        self.optimiser = torch.optim.Adam(
+            self.model.parameters(), lr=settings.rate, betas=(0.9, 0.999), eps=1e-8
+        )
+        self.quiet = {n: torch.zeros(settings.features, dtype=torch.int64) for n in self.model.layers}
+        if stored is not None:
+            self.step = stored["step"]
+            self.model.load_state_dict(stored["model"])
+            self.model.running = stored["running"]
+            self.optimiser.load_state_dict(stored["optimiser"])
+            self.quiet = stored["quiet"]
+        elif settings.start == "samples":
             self.model.start_from(*self._samples())
 
     def _scales(self) -> tuple[Any, Any]:
-        it = self.settings
-        found = self._moments()
+        settings = self.settings
+        statistics = self._moments()
         if self.places:
-            joined = {0: Normaliser.joined([found[place] for place in self.places])}
+            joined = {0: Normaliser.joined([statistics[place] for place in self.places])}
             return joined, joined
-        read = {layer: found[it.read, layer] for layer in self.layer_numbers}
-        write = {layer: found[it.writes, layer] for layer in self.layer_numbers}
+        read = {layer: statistics[settings.read, layer] for layer in self.layer_numbers}
+        write = {layer: statistics[settings.writes, layer] for layer in self.layer_numbers}
         return scales(read, self.layer_numbers), scales(write, self.layer_numbers)
 
     def _moments(self) -> dict[Cell, RowStatistics]:
-        """Of blocks spread evenly over all that is trained on."""
-        it = self.settings
+        """Statistics of blocks spread evenly over the training data."""
+        settings = self.settings
+        # Every apart-th block: neighbouring tokens are correlated, so blocks are spread over the corpus.
         apart = max(1, self.source.count() // STATISTICS)
         read: tuple[Cell, ...] = self.places or self.cells
-        found = moments(every(self.source, read, block=it.block, apart=apart))
-        if not found:
+        statistics = moments(every(self.source, read, block=settings.block, apart=apart))
+        if not statistics:
             raise ConfigError(
-                f"expected tokens behind the first {it.skip_positions} of each prompt, found none"
+                f"expected tokens after the first {settings.skip_positions} of each prompt, found none"
             )
-        return found
+        return statistics
 
     def _samples(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """As many rows as there are features, in the order of an epoch of their own."""
-        it = self.settings
-        size = min(it.features, self.source.count())
-        batches = self._shuffled(batch=size, window=max(it.window, it.features), seed=it.seed + 1)
-        with closing(batches.since(0)) as some:
-            found = next(some).tensors()
-        inputs = {layer: found[it.read, layer] for layer in self.layer_numbers}
-        return inputs, {layer: found[it.writes, layer] for layer in self.layer_numbers}
+        """One row per feature for the initial weights, drawn in a shuffled order with its own seed."""
+        settings = self.settings
+        size = min(settings.features, self.source.count())
+        batches = self._shuffled(
+            batch=size, window=max(settings.window, settings.features), seed=settings.seed + 1
+        )
+        with closing(batches.since(0)) as batch_iterator:
+            tensors = next(batch_iterator).tensors()
+        inputs = {layer: tensors[settings.read, layer] for layer in self.layer_numbers}
+        return inputs, {layer: tensors[settings.writes, layer] for layer in self.layer_numbers}
 
 
 def _first(
-    blocks: Iterable[dict[VariableLayer, Tensor]], most: int | None
+    blocks: Iterable[dict[VariableLayer, Tensor]], max_rows: int | None
 ) -> Iterator[dict[VariableLayer, Tensor]]:
-    """Blocks until they have `most` rows or more."""
-    seen = 0
+    """Yield blocks until `max_rows` rows are reached; None yields all blocks."""
+    n_rows = 0
     for block in blocks:
         yield block
-        seen += len(next(iter(block.values())))
-        if most is not None and seen >= most:
+        n_rows += len(next(iter(block.values())))
+        if max_rows is not None and n_rows >= max_rows:
             return
 
 
 def schedule(step: int, settings: TrainingSettings) -> float:
-    """Share of the peak learning rate: up over the warm-up, 1, down to 0 over the decay."""
+    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0."""
     warm, fall = settings.warmup * settings.steps, settings.decay * settings.steps
     rising = (step + 1) / warm if warm else 1.0
     falling = (settings.steps - step) / fall if fall else 1.0
@@ -365,20 +406,20 @@ def schedule(step: int, settings: TrainingSettings) -> float:
 
 
 def active_count(step: int, settings: TrainingSettings, d_in: int) -> int:
-    """k of a step: from min(features, 10 d_in) down to its value, in a straight line."""
-    first = max(settings.k, min(settings.features, 10 * d_in))
+    """k of a step: falls linearly from min(features, 10 d_in) to its value over the annealing."""
+    initial = max(settings.k, min(settings.features, 10 * d_in))
     share = pressure(step, settings)
-    return round(first + (settings.k - first) * share)
+    return round(initial + (settings.k - initial) * share)
 
 
 def pressure(step: int, settings: TrainingSettings) -> float:
-    """Share of the sparsity in force, from 0 to 1 over the annealing."""
+    """Share of the sparsity penalty in force: rises linearly from 0 to 1 over the annealing."""
     steps = settings.annealing * settings.steps
     return min(1.0, step / steps) if steps else 1.0
 
 
 def _places(settings: TrainingSettings, source: Source, layers: Sequence[int]) -> tuple[Cell, ...]:
-    """Where a crosscoder reads and writes: layers, of each model where there are several."""
+    """Hook points of a crosscoder: the layers, of each model if there are several."""
     if isinstance(source, SideBySide):
         runs = range(len(source.runs))
         return tuple((settings.read, layer, run) for run in runs for layer in layers)
@@ -386,17 +427,17 @@ def _places(settings: TrainingSettings, source: Source, layers: Sequence[int]) -
 
 
 def _layers(settings: TrainingSettings, source: Source) -> tuple[int, ...]:
-    """Layers to train on: as set, or all that both hook points are stored of."""
+    """Training layers: configured layers, or all layers with both hook points stored."""
     both = set(source.layers(settings.read)) & set(source.layers(settings.writes))
-    chosen = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))
-    if not chosen:
+    layers = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))
+    if not layers:
         raise ConfigError(
             f"expected layers of which {settings.read} and {settings.writes} are stored, found none; capture "
             "them"
         )
-    if settings.kind in ("plt", "clt") and chosen != tuple(range(len(chosen))):
+    if settings.kind in ("plt", "clt") and layers != tuple(range(len(layers))):
         raise ConfigError(
             f"a {settings.kind} has features of every layer from 0 on, found layers "
-            f"{', '.join(map(str, chosen))}; capture the others, or choose layers"
+            f"{', '.join(map(str, layers))}; capture the others, or choose layers"
         )
-    return chosen
+    return layers

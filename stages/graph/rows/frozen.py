@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ....pipeline.ambient import plain_torch
 from ....store.errors import ConfigError, DictionaryError, PromptError
-from ...features.layers.layout import told
+from ...features.layers.layout import layers_text
 from ...forward.architectures.points import HookPoint
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import LAST_LOGITS
@@ -92,8 +92,8 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
     missing = sorted(set(range(config.num_layers)) - set(dictionary.layers))
     if missing:
         raise DictionaryError(
-            f"expected features of all {config.num_layers} layers of {model}, found none of {told(missing)} "
-            f"in {dictionary.name}; an attribution graph replaces every MLP"
+            f"expected features of all {config.num_layers} layers of {model}, found none of "
+            f"{layers_text(missing)} in {dictionary.name}; an attribution graph replaces every MLP"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.download import fetch, wanted_files
+from mizarr.stages.features.download import fetch, files_to_fetch
 from mizarr.stages.forward.models.download import fetch as fetch_model
 from mizarr.store.errors import DownloadError, ModelNotFound
 
@@ -83,8 +83,8 @@ def test_a_repository_of_many_dictionaries_of_a_layer_asks_for_one():
     with pytest.raises(
         DownloadError, match=r"holds 2 dictionaries of one layer: .*example org/name/layer_0/width_16k"
     ):
-        wanted_files(sizes, "", "org/name")
-    chosen = wanted_files(sizes, "layer_10/width_65k", "org/name/layer_10/width_65k")
+        files_to_fetch(sizes, "", "org/name")
+    chosen = files_to_fetch(sizes, "layer_10/width_65k", "org/name/layer_10/width_65k")
     assert list(chosen) == ["layer_10/width_65k/average_l0_9/params.npz"]
 
 

@@ -77,7 +77,7 @@ def test_what_is_done_is_not_done_again(command, tmp_path, capsys):
     assert capsys.readouterr().out == first
     assert (tmp_path / "sae" / "checkpoint.pt").stat().st_mtime_ns == changed
     assert run(command("sae", "--set=seed=1")) == 2
-    assert "holds a training with seed=0, asked is seed=1" in capsys.readouterr().err
+    assert "holds a training with seed=0, expected seed=1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

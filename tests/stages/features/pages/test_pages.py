@@ -17,8 +17,8 @@ from mizarr.stages.features.corpus import sparse
 from mizarr.stages.features.corpus.encode import encode_nodes
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.pages import intervals as intervals_module
-from mizarr.stages.features.pages.chosen import feature_blocks
 from mizarr.stages.features.pages.decoders import decoder_neighbours
+from mizarr.stages.features.pages.feature_blocks import feature_blocks
 from mizarr.stages.features.pages.intervals import feature_intervals
 from mizarr.stages.features.pages.nodes import PageLayout, page_nodes
 from mizarr.stages.features.pages.partners import feature_partners

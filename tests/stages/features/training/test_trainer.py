@@ -256,7 +256,7 @@ def test_activations_that_are_not_finite_are_told_and_nothing_is_written(stored,
 
 def test_a_folder_with_another_training_is_refused(source, layered, tmp_path):
     trained(SMALL, source, tmp_path / "out")
-    with pytest.raises(ConfigError, match="features=32, asked is features=64"):
+    with pytest.raises(ConfigError, match="features=32, expected features=64"):
         Training(replace(SMALL, features=64), source, tmp_path / "out")
     with pytest.raises(ConfigError, match="on other activations"):
         Training(SMALL, source.of_prompts(range(64)), tmp_path / "out")
