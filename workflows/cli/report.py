@@ -1,4 +1,4 @@
-"""`mizarr report`: a workflow's answer as one HTML page."""
+"""`mizarr report`: writes the result of a workflow as one HTML page."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     help="Where to write; default WORKFLOW.html here.",
 )
 @run_options
-def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | None, **how: Any) -> None:
-    """See `help` above."""
+def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | None, **options: Any) -> None:
+    """Compute a workflow and write its page; the user's text is `help` above."""
     from ...store.store import requested_store
     from ..report.page import check_output
 
     path = output or Path(f"{workflow.name}.html")
     check_output(path)
     with requested_store(store_path) as store:
-        workflow.run(store, **how).report(path)
+        workflow.run(store, **options).report(path)
     if as_json:
         print_json({"workflow": workflow.name, "page": str(path), "bytes": path.stat().st_size})
         return
