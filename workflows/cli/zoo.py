@@ -92,9 +92,8 @@ def train_zoo(
 
             # Bound as a default: a closure would see the training of a later round of the loop.
             def save_checkpoint(n_sequences: int, tensors: Any, training: ZooTraining = training) -> None:
-                path = save_trained(
-                    training, tensors, out / file_name(training, ending, n_sequences), n_sequences
-                )
+                path = out / file_name(training, ending, n_sequences)
+                path = save_trained(training, tensors, path, n_sequences)
                 echo(f"wrote {path}", err=True)
 
             tensors, losses = train(training, bar.advance, save_checkpoint)
