@@ -25,7 +25,7 @@ from .pages.token import token_page
 __all__ = ["NUMBER", "find_news", "find_page"]
 
 NUMBER = r"(0|[1-9][0-9]{0,11})"
-"""Pattern of a number in an address: at most 12 digits, which is enough for any array."""
+"""Regular expression of a number in an address, at most 12 digits long so that any index fits."""
 _RUN = r"run/([0-9a-f]{64})"
 
 
@@ -65,13 +65,13 @@ def find_news(snapshot: Snapshot, address: str) -> dict[str, Any] | None:
 
 
 def _run(snapshot: Snapshot, digest: str) -> HeldFolder | None:
-    """The folder of a run with this digest; None if there is none."""
+    """Look up the folder of a run by digest; None for an unknown digest or a folder without a run."""
     folder = snapshot.folders.get(f"data/{digest[:2]}/{digest}")
     return folder if folder is not None and folder.run is not None else None
 
 
 def _of_run(make: Callable[..., Page | None]) -> Callable[..., Page | None]:
-    """Route of a page that is made from a run and numbers: looks the run up by its digest."""
+    """Adapt a page function of (snapshot, run folder, numbers) to the groups of an address pattern."""
 
     def page(snapshot: Snapshot, digest: str, *numbers: str) -> Page | None:
         folder = _run(snapshot, digest)
@@ -86,7 +86,7 @@ def _list(snapshot: Snapshot, name: str, number: str) -> Page | None:
 
 
 def _result(snapshot: Snapshot, key: str) -> Page | None:
-    """The page of a result with this key."""
+    """Page of a stored result, looked up by key; None for an unknown key."""
     for folder in snapshot.results:
         if any(record.key == key for record in folder.records):
             return result_page(snapshot, folder)
@@ -94,7 +94,7 @@ def _result(snapshot: Snapshot, key: str) -> Page | None:
 
 
 def _question(snapshot: Snapshot, digest: str) -> Page | None:
-    """The page of a computed workflow with this digest."""
+    """Page of a computed workflow, looked up by digest; None for an unknown digest."""
     computed = next((asked for asked in snapshot.questions if asked.question.digest == digest), None)
     return None if computed is None else question_page(snapshot, computed)
 

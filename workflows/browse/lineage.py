@@ -1,4 +1,4 @@
-"""Lineage of a run or result as a drawing: the entries it was computed from, and those computed from it.
+"""Lineage of a run or result as a drawing: its inputs, and the results computed from it.
 
 Inputs are in columns on the left, the entry itself in the middle, results computed from it on the right. At
 most `MOST` entries per side are drawn; the caption says how many are omitted. A dashed frame marks entries
@@ -34,9 +34,9 @@ class Box:
     told: str
     """Second line: start of the digest, and size on disk."""
     href: str
-    """Link to the page of the entry; "" for none."""
+    """Relative address of the entry's page; "" for no link."""
     fate: str
-    """What `mizarr gc` would do with the entry, as a phrase."""
+    """Phrase of `Snapshot.fate`: whether and when `mizarr gc` removes the entry."""
     x: float
     """Left edge of the box."""
     y: float
@@ -123,7 +123,7 @@ def lineage(snapshot: Snapshot, folder: HeldFolder, link_of: Callable[[HeldFolde
 
 
 def _walk(folder: HeldFolder, step: Callable[[HeldFolder], list[HeldFolder]]) -> tuple[dict[str, int], int]:
-    """Entries that are reached from one entry in one direction, at most MOST of them, nearest first.
+    """Breadth-first search along the lineage of an entry in one direction, for at most MOST entries.
 
     Arguments:
         folder: The entry to start from; not part of the result.

@@ -115,6 +115,7 @@ class OpenedRun:
         array = self._arrays.get((variable, layer))
         if array is None:
             layers = None if layer is None else [layer]
+            # chunks=None opens without dask: a page reads few rows, for which a task graph is slower.
             array = self.entry.open([variable], layers, chunks=None)[variable].variable
             array = array if layer is None else array.isel({array.dims[0]: 0})
             self._arrays[variable, layer] = array
@@ -129,6 +130,7 @@ class OpenedRun:
         norms = []
         for layer in layers:
             rows = self.rows(variable, layer, start, stop).astype(np.float64)
+            # einsum instead of (rows**2).sum(1): no temporary array of squares.
             norms.append(rows[:, 0] if rows.shape[1] == 1 else np.sqrt(np.einsum("th,th->t", rows, rows)))
         return np.array(norms).reshape(-1, stop - start)
 

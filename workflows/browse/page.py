@@ -53,7 +53,7 @@ class TokenLinks(View):
     tokens: tuple[Link, ...]
     """Links of the tokens."""
     at: int = -1
-    """Index of the token that the page is about; -1 for none."""
+    """Index into `tokens` of the page's subject, which is highlighted; -1 for no highlight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,4 +118,4 @@ class HarvestProgress(View):
     told: str
     """The progress in words."""
     href: str = ""
-    """Link to the page of the run; "" for none."""
+    """Relative address of the run's page; "" for no link."""

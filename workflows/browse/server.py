@@ -86,6 +86,7 @@ def listening(port: int) -> socket.socket:
         ConfigError: The port is in use, or not allowed for this user.
     """
     server_socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # So that a restarted server can use the same port at once.
     server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
@@ -145,10 +146,12 @@ def application(store: Store, word: str, port: int) -> Starlette:
     from ...stages.logits import lens  # noqa: F401
 
     holdings, static = Holdings(store), static_files()
+    # Starts the thread that reads the store, before the first request.
     holdings.look(PATIENCE)
     hosts = {f"{HOST}:{port}", f"localhost:{port}"}
 
     def answer(request: Request) -> Response:
+        # In constant time: the duration must not tell how many characters of a guess are correct.
         if not hmac.compare_digest(request.path_params["word"].encode(), word.encode()):
             return error_page(403, "Not the address", "Use the address that mizarr browse printed.")
         path = request.path_params["path"]
@@ -200,7 +203,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
 
 
 def _unread(snapshot: Snapshot) -> str:
-    """Sentence that says how many entries of the store are not read yet."""
+    """Sentence for the foot of a page while the store is being read: number of unread entries."""
     return f"The store is still being read: {snapshot.unread:,} of its runs and results are not read yet."
 
 

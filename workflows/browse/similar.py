@@ -76,6 +76,7 @@ def most_similar(
     n_tokens = run.entry.tokens.n_tokens
     index_parts, cosine_parts = [], []
     for start, stop in stretches(n_tokens, 4 * math.prod(run.spec(variable).tail)):
+        # 8192 rows at a time, so that the memory does not grow with the range.
         for row_start in range(start, stop, step := 1 << 13):
             rows = run.rows(variable, layer, row_start, min(row_start + step, stop))
             norms = np.sqrt(np.einsum("th,th->t", rows, rows))

@@ -33,7 +33,8 @@ __all__ = ["Limits", "Written", "check_folder", "write_site"]
 MARK = "mizarr-site.txt"
 """File that marks a folder as written by `mizarr site`, which may replace it."""
 POLICY = "default-src 'none'; style-src 'self' file:; script-src 'self' file:; img-src data:; base-uri 'none'"
-# The template escapes quotes in attributes, so an address ends at the next quote.
+# The template escapes quotes in attributes, so an address ends at the next quote. Links with a query or
+# fragment lead within the search page or the same page, and are left as they are.
 _HREF = re.compile(r'(<a\b[^>]*?\bhref=")([^"#?]+)(")')
 
 
@@ -133,6 +134,7 @@ def write_site(
     check_folder(folder)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # A random name: two processes may write the same site at once.
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
         written = _write(Holdings(store).look(), temporary, limits, progress)
@@ -194,7 +196,7 @@ def _with_valid_links(text: str, address: str, frontier: _Frontier, written: Wri
 
 
 def _left_out(address: str, notice: str) -> Page:
-    """A page that says why there is no content at an address."""
+    """Placeholder page with a notice, for a link target that the site does not contain."""
     up = (Link("store", addresses.relative(address, addresses.INDEX)),)
     return Page(address=address, title="Left out", over="mizarr store", up=up, views=(Note(text=notice),))
 

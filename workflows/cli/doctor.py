@@ -68,6 +68,7 @@ def environment_report(store_path: str) -> dict[str, dict[str, str]]:
 
 def _packages() -> dict[str, str]:
     """Required packages of mizarr -> installed version."""
+    # Requirements of extras have the marker `extra == "..."`.
     requirements = [line for line in requires("mizarr") or () if "extra ==" not in line]
     names = [match[0] for line in requirements if (match := re.match(r"[\w.-]+", line))]
     return {name: _version(name) for name in names}
@@ -82,7 +83,7 @@ def _version(name: str) -> str:
 
 
 def _extra(name: str) -> str:
-    """Whether the packages of an extra are installed, how to install them, and what the extra is for."""
+    """Installation state of an extra: missing modules with the pip command, and the purpose of the extra."""
     missing = missing_modules(name)
     state = f"missing {', '.join(missing)}: pip install 'mizarr[{name}]'" if missing else "installed"
     return f"{state} ({EXTRAS[name].purpose})"
@@ -103,7 +104,7 @@ def _computing() -> dict[str, str]:
 
 
 def _memory() -> str:
-    """Physical memory of the machine in GiB, and the unused part of it."""
+    """Total and unused physical memory of the machine in GiB."""
     pages, free = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
     size = os.sysconf("SC_PAGE_SIZE") / 2**30
     return f"{pages * size:.1f} GiB, {free * size:.1f} GiB of it unused"

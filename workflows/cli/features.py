@@ -230,6 +230,7 @@ def pages(
     from ..features.feature_pages import FeaturePages
     from ..features.page_files import check_folder
 
+    # All errors of the options are raised before the workflow is computed.
     ids = ("", "", "") if neuronpedia is None else neuronpedia.partition("/")
     if neuronpedia is not None and not (ids[0] and ids[2]):
         raise click.UsageError(
@@ -296,7 +297,7 @@ def _activation(function: Any) -> str:
 
 
 def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
-    """Why a dictionary cannot be used with a model; empty if it can, or if `model` is None."""
+    """Reasons why a dictionary does not fit a model's architecture; empty if it fits or `model` is None."""
     if model is None:
         return []
     from ...stages.forward.models.files import resolve

@@ -119,7 +119,7 @@ def _metric(text: str, source: ModelSource) -> Metric:
 
 
 def _token(word: str, source: ModelSource) -> int:
-    """Id of a word that is one token, with or without a space before it; TokenizerError if it is not."""
+    """Token id of a word, with or without a leading space; TokenizerError unless the word is one token."""
     from ...stages.forward.text.prompts import no_tokenizer
 
     if source.tokenizer is None:

@@ -89,7 +89,9 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str] | None) -> int:
     try:
+        # standalone_mode=False: click raises its errors instead of printing them and ending the process.
         result = cli.main(args, prog_name="mizarr", standalone_mode=False)
+        # Flushed within `try`, so that a closed pipe is noticed here and not at exit.
         sys.stdout.flush()
     except click.UsageError as error:
         command_path = error.ctx.command_path if error.ctx else "mizarr"

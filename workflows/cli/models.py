@@ -152,6 +152,7 @@ def inspect(
     understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
+    # An unknown family whose tensors the native backend cannot read may still run on transformers.
     is_compatible = not issues or (choice.name == "transformers" and not understood.known_family)
     document = {
         "name": files.name,

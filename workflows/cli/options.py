@@ -61,7 +61,7 @@ class Declared:
     """Names of the fields that become options, in this order; empty for all fields."""
 
     def only(self, *names: str) -> Declared:
-        """The same dataclass with these fields only."""
+        """Restrict the options to these dataclass fields, in this order."""
         return replace(self, names=names)
 
     def fields(self) -> list[dataclasses.Field[Any]]:
@@ -75,13 +75,13 @@ class Declared:
 
 
 LOADING = Declared("stages.forward.models.reference", "ModelRef")
-"""Options that say how a model is loaded: revision, device, dtype, backend, ..."""
+"""Options of model loading: revision, device, dtype, backend, ..."""
 STORING = Declared("stages.forward.capture.options", "CaptureOptions")
-"""Options that say how activations are written."""
+"""Options of the activation writer: storage dtype, memory of the buffers, codec, ..."""
 RUNNING = Declared("stages.options", "RunOptions", ("cluster", "workers", "log"))
-"""Options that say where and how stages run."""
+"""Options of execution: Dask cluster, number of worker processes, log file."""
 PLACE = RUNNING.only("cluster", "workers")
-"""Options that say where stages run: this process, or a Dask cluster."""
+"""Options of the place of execution: this process, or workers of a Dask cluster."""
 NAMED = LOADING.only("trust_layout", "backend", "adapter")
 """Loading options of commands whose model is an argument or a setting of a workflow."""
 

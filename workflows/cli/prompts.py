@@ -80,6 +80,7 @@ class PromptSources:
             def copy_of_stdin() -> str:
                 file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
                 shutil.copyfileobj(sys.stdin.buffer, file)
+                # The corpus opens the file by name: buffered bytes must be on disk.
                 file.flush()
                 return file.name
 
@@ -199,7 +200,7 @@ def read_prompts(
 
 
 def _read(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
-    """Prompts of one file, or of stdin for "-"; PromptError if there is no such file."""
+    """Prompts read from a file, or from stdin for "-"; PromptError if the file does not exist."""
     if source == "-":
         yield from (document.content for document in read_lines(sys.stdin))
         return

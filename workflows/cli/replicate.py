@@ -66,7 +66,7 @@ def replicate(
 
 
 def _replication(name: str, replications: Mapping[str, Replication]) -> Replication:
-    """Look a replication up by name; ConfigError with the nearest name if there is none."""
+    """Look up a replication by name; ConfigError suggests the nearest name for an unknown one."""
     from ...store.errors import ConfigError, nearest
 
     if name not in replications:
@@ -154,7 +154,7 @@ def _compared_claims(replication: Replication, model: str, workflow: Workflow) -
 
 
 def _print(replication: Replication, workflow: Workflow, claims: list[dict[str, Any]]) -> None:
-    """Print the result of the workflow, and a table of the claims if there are any."""
+    """Print the workflow's views, and a table that compares published with computed numbers."""
     from ...store.display.console import EscapingConsole
 
     echo(f"{replication.title} ({replication.source})", err=True)

@@ -39,6 +39,7 @@ def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | No
     from ..report.page import check_output
 
     path = output or Path(f"{workflow.name}.html")
+    # Before the computation: a path that cannot be written must not cost hours of work.
     check_output(path)
     with requested_store(store_path) as store:
         workflow.run(store, **options).report(path)

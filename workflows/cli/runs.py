@@ -376,6 +376,7 @@ def compute(
     from ...store.store import requested_store
 
     if figures is not None and every_model:
+        # Checked once here: in the loop over models MissingExtra would skip every model.
         require("plots", "--figures")
     if every_model:
         _compute_every(workflow, store_path, as_json, figures, options)
@@ -400,9 +401,9 @@ def compute(
 def _compute_every(
     workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, options: Mapping[str, Any]
 ) -> None:
-    """Compute a workflow for every model on this machine, one after another.
+    """Compute a workflow for every runnable model on this machine, sequentially.
 
-    A model for which a `MizarrError` is raised is skipped, and the reason is printed.
+    A model that raises a `MizarrError`, such as a missing hook point, is skipped with a message.
 
     Arguments:
         workflow: The workflow; model and revision of its settings are replaced.

@@ -145,7 +145,7 @@ def train(
     quiet, loading = options["quiet"], given_options(options, NAMED)
     models = [ModelRef(model, **loading).files().name]
     if against is not None:
-        # An adapter belongs to one model: it is not applied to the second.
+        # An adapter (LoRA weights) belongs to one model: it is not applied to the second.
         models.append(ModelRef(against, **loading | {"adapter": None}).files().name)
     storing = {"storage_dtype": options["storage_dtype"]}
     if options["memory"] is not None:
@@ -317,6 +317,7 @@ def _finish(training: Training, model: str, out: Path, dtype: str) -> None:
     from ...stages.forward.models.model import Model
 
     training_settings, layers = training.settings, training.layers
+    # If no share of the tokens is held out, the scores are those of the training data.
     held_out = training.held_out or training.source
     losses = replacement_loss(
         Model.from_pretrained(model),

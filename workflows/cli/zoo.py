@@ -109,6 +109,6 @@ def train_zoo(
 
 
 def _last_finite(losses: list[float]) -> float | None:
-    """The last loss that is a finite number; None if there is none."""
+    """Last finite training loss; None if every loss is infinite or NaN."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return finite[-1] if finite else None

@@ -54,7 +54,7 @@ class Attention(View):
         labels.expect("overview", self.overview, (len(self.layers), heads))
 
     def within(self, room: int) -> View:
-        """The first layers that take at most `room` bytes on a page; the caption says which ones."""
+        """The attention patterns of the leading layers that fit into `room` bytes; the caption names them."""
         fixed = size(replace(self, pattern=self.pattern[:0], overview=self.overview[:0], layers=()))
         n_layers = min(len(self.layers), (room - fixed) * len(self.layers) // max(1, size(self) - fixed))
         if n_layers == len(self.layers):

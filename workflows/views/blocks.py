@@ -42,6 +42,7 @@ def compact(values: Array) -> Array:
         for kind in _INTEGERS:
             if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
                 return array.astype(np.dtype(kind).newbyteorder("<"))
+        # JavaScript numbers are doubles; its 64-bit arrays hold BigInt, which the scripts do not handle.
         raise OverflowError(f"expected integers of at most 32 bits, found {low} to {high}")
     array = array.astype("<f4")
     if array.size <= MANY:

@@ -80,7 +80,7 @@ class Lines(View):
     filled: bool = field(default=False, metadata={"page": False})
     """Whether figures fill the area below each curve."""
     apart: bool = field(default=False, metadata={"page": False})
-    """Whether figures draw each curve over a baseline of its own, all on the same scale."""
+    """Whether figures stack the curves vertically, each over a separate baseline, on a common scale."""
     floor: float | None = field(default=None, metadata={"page": False})
     """Lower limit of the y axis of figures, even if a curve falls below it; None for none."""
 
@@ -284,11 +284,11 @@ class Bars(View):
     lines: tuple[Line, ...]
     """The series."""
     x_name: str
-    """What a label is."""
+    """Label of the category axis."""
     y_name: str
-    """What the length of a bar is."""
+    """Label of the value axis."""
     unit: str = ""
-    """Unit of the length of a bar."""
+    """Unit of the values."""
     stacked: bool = False
     """Whether the series are stacked instead of side by side."""
     across: bool = False

@@ -166,6 +166,7 @@ def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
         `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, as a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with style(), warnings.catch_warnings():
         # Fonts lack glyphs of many scripts in vocabularies: a missing one is drawn as a box.
@@ -192,6 +193,7 @@ def style() -> Any:
 
 def blank(width: float, height: float) -> Figure:
     """An empty figure of a size in inches, with constrained layout."""
+    # Not pyplot.figure, which registers the figure globally and keeps it in memory.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -30,7 +30,7 @@ class Strip(View):
     offsets: tuple[tuple[int, int], ...]
     """(start, end) character offsets of each token; end is exclusive, and equals start for an empty token."""
     spans: tuple[str, ...]
-    """Name of the span that each token belongs to, "" for none; tokens of one span have the same colour."""
+    """Span name of each token, "" for none; tokens with equal names have the same colour."""
 
     def inches(self) -> tuple[float, float]:
         """0.2 inches per character of a row; see `View.inches`."""

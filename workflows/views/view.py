@@ -67,7 +67,7 @@ class View:
         raise NotImplementedError(f"{type(self).__name__} has no panel")
 
     def panel(self) -> View:
-        """The view that a figure draws in place of this one."""
+        """The view to draw as a panel of a figure; subclasses adapt title, caption or content."""
         return self
 
     def within(self, room: int) -> View:
@@ -210,7 +210,7 @@ class Choice(View):
         return titled.panel()
 
     def within(self, room: int) -> View:
-        """The first options that together take at most `room` bytes; the caption says how many they are."""
+        """A choice with the leading options that fit into `room` bytes; the caption states their number."""
         sizes = [size(view) for _, view in self.options]
         if sum(sizes) <= room:
             return self

@@ -47,7 +47,7 @@ def home(address: str) -> Link:
 
 
 def digest_of(folder: HeldFolder) -> str:
-    """Digest of a run, which is the name of its folder."""
+    """Digest of a run: the last component of its folder's path."""
     return folder.data.rpartition("/")[2]
 
 

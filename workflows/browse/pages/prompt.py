@@ -98,7 +98,7 @@ def token_links(
 
 
 def _text(run: OpenedRun, prompt: int) -> list[View]:
-    """The text of a prompt; no view if the run has no texts."""
+    """Note with the prompt's text; empty list if the run stores no texts."""
     texts = run.entry.tokens.texts
     if texts is None:
         return []

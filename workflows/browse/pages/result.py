@@ -122,6 +122,7 @@ def _matrix(array: xr.DataArray, title: str) -> View:
     part = array.isel({row_dim: slice(0, ROWS), column_dim: slice(0, COLUMNS)})
     shape = f"{array.sizes[row_dim]:,} × {array.sizes[column_dim]:,}"
     extent = "" if part.shape == array.shape else f"The first {part.shape[0]} × {part.shape[1]} of {shape}."
+    # Read once: the stored array is lazy.
     part = part.copy(data=np.asarray(part.values, np.float64))
     has_both_signs = bool((part.values < 0).any() and (part.values > 0).any())
     heatmap = Heatmap.of(part, title=title, caption=_caption(array, extent), diverging=has_both_signs)

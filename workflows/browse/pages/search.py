@@ -50,7 +50,7 @@ class SearchResult:
     hits: tuple[Hit, ...]
     """The matching prompts."""
     resume_at: tuple[int, int] | None
-    """(index of the run, index of the prompt) at which the search continues; None if it is complete."""
+    """(run index, prompt index) from which a following search continues; None at the end of the store."""
     n_runs: int
     """Number of completely searched runs."""
     n_prompts: int

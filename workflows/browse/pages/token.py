@@ -229,13 +229,13 @@ def _similar(run: OpenedRun, variable: str, layer: int | None, token: int, addre
 
 
 def _before(run: OpenedRun, token: int) -> str:
-    """Text of the up to four tokens before a token in its prompt."""
+    """Text of at most four preceding tokens of the same prompt."""
     start = int(run.entry.tokens.row_start[int(run.entry.tokens.prompt_of(token))])
     return run.passage(range(max(start, token - 4), token))
 
 
 def _after(run: OpenedRun, token: int) -> str:
-    """Text of the up to three tokens after a token in its prompt."""
+    """Text of at most three following tokens of the same prompt."""
     row = run.entry.tokens.row(int(run.entry.tokens.prompt_of(token)))
     return run.passage(range(token + 1, min(row.stop, token + 4)))
 
@@ -331,6 +331,7 @@ def _readout_of(snapshot: Snapshot, folder: HeldFolder) -> HeldFolder | None:
             params = (result.note("request") or {}).get("params", {})
             if (params.get("weights"), params.get("config")) == (identity["weights"], identity["config"]):
                 candidates.append((params.get("dtype") != identity["dtype"], result.data, result))
+    # False sorts before True: a readout of the run's dtype comes first.
     return min(candidates)[2] if candidates else None
 
 
@@ -343,7 +344,7 @@ def _read_readout(address: str, key: str) -> xr.Dataset:
 
 
 def _features(snapshot: Snapshot, run: OpenedRun, token: int, address: str) -> View:
-    """Features that are active at a token, for each stored encoding of the run; a note if there is none.
+    """Active dictionary features at a token, one table per stored encoding of the run, or a note.
 
     Arguments:
         snapshot: Content of the store.
@@ -396,6 +397,7 @@ def _active(
     """
     encoded = store.open_result(folder.records[0])
     packed = run.entry.tokens
+    # token_ptr has one entry more than there are tokens: another length means that other tokens were encoded.
     if encoded.sizes.get("edge") != packed.n_tokens + 1:
         return None
     if "token_id" in encoded and int(encoded["token_id"][token]) != int(packed.ids[token]):

@@ -157,7 +157,7 @@ def _names(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _prompts(source: str | None) -> tuple[Any, Any]:
-    """(token ids, texts) of a file of prompts: one of the two is None, as is each if `source` is None."""
+    """(token ids, texts) read from a file of prompts: one is None; both are None without a file."""
     if source is None:
         return None, None
     from ..prompts import read_prompts
@@ -170,6 +170,7 @@ def _layers(text: str) -> list[int]:
     """Layer numbers of a text such as "0-5,11", both ends included; UsageError for any other form."""
     layers: list[int] = []
     for part in text.split(","):
+        # At most four digits: a mistyped range must not fill the memory.
         match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise click.UsageError(f"expected --layers as 0-5,11, found {text!r:.80}")

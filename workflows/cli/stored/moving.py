@@ -85,8 +85,9 @@ def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> No
 
 
 def _require_distinct(sources: Sequence[str], target: str) -> None:
-    """Raise UsageError if one of the sources is the target."""
+    """Raise UsageError if a source and the target are the same store."""
     for source in sources:
+        # The first comparison is for URLs, which are not paths.
         if source.rstrip("/") == target.rstrip("/") or Path(source).absolute() == Path(target).absolute():
             raise click.UsageError(f"expected a target beside its sources, found {target!r} twice")
 

@@ -85,6 +85,7 @@ def _print_tables(store: Store, has_pieces: bool) -> None:
     from ....pipeline.plan import human_bytes
     from ...holdings import Holdings
 
+    # One look at all folders, so that the three tables are consistent while other processes write.
     snapshot = Holdings(store).look()
     runs = snapshot.runs if has_pieces else snapshot.asked_runs
     results = snapshot.results if has_pieces else snapshot.other_results
@@ -174,7 +175,7 @@ def _minute(seconds: float) -> str:
 @store_option
 @json_option
 def show(key: str, store_path: str, as_json: bool) -> None:
-    """Show one run, array or result, and how it was made.
+    """Show one run, array or result with its provenance.
 
     KEY is any unique start of a key or of a run printed by `mizarr ls`. --json prints the complete
     provenance: versions, parameters, parents, memory.
@@ -224,6 +225,7 @@ def _provenance_lines(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple
             yield "made from", ", ".join(inputs)
     timed_notes = [note for note in provenance if "seconds" in note]
     if timed_notes:
+        # Notes are sorted by time: the last one describes the latest computation.
         last = timed_notes[-1]
         peak = human_bytes(last.get("memory", {}).get("resident", {}).get("peak", 0))
         words = [f"{last['at'][:16].replace('T', ' ')} UTC", f"in {clock(last['seconds'])}"]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["EDGES", "Graph"]
 
 KINDS = (FEATURE, ERROR, TOKEN, LOGIT)
-"""Kinds of nodes; `Graph.kinds` holds indices into it."""
+"""Names of the kinds of nodes; `Graph.kinds` holds indices into this tuple."""
 EDGES = 1 << 17
 """Largest number of embedded edges: about 1.4 MB of a page."""
 BLOCK_BYTES = 1 << 26
@@ -262,7 +262,7 @@ _BY_NODE = (
 
 
 def _candidates(score: Array, rows: GraphRows) -> Array:
-    """Indices of the nodes that the view can hold: all tokens and logits, and the most influential others.
+    """Node indices that the view embeds: tokens, logits, and the NODES most influential features and errors.
 
     Arguments:
         score: Influence of each node.
