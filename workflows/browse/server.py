@@ -196,6 +196,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
         body = f"{head}<h1>{html.escape(title)}</h1><p>{html.escape(text)}</p>{link}"
         return Response(body, status, media_type="text/html")
 
+    # starlette adds HEAD to a route for GET.
     routes = [Route("/{word}/{path:path}", answer, methods=["GET"])]
     app = Starlette(routes=routes, middleware=[_guard(hosts)])
     app.router.redirect_slashes = False

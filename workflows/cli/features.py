@@ -326,6 +326,7 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
         for layer in dictionary.layers:
             weights = dictionary.layer(layer)
             tensors = [weights.W_enc, *weights.W_dec.values()]
+            # In blocks, so that only a part of a half-precision matrix is converted to float32 at a time.
             norms = [
                 torch.cat([block.float().norm(dim=1) for block in tensor.split(4096)]) for tensor in tensors
             ]
@@ -341,6 +342,7 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
                     "encoder_norm": float(norms[0].mean()),
                     "decoder_norm": float(decoders.mean()),
                     "largest_decoder_norm": float(decoders.max()),
+                    # Features whose decoder row is zero for every target layer.
                     "zero_decoders": int((decoders == 0).all(0).sum()),
                     "finite": finite,
                 }
@@ -390,7 +392,7 @@ def _print(document: dict[str, Any]) -> None:
         "widths": f"{document['d_in']} read, {document['d_out']} written",
         "activation": document["activation"] + (", linear skip" if document["skip"] else ""),
         "dtype": document["dtype"],
-        "made for": document["model"] or "not said",
+        "made for": document["model"] or "unknown model",
     }
     for name, value in shown.items():
         echo(f"  {name}: {value}")

@@ -41,7 +41,7 @@ _SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling."
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends the generation; repeatable.")
-@click.option("--chat", is_flag=True, help="Put each prompt, as said by a user, into the chat template.")
+@click.option("--chat", is_flag=True, help="Format each prompt as a user message of the chat template.")
 @declares(LOADING)
 @json_option
 def generate(

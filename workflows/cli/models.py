@@ -164,6 +164,7 @@ def inspect(
         "backend": choice.to_json(),
         "compatible": is_compatible,
         "issues": issues,
+        # The warnings are about the native backend.
         "warnings": [] if files.is_bridged else understood.warnings,
         "config": config and _sizes(config) | config.fields,
         "parameters": sum(fact.parameters for fact in facts),

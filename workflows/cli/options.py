@@ -172,6 +172,7 @@ class SuggestingGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; without arguments print the help and exit with 0, where click exits with 2."""
+        # click parses in resilient mode for shell completion, which must not print.
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             echo(ctx.get_help())
             ctx.exit()
@@ -342,4 +343,6 @@ def _fitted(widths: Sequence[int], total: int) -> list[int]:
 
 
 def _cell(value: Any) -> str:
+    """Text of a table cell on one line; "-" for None."""
+    # Escaped: stored text must not send control sequences to the terminal.
     return "-" if value is None else escaped(str(value), one_line=True)

@@ -134,6 +134,7 @@ def demo(output: Path, as_json: bool, **options: Any) -> None:
     from ...store.display.console import EscapingConsole
     from ..demo import run
 
+    # With --json, stdout holds the JSON document only.
     console = EscapingConsole(stderr=as_json)
     result = run(
         open_store(output / "store"),
@@ -263,8 +264,10 @@ def capture(
             _print_plan(plan(node, store, context), as_json)
             return
         if corpus is not None and labels is not None:
+            # Tokenises all files again, therefore only if the store lacks the run.
             node.take_texts(store, corpus, labels)
         run(node, store, **running.keywords)
+        # So that `mizarr ls` lists the run, even if only workflows read it later.
         node.note_asked(store)
         if labels is not None:
             node.keep_labels(store, labels)

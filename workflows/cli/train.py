@@ -148,6 +148,7 @@ def train(
         # An adapter (LoRA weights) belongs to one model: it is not applied to the second.
         models.append(ModelRef(against, **loading | {"adapter": None}).files().name)
     storing = {"storage_dtype": options["storage_dtype"]}
+    # None would override the default of CaptureOptions.
     if options["memory"] is not None:
         storing["memory"] = options["memory"]
     hooks = _hooks(training_settings)
@@ -158,6 +159,7 @@ def train(
             runs = [_captured(name, prompts_or_corpus, hooks, store, quiet, storing) for name in models]
     source = runs[0] if against is None else SideBySide(tuple(runs))
     training = _train(training_settings, source, out, options["save_every"], quiet)
+    # Written last: if the folder exists, evaluation and export are complete.
     if not (out / RESULT).exists():
         if training.places:
             _finish_crosscoder(training, models, out)

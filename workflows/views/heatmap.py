@@ -135,6 +135,7 @@ class Heatmap(View):
     def draw(self, axes: Any) -> None:
         """Draw cells, labels, frames and the colour bar."""
         low, high = self._colour_range()
+        # interpolation="nearest": matplotlib's default blends cells that are smaller than a pixel or two.
         image = axes.imshow(
             self.values.astype(float),
             cmap=paper.ramp("diverging" if self.diverging else "sequential"),
@@ -149,7 +150,7 @@ class Heatmap(View):
         paper.ticks(axes.yaxis, self.rows)
         axes.set(xlabel=self.column_name, ylabel=self.row_name)
         for first_row, first_column, last_row, last_column in self.framed:
-            axes.add_patch(paper.frame(first_column, last_row, last_column, first_row))
+            axes.add_patch(paper.frame(first_column, first_row, last_column, last_row))
         self._write(axes, low, high)
         paper.bar(axes, image, f"{self.value_name}, {self.unit}" if self.unit else self.value_name)
 

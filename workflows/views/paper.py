@@ -231,6 +231,7 @@ def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> Non
 
     # In points, not in shares of the axes: in tall axes the caption would overlap the title.
     transform = offset_copy(axes.transAxes, axes.figure, y=5 + lift, units="points")
+    # `text` of 3D axes takes three data coordinates.
     write = axes.text2D if hasattr(axes, "text2D") else axes.text
     text = write(0, 1, "\n".join(caption), transform=transform, fontsize=8, color=SOFT, va="bottom")
     # Left out of the layout: the pad of the title already reserves the caption's height, and a caption may be

@@ -119,7 +119,8 @@ class Table(View):
         table = paper.rich_table(self.title, self.caption)
         for i, column in enumerate(self.columns):
             width = max((sum(len(run.text) for run in row[i]) for row in self.rows), default=0)
-            # A number broken into two lines could be misread: its column is never narrower than it.
+            # A number broken into two lines could be misread: its column is never narrower than it. Text is
+            # folded, as rich would otherwise cut long words with an ellipsis.
             layout: dict[str, Any] = {"justify": "right", "min_width": width} if column.right else {}
             table.add_column(paper.literal(column.name), overflow="fold", **layout)
         for row in self.rows:

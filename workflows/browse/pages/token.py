@@ -188,6 +188,7 @@ def _neighbours(
         ("all" if layer is None else f"layer {layer}", _similar(run, variable, layer, token, address))
         for layer in compared_layers
     ]
+    # The last stored layer is shown first.
     yield Choice(
         title=f"Most similar tokens by {variable}", name="at", options=tuple(options), start=len(options) - 1
     )

@@ -332,6 +332,7 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
 
     NAME is any name that you choose; KEY is any unique start of a key printed by `mizarr ls`.
     """
+    # Exactly one of KEY and --remove.
     if remove == (key is not None):
         raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")
     store = existing_store(store_path)

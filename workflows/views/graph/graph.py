@@ -250,6 +250,7 @@ class Graph(View):
         magnitude = np.abs(self.weight.astype(np.float64))
         total_input = np.bincount(self.target, magnitude, len(self.kinds))
         onward = self.influence + np.nan_to_num(self.probability)
+        # As in pruning, a target without input is not divided by zero.
         scores: Array = magnitude * (onward / np.maximum(total_input, 1e-10))[self.target]
         return scores
 
