@@ -173,4 +173,5 @@ def _projected(points: Array, sign: int) -> Array:
 
 def _disc_point(point: Array) -> Array:
     """Coordinates (x, y) of a direction on the disc of its half space."""
-    return _projected(point[None], 1 if point @ FRAME[0] >= 0 else -1)[0]
+    (xy,) = _projected(point[None], 1 if point @ FRAME[0] >= 0 else -1)
+    return np.asarray(xy)
