@@ -33,7 +33,7 @@ VARIABLES = (
 @store_option
 @json_option
 def doctor(store_path: str, as_json: bool) -> None:
-    """Show installed versions, devices and folders, and which optional packages are missing.
+    """Show installed versions, devices and folders, and missing optional packages.
 
     Nothing is written, fetched or computed. Paste the output into a bug report: it contains folder names of
     this machine, but no access token.

@@ -35,7 +35,7 @@ write_option = click.option("--write", help="Hook point that features write to, 
 
 @click.group(cls=SuggestingGroup)
 def features() -> None:
-    """Fetch transcoders and autoencoders, look into them, write them for other programs."""
+    """Fetch, inspect, export and label feature dictionaries."""
 
 
 @features.command(epilog="Example: mizarr features fetch mntss/clt-llama-3.2-1b-524k")

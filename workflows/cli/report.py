@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @command(
-    help="""Compute a workflow as far as it is not cached; write its answer as one HTML page.
+    help="""Compute the stages of a workflow that are not cached; write its result as a page.
 
-    The page holds tables, heatmaps and curves to look into, figures, and how each result was made. It opens
-    in any browser, offline. A page of the same results is left as it is. Its path is printed.
+    The HTML page holds interactive tables, heatmaps and curves, figures, and the provenance of each result. It
+    opens in any browser, offline. An existing page of the same results is not written again. Prints its path.
 
     `mizarr workflows` lists the workflows.
     """,

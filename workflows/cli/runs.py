@@ -350,7 +350,7 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 
 
 @command(
-    help="""Compute a workflow and print its answer; what is cached is not computed again.
+    help="""Compute a workflow and print its result; cached stages are not computed again.
 
     `mizarr workflows` lists the workflows, and `mizarr workflows WORKFLOW` the settings of one.
     """,
@@ -459,7 +459,7 @@ def _runnable_models() -> Iterator[tuple[str, str | None]]:
 
 
 @command(
-    help="""Say for each stage: cached, or will run because …
+    help="""Show for each stage whether it is cached, or why it will run.
 
     Also shows bytes read and written, peak memory, and the estimated time if a similar stage was computed
     before. Nothing is computed or written; no model is loaded.
