@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 @command(
     help="""Compute the stages of a workflow that are not cached; write its result as a page.
 
-    The HTML page holds interactive tables, heatmaps and curves, figures, and the provenance of each result. It
-    opens in any browser, offline. An existing page of the same results is not written again. Prints its path.
+    The HTML page holds interactive tables, heatmaps and curves, figures, and the provenance of each result.
+    It opens in any browser, offline. An existing page of the same results is not written again. Prints the
+    path of the page.
 
     `mizarr workflows` lists the workflows.
     """,
