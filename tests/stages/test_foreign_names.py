@@ -20,7 +20,7 @@ from mizarr.store import open_store
 from mizarr.store.errors import MizarrError, ModelNotFound, ShapeError, WeightsError
 from mizarr.store.exchange.outside import path_below
 from mizarr.store.keys import ResultKey
-from mizarr.workflows.browse.site import Limits, _Front
+from mizarr.workflows.browse.site import Limits, _Frontier
 
 from ..random_dictionaries import draw, write_config, write_plt
 
@@ -197,4 +197,4 @@ def test_variables_of_any_other_name_are_stored(name, tmp_path):
 
 @pytest.mark.parametrize("address", ["../x.html", "a/../../x", "/x.html", "run/\x1b"])
 def test_a_site_writes_no_page_outside_its_folder(address):
-    assert not _Front(Limits()).admits(address, "index.html")
+    assert not _Frontier(Limits()).admits(address, "index.html")

@@ -48,7 +48,7 @@ def test_offline_it_says_what_it_would_fetch_and_runs_the_protocol(
     assert run(asked) == 0
     said = capsys.readouterr()
     assert "not here: meta-llama/Llama-3.2-1B at main (how many bytes only the hub can say" in said.err
-    assert "it runs, and replicates nothing" in said.err
+    assert "the protocol runs, and replicates nothing" in said.err
     document = json.loads(said.out)
     assert document["is_published_model"] is False and document["claims"] == []
     expected = build("attention_patterns", prompt="The capital of France is", key="first")

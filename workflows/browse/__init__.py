@@ -1,2 +1,1 @@
-"""The store in a browser: pages about what it holds, served on this machine or written as files. See
-../DESIGN.md."""
+"""HTML pages about the content of a store, served on this machine or written as files; see ../DESIGN.md."""

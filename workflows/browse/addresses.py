@@ -1,54 +1,67 @@
-"""Addresses of pages: paths below the root of a site, the same for the server and for files.
+"""Addresses of pages: paths relative to the root of the site, the same for the server and for files.
 
-Border: words and numbers; whether a page of that name exists is asked where it is made.
+The functions only compose paths; `find_page` decides whether there is a page at an address.
 """
 
 from __future__ import annotations
 
 import posixpath
 
-__all__ = ["INDEX", "LEFT_OUT", "SEARCH", "listing", "prompt", "question", "result", "run", "to", "token"]
+__all__ = [
+    "INDEX",
+    "LEFT_OUT",
+    "SEARCH",
+    "listing",
+    "prompt",
+    "question",
+    "result",
+    "run",
+    "relative",
+    "token",
+]
 
 INDEX = "index.html"
+"""The first page."""
 SEARCH = "search.html"
+"""The page that searches prompts."""
 LEFT_OUT = "left-out.html"
-"""Where links of a site lead whose pages it leaves out."""
+"""Target of the links in a written site whose pages are beyond its limits."""
 
 
 def listing(name: str, number: int = 1) -> str:
-    """A page of a long list: "runs", "questions", "results" or "cells"; pages count from 1."""
+    """Page `number`, counted from 1, of the list "runs", "questions", "results" or "cells"."""
     return f"{name}/{number}.html"
 
 
 def run(digest: str, number: int = 1) -> str:
-    """A run, and a page of its prompts."""
+    """Page of a run, with page `number` (from 1) of its list of prompts."""
     return f"run/{digest}/prompts/{number}.html"
 
 
 def prompt(digest: str, prompt: int, number: int = 1) -> str:
-    """A prompt of a run, and a page of its tokens."""
+    """Page of a prompt of a run (index from 0), with page `number` (from 1) of its tokens."""
     return f"run/{digest}/prompt/{prompt}/{number}.html"
 
 
 def token(digest: str, token: int) -> str:
-    """A token of a run, by its place on the packed axis."""
+    """Page of a token, given by its index along the packed token axis of the run."""
     return f"run/{digest}/token/{token}.html"
 
 
 def question(digest: str) -> str:
-    """A workflow that was computed, by the digest of the question."""
+    """Page of a computed workflow, given by the digest of its `Question`."""
     return f"question/{digest}.html"
 
 
 def result(key: str) -> str:
-    """A result, by its whole key."""
+    """Page of a result, given by its full key."""
     return f"result/{key}.html"
 
 
-def to(here: str, there: str) -> str:
-    """The way from one page to another, as a link has it.
+def relative(address: str, target: str) -> str:
+    """Relative link from the page at `address` to the page at `target`.
 
-    >>> to(token("ab", 7), INDEX), to(INDEX, result("cd"))
+    >>> relative(token("ab", 7), INDEX), relative(INDEX, result("cd"))
     ('../../../index.html', 'result/cd.html')
     """
-    return posixpath.relpath(there, posixpath.dirname(here) or ".")
+    return posixpath.relpath(target, posixpath.dirname(address) or ".")

@@ -1,6 +1,6 @@
-"""HTTP connections of `mizarr browse` with a time limit, and how a browser learns the address.
+"""HTTP connections with a time limit for `mizarr browse`, and the file that passes its address to a browser.
 
-Border: uvicorn's protocol and a file; knows no page. Importing this module imports uvicorn.
+Importing this module imports uvicorn.
 """
 
 from __future__ import annotations
@@ -17,65 +17,69 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["TimedProtocol", "redirecting_file"]
 
 PATIENCE = 10.0
-"""Seconds for which a connection may be without a whole request, or leave an answer unread."""
+"""Seconds after which a connection without a complete request, or with an unread response, is closed."""
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 as uvicorn speaks it, on connections that are closed when the client is too slow.
+    """HTTP/1.1 protocol of uvicorn that closes the connections of clients which are too slow.
 
-    uvicorn itself limits only the silence behind an answer: a client that connects and sends nothing, or a
-    byte of a header now and then, would hold its socket for as long as the server runs.
+    uvicorn limits only the idle time after a response: a client that connects and sends nothing, or one byte
+    of a header now and then, could keep its socket as long as the server runs (a slowloris attack).
     """
 
     _timer: asyncio.TimerHandle | None = None
-    """Looks at the connection when the client had its time."""
+    """Timer that calls `_check` PATIENCE seconds after the last progress of the connection."""
     _unsent = 0
-    """Bytes of answers that waited for the client when its time began."""
+    """Bytes in the write buffer when the timer was started."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The time for the first request begins."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
-        self._begin()
+        self._restart_timer()
 
     def on_response_complete(self) -> None:
-        """The time for the next request begins."""
-        self._begin()
+        """Start the timer for the next request."""
+        self._restart_timer()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No time runs any more."""
+        """Cancel the timer."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
 
-    def _begin(self) -> None:
+    def _restart_timer(self) -> None:
+        """Start the timer anew, and record the bytes that wait to be sent."""
         if self._timer is not None:
             self._timer.cancel()
         self._unsent = self.transport.get_write_buffer_size()
-        self._timer = self.loop.call_later(PATIENCE, self._look)
+        self._timer = self.loop.call_later(PATIENCE, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
+        """Close the connection unless a response is being computed or the client has read some of it."""
         unsent = self.transport.get_write_buffer_size()
         is_computing = not unsent and self.cycle is not None and not self.cycle.response_complete
         if is_computing or unsent != self._unsent:
-            self._begin()
+            self._restart_timer()
         else:
+            # abort, not close: close would wait until the client has read the buffer.
             self.transport.abort()
 
 
 @contextmanager
 def redirecting_file(address: str) -> Iterator[Path]:
-    """A page that leads a browser to an address, readable by this user alone; it is removed at the end.
+    """Temporary HTML file that redirects a browser to an address; removed at the end of the `with` block.
 
-    The address is a secret, and the command line that opens a browser can be read by every user.
+    The address is a secret, and every user of the machine can read the command line that opens a browser: it
+    names this file, which only this user can read.
     """
-    # The module tempfile gives its files mode 0600.
+    # The module tempfile creates its files with mode 0600.
     with NamedTemporaryFile("w", prefix="mizarr-browse-", suffix=".html", encoding="utf-8") as file:
-        goal = html.escape(address)
+        escaped = html.escape(address)
         file.write(
             '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
-            f'<meta http-equiv="refresh" content="0; url={goal}"><title>mizarr</title>'
-            f'<a href="{goal}">to the store</a>'
+            f'<meta http-equiv="refresh" content="0; url={escaped}"><title>mizarr</title>'
+            f'<a href="{escaped}">to the store</a>'
         )
         file.flush()
         yield Path(file.name)

@@ -1,7 +1,7 @@
-"""The page at an address. What an address names is looked up among what the catalog lists: no word of it ever
-becomes a path of a file.
+"""Routing: the page at an address.
 
-Border: addresses in, pages out; knows no server.
+Digests and keys in an address are looked up among the entries of a snapshot. No part of an address becomes a
+file path, so a request cannot reach other files.
 """
 
 from __future__ import annotations
@@ -25,67 +25,83 @@ from .pages.token import token_page
 __all__ = ["NUMBER", "find_news", "find_page"]
 
 NUMBER = r"(0|[1-9][0-9]{0,11})"
-"""Numbers in addresses, short enough for any array."""
+"""Regular expression of a number in an address, at most 12 digits long so that any index fits."""
 _RUN = r"run/([0-9a-f]{64})"
 
 
-def find_page(held: Snapshot, address: str) -> Page | None:
-    """The page at an address; None where there is none."""
+def find_page(snapshot: Snapshot, address: str) -> Page | None:
+    """The page at an address.
+
+    Arguments:
+        snapshot: Content of the store.
+        address: Path relative to the root of the site, as the functions of `addresses` compose it.
+
+    Returns:
+        The page, or None if there is none at this address.
+    """
     for pattern, make in _PAGES:
-        if found := re.fullmatch(pattern, address):
-            return make(held, *found.groups())
+        if match := re.fullmatch(pattern, address):
+            return make(snapshot, *match.groups())
     return None
 
 
-def find_news(held: Snapshot, address: str) -> dict[str, Any] | None:
-    """What a page that is live asks for: harvests in progress as plain values; None where there are none."""
+def find_news(snapshot: Snapshot, address: str) -> dict[str, Any] | None:
+    """Progress of captures as JSON values, which the script of a page with `Page.live` polls.
+
+    Returns:
+        {"progress": [...]}, or None if this is not the address of a progress document.
+    """
     if address == "live.json":
-        found = [*reading(held), *harvests(held, addresses.INDEX)]
+        states = [*reading(snapshot), *harvests(snapshot, addresses.INDEX)]
     elif match := re.fullmatch(rf"{_RUN}/live\.json", address):
-        folder = _run(held, match[1])
+        folder = _run(snapshot, match[1])
         if folder is None:
             return None
-        found = list(progress(folder, harvest(held.store, folder)))
+        states = list(progress(folder, harvest(snapshot.store, folder)))
     else:
         return None
-    told = ("name", "done", "claimed", "total", "told")
-    return {"progress": [{name: getattr(each, name) for name in told} for each in found]}
+    names = ("name", "done", "claimed", "total", "told")
+    return {"progress": [{name: getattr(state, name) for name in names} for state in states]}
 
 
-def _run(held: Snapshot, digest: str) -> HeldFolder | None:
-    folder = held.folders.get(f"data/{digest[:2]}/{digest}")
+def _run(snapshot: Snapshot, digest: str) -> HeldFolder | None:
+    """Look up the folder of a run by digest; None for an unknown digest or a folder without a run."""
+    folder = snapshot.folders.get(f"data/{digest[:2]}/{digest}")
     return folder if folder is not None and folder.run is not None else None
 
 
 def _of_run(make: Callable[..., Page | None]) -> Callable[..., Page | None]:
-    """A page of a run, which is looked up, and numbers."""
+    """Adapt a page function of (snapshot, run folder, numbers) to the groups of an address pattern."""
 
-    def page(held: Snapshot, digest: str, *numbers: str) -> Page | None:
-        folder = _run(held, digest)
-        return None if folder is None else make(held, folder, *map(int, numbers))
+    def page(snapshot: Snapshot, digest: str, *numbers: str) -> Page | None:
+        folder = _run(snapshot, digest)
+        return None if folder is None else make(snapshot, folder, *map(int, numbers))
 
     return page
 
 
-def _list(held: Snapshot, name: str, number: str) -> Page | None:
-    return listing(held, name, int(number)) if int(number) else None
+def _list(snapshot: Snapshot, name: str, number: str) -> Page | None:
+    """A page of a list; None for number 0, as pages count from 1."""
+    return listing(snapshot, name, int(number)) if int(number) else None
 
 
-def _result(held: Snapshot, key: str) -> Page | None:
-    for folder in held.results:
+def _result(snapshot: Snapshot, key: str) -> Page | None:
+    """Page of a stored result, looked up by key; None for an unknown key."""
+    for folder in snapshot.results:
         if any(record.key == key for record in folder.records):
-            return result_page(held, folder)
+            return result_page(snapshot, folder)
     return None
 
 
-def _question(held: Snapshot, digest: str) -> Page | None:
-    asked = next((asked for asked in held.questions if asked.question.digest == digest), None)
-    return None if asked is None else question_page(held, asked)
+def _question(snapshot: Snapshot, digest: str) -> Page | None:
+    """Page of a computed workflow, looked up by digest; None for an unknown digest."""
+    computed = next((asked for asked in snapshot.questions if asked.question.digest == digest), None)
+    return None if computed is None else question_page(snapshot, computed)
 
 
 _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
     (r"(?:index\.html)?", store_page),
-    (r"search\.html", lambda held: search_page(held, "")),
+    (r"search\.html", lambda snapshot: search_page(snapshot, "")),
     (rf"(runs|questions|results|cells)/{NUMBER}\.html", _list),
     (r"question/([0-9a-f]{64})\.html", _question),
     (r"result/([0-9a-f]{64})\.html", _result),
@@ -93,3 +109,4 @@ _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
     (rf"{_RUN}/prompt/{NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),
     (rf"{_RUN}/token/{NUMBER}\.html", _of_run(token_page)),
 )
+"""(pattern of the address, function from the snapshot and the groups of the pattern to the page)."""

@@ -1,9 +1,8 @@
-"""What a run or a result was made from, and what was made from it, laid out as a drawing with links.
+"""Lineage of a run or result as a drawing: its inputs, and the results computed from it.
 
-Columns flow to the right: sources, the thing itself, what reads it. Far relatives beyond `MOST` are left out,
-which the drawing says. What `gc` would free has a dashed frame.
-
-Border: folders of a store in, places in a drawing out; the template writes the SVG.
+Inputs are in columns on the left, the entry itself in the middle, results computed from it on the right. At
+most `MOST` entries per side are drawn; the caption says how many are omitted. A dashed frame marks entries
+that `mizarr gc` would free. This module computes coordinates; the template browse.html writes the SVG.
 """
 
 from __future__ import annotations
@@ -19,81 +18,100 @@ from ..views import View, paper
 __all__ = ["Box", "Lineage", "lineage"]
 
 MOST = 24
-"""Folders drawn on either side."""
+"""Largest number of entries drawn on each side."""
 WIDE, HIGH, ACROSS, DOWN = 216, 48, 270, 64
-"""Of a box, and from one to the next, in units of the drawing."""
+"""Width and height of a box, horizontal and vertical distance between boxes, in units of the drawing."""
 LETTERS = 26
-"""Characters of a name that a box holds, in the monospaced font of browse.css: 7.3 units each."""
+"""Characters of a name that fit into a box, in the monospaced font of browse.css: 7.3 units each."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A run or result.
-
-    x, y: of its corner.  is_freed: whether gc would, given a quota, or at once, free it.
-    """
+    """Box of a run or result in the drawing."""
 
     name: str
+    """Label of the entry."""
     told: str
+    """Second line: start of the digest, and size on disk."""
     href: str
+    """Relative address of the entry's page; "" for no link."""
     fate: str
+    """Phrase of `Snapshot.fate`: whether and when `mizarr gc` removes the entry."""
     x: float
+    """Left edge of the box."""
     y: float
+    """Upper edge of the box."""
     is_freed: bool
+    """Whether `mizarr gc` would free the entry, at once or to meet a quota."""
     is_self: bool
+    """Whether this is the entry that the page is about."""
 
     @property
     def shown(self) -> str:
-        """The name, as far as the box holds it."""
+        """The name, shortened to fit into the box."""
         return paper.fit(self.name, LETTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage(View):
-    """Boxes and the curves between them, as SVG paths. left_out: relatives there was no room for."""
+    """Drawing of the lineage of one entry."""
 
     kind: ClassVar[str] = "lineage"
     boxes: tuple[Box, ...]
+    """Boxes of the entries, from left to right."""
     paths: tuple[str, ...]
+    """SVG path of each connection between two boxes."""
     width: float
+    """Width of the drawing."""
     height: float
+    """Height of the drawing."""
     box: tuple[int, int] = (WIDE, HIGH)
+    """Width and height of a box."""
 
 
-def lineage(held: Snapshot, folder: HeldFolder, way: Callable[[HeldFolder], str]) -> Lineage:
-    """The drawing around a run or result; way: where the box of a folder leads."""
-    before, cut_before = _walk(folder, held.made_from)
-    after, cut_after = _walk(folder, held.made_of)
-    depth = {**{name: -steps for name, steps in before.items()}, **after, folder.data: 0}
+def lineage(snapshot: Snapshot, folder: HeldFolder, link_of: Callable[[HeldFolder], str]) -> Lineage:
+    """The lineage of a run or result.
+
+    Arguments:
+        snapshot: Content of the store.
+        folder: The run or result.
+        link_of: Function from a folder to the link of its box; "" for none.
+    """
+    inputs, n_omitted_inputs = _walk(folder, snapshot.made_from)
+    dependents, n_omitted_dependents = _walk(folder, snapshot.made_of)
+    # Column of each entry: negative for inputs, 0 for the entry itself, positive for its dependents.
+    depth = {**{name: -steps for name, steps in inputs.items()}, **dependents, folder.data: 0}
     columns: dict[int, list[str]] = {}
     for name, column in depth.items():
         columns.setdefault(column, []).append(name)
-    first, tallest = min(columns), max(map(len, columns.values()))
-    places = {}
+    leftmost, tallest = min(columns), max(map(len, columns.values()))
+    corners = {}
     for column, names in columns.items():
         top = (tallest - len(names)) * DOWN / 2
-        for row, name in enumerate(sorted(names, key=lambda name: (held.folders[name].label, name))):
-            places[name] = (6.0 + (column - first) * ACROSS, 6.0 + top + row * DOWN)
+        for row, name in enumerate(sorted(names, key=lambda name: (snapshot.folders[name].label, name))):
+            corners[name] = (6.0 + (column - leftmost) * ACROSS, 6.0 + top + row * DOWN)
     boxes = []
-    for name, (x, y) in places.items():
-        each = held.folders[name]
-        fate = held.fate(each)
-        told = f"{name.rpartition('/')[2][:8]} · {human_bytes(each.usage.bytes) or '0 B'}"
+    for name, (x, y) in corners.items():
+        entry = snapshot.folders[name]
+        fate = snapshot.fate(entry)
+        second_line = f"{name.rpartition('/')[2][:8]} · {human_bytes(entry.usage.bytes) or '0 B'}"
         is_freed = fate.startswith("goes")
-        boxes.append(Box(each.label, told, way(each), fate, x, y, is_freed, name == folder.data))
+        is_self = name == folder.data
+        boxes.append(Box(entry.label, second_line, link_of(entry), fate, x, y, is_freed, is_self))
     paths = [
-        _curve(places[source.data], places[name])
-        for name in places
-        for source in held.made_from(held.folders[name])
-        if source.data in places and depth[source.data] < depth[name]
+        _curve(corners[source.data], corners[name])
+        for name in corners
+        for source in snapshot.made_from(snapshot.folders[name])
+        # Only connections that run to the right: damaged records may name each other as inputs.
+        if source.data in corners and depth[source.data] < depth[name]
     ]
-    width = 12 + WIDE + ACROSS * (max(columns) - first)
+    width = 12 + WIDE + ACROSS * (max(columns) - leftmost)
     caption = (
-        "Left: what it was made from. Right: what was made from it. A dashed frame: mizarr gc would free it, "
+        "Left: the entries it was computed from. Right: the entries computed from it. "
+        "Dashed frame: mizarr gc would free it, at once or to meet a quota."
     )
-    caption += "given a quota and no room."
-    if cut := cut_before + cut_after:
-        caption += f" {cut} more relatives are not drawn."
+    if n_omitted := n_omitted_inputs + n_omitted_dependents:
+        caption += f" {n_omitted} more entries are not drawn."
     return Lineage(
         title="Lineage",
         caption=caption,
@@ -105,31 +123,41 @@ def lineage(held: Snapshot, folder: HeldFolder, way: Callable[[HeldFolder], str]
 
 
 def _walk(folder: HeldFolder, step: Callable[[HeldFolder], list[HeldFolder]]) -> tuple[dict[str, int], int]:
-    """Relatives in one direction, nearest first, and how many steps away each is by its longest way; and how
-    many were left out."""
-    found: dict[str, HeldFolder] = {}
-    left_out: set[str] = set()
-    waiting = [folder]
-    for each in waiting:
-        for other in step(each):
-            if other.data in found or other.data == folder.data:
+    """Breadth-first search along the lineage of an entry in one direction, for at most MOST entries.
+
+    Arguments:
+        folder: The entry to start from; not part of the result.
+        step: Function from an entry to its direct inputs, or to its direct dependents.
+
+    Returns:
+        (number of steps of the longest path to each entry, by its folder; number of omitted entries).
+    """
+    reached: dict[str, HeldFolder] = {}
+    omitted: set[str] = set()
+    queue = [folder]
+    # Breadth first; the list grows while it is iterated over.
+    for entry in queue:
+        for neighbour in step(entry):
+            if neighbour.data in reached or neighbour.data == folder.data:
                 continue
-            if len(found) == MOST:
-                left_out.add(other.data)
+            if len(reached) == MOST:
+                omitted.add(neighbour.data)
                 continue
-            found[other.data] = other
-            waiting.append(other)
-    steps = dict.fromkeys(found, 1)
-    for _ in found:  # as many rounds as the longest way can have, should some be made from each other
-        for name, each in found.items():
-            for other in step(each):
-                if other.data in steps and other.data != name:
-                    steps[other.data] = min(max(steps[other.data], steps[name] + 1), len(found))
-    return steps, len(left_out)
+            reached[neighbour.data] = neighbour
+            queue.append(neighbour)
+    # Longest paths, so that every connection runs to the right. The rounds are limited, because damaged
+    # records could name each other as inputs.
+    steps = dict.fromkeys(reached, 1)
+    for _ in reached:
+        for name, entry in reached.items():
+            for neighbour in step(entry):
+                if neighbour.data in steps and neighbour.data != name:
+                    steps[neighbour.data] = min(max(steps[neighbour.data], steps[name] + 1), len(reached))
+    return steps, len(omitted)
 
 
 def _curve(source: tuple[float, float], target: tuple[float, float]) -> str:
-    """From the right edge of one box to the left edge of another."""
+    """SVG path from the right edge of one box to the left edge of another, given by their corners."""
     x, y = source[0] + WIDE, source[1] + HIGH / 2
     to_x, to_y = target[0], target[1] + HIGH / 2
     bend = (to_x - x) / 2

@@ -1,8 +1,8 @@
-"""A run opened for reading: its tokens as text, its states of a few tokens at a time, how far it is.
+"""Runs opened for browsing: token texts, activations of a few tokens at a time, and progress of the capture.
 
-Border: one stored run; arrays are read for the tokens that are asked for. Never imports torch.
+Only the rows that a page shows are read. This module never imports torch.
 
-Axes: layer, token (packed, all prompts), hidden: whatever follows a token, laid end to end.
+Axes: layer, token (packed over all prompts), hidden (all axes after the token axis, flattened).
 """
 
 from __future__ import annotations
@@ -26,84 +26,96 @@ from ..holdings import HeldFolder
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Harvest", "OpenedRun", "harvest", "opened"]
+__all__ = ["Harvest", "OpenedRun", "harvest", "open_run"]
 
 
 @dataclass(frozen=True)
 class Harvest:
-    """How far a run is, in segments. cells: variables and layers that some pass wrote, and all segments get.
+    """Progress of the capture of a run, in segments.
 
-    done: those with all of them. claimed: those somebody is at now. tokens: in segments that are done.
+    A segment is complete if it holds every variable and layer that any segment of the run holds.
     """
 
     total: int
+    """Number of segments of the run."""
     done: int
+    """Number of complete segments."""
     claimed: int
+    """Number of segments that a process is computing now."""
     tokens: int
+    """Number of tokens in complete segments."""
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody is at it."""
+        """Whether a process is computing a segment."""
         return self.claimed > 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing of what was begun."""
+        """Whether all segments are complete."""
         return self.done == self.total
 
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run's folder, its entry, and the strings of its vocabulary (None: not kept). has_ids: whether its
-    token ids are ids of that vocabulary."""
+    """A run opened for reading, with the vocabulary of its tokenizer."""
 
     folder: HeldFolder
+    """Folder of the run in the snapshot."""
     entry: LabelledEntry
+    """The stored run."""
     words: tuple[str, ...] | None
+    """Text of each token id; None if the store has no vocabulary for the run."""
     has_ids: bool
+    """Whether the stored token ids are ids of that vocabulary; false for imports without token ids."""
     _arrays: dict[tuple[str, int | None], xr.Variable] = field(default_factory=dict, init=False, repr=False)
+    """(variable, layer) -> opened array, so that a page opens each array once."""
 
     def texts(self, tokens: Iterable[int]) -> list[str]:
-        """Each token, by its place on the packed axis, with its whitespace visible."""
+        """Text of each token with visible whitespace. tokens: indices along the packed axis."""
         return list(map(format_token, self._pieces(tokens)))
 
     def passage(self, tokens: Iterable[int]) -> str:
-        """The text of neighbouring tokens on one line; its spaces are spaces."""
+        """Joined text of consecutive tokens on one line, with plain spaces."""
         return format_text("".join(self._pieces(tokens)))
 
     def _pieces(self, tokens: Iterable[int]) -> list[str]:
-        """Tokens of the vocabulary, else as they stand in the prompt's text, else by id."""
+        """Text of each token: from the vocabulary, else from the prompt's text, else its id, else "?"."""
         packed = self.entry.tokens
-        found = []
-        for token in tokens:
-            at, number = int(token), int(packed.ids[int(token)])
-            if self.has_ids and self.words is not None and number < len(self.words):
-                found.append(self.words[number])
+        pieces = []
+        for token in map(int, tokens):
+            token_id = int(packed.ids[token])
+            if self.has_ids and self.words is not None and token_id < len(self.words):
+                pieces.append(self.words[token_id])
             elif packed.texts is not None and packed.char_start is not None and packed.char_end is not None:
-                text = packed.texts[int(packed.prompt_of(at))]
-                found.append(text[int(packed.char_start[at]) : int(packed.char_end[at])])
+                text = packed.texts[int(packed.prompt_of(token))]
+                pieces.append(text[int(packed.char_start[token]) : int(packed.char_end[token])])
             else:
-                found.append(f"[{number}]" if self.has_ids else "?")
-        return found
+                pieces.append(f"[{token_id}]" if self.has_ids else "?")
+        return pieces
 
     def per_token(self) -> dict[str, list[int | None]]:
-        """Published variables with a row for each token, and their layers; [None] without a layer axis."""
-        found: dict[str, list[int | None]] = {}
+        """Published variables with a row per token -> their layers; [None] for a variable without layers."""
+        layers: dict[str, list[int | None]] = {}
         specs = self.entry.specs
         for variable, layer in self.entry.published():
             if specs[variable].packed == "token":
-                found.setdefault(variable, []).append(layer)
-        return found
+                layers.setdefault(variable, []).append(layer)
+        return layers
 
     def spec(self, variable: str) -> ArraySpec:
-        """How a variable is stored."""
+        """Shape, dtype and hook point of a stored variable."""
         return self.entry.spec(variable)
 
     def rows(self, variable: str, layer: int | None, start: int, stop: int) -> Array:
-        """Stored values of some tokens, float32 [token, hidden]; hidden is 1 for a number per token."""
+        """Stored values of the tokens start..stop, float32 [token, hidden].
+
+        `hidden` is 1 for a variable with one number per token. layer: None for a variable without layers.
+        """
         array = self._arrays.get((variable, layer))
         if array is None:
             layers = None if layer is None else [layer]
+            # chunks=None opens without dask: a page reads few rows, for which a task graph is slower.
             array = self.entry.open([variable], layers, chunks=None)[variable].variable
             array = array if layer is None else array.isel({array.dims[0]: 0})
             self._arrays[variable, layer] = array
@@ -111,35 +123,40 @@ class OpenedRun:
         return values.reshape(stop - start, -1)
 
     def norms(self, variable: str, layers: Iterable[int | None], start: int, stop: int) -> Floats:
-        """Length (L2) of each row, float64 [layer, token]; of a number per token the number itself. One layer
-        is in memory at a time."""
-        found = []
+        """L2 norm of each row, float64 [layer, token]; the value itself for one number per token.
+
+        One layer is in memory at a time.
+        """
+        norms = []
         for layer in layers:
             rows = self.rows(variable, layer, start, stop).astype(np.float64)
-            found.append(rows[:, 0] if rows.shape[1] == 1 else np.sqrt(np.einsum("th,th->t", rows, rows)))
-        return np.array(found).reshape(-1, stop - start)
+            # einsum instead of (rows**2).sum(1): no temporary array of squares.
+            norms.append(rows[:, 0] if rows.shape[1] == 1 else np.sqrt(np.einsum("th,th->t", rows, rows)))
+        return np.array(norms).reshape(-1, stop - start)
 
 
-def opened(store: Store, folder: HeldFolder) -> OpenedRun:
-    """A run of a store, kept open while it is looked at."""
+def open_run(store: Store, folder: HeldFolder) -> OpenedRun:
+    """Open a run for reading; the last four runs are cached."""
     stat = store.files.stat(f"{folder.data}/zarr.json")
-    return OpenedRun(folder, *_opened(store.address, folder.data, None if stat is None else stat.stamp))
+    return OpenedRun(folder, *_open_run(store.address, folder.data, None if stat is None else stat.stamp))
 
 
 @lru_cache(maxsize=4)
-def _opened(address: str, data: str, _: object) -> tuple[LabelledEntry, tuple[str, ...] | None, bool]:
+def _open_run(address: str, data: str, _: object) -> tuple[LabelledEntry, tuple[str, ...] | None, bool]:
+    """(entry, vocabulary, has_ids) of a run; the third argument makes a changed run a new cache entry."""
     from ...store import open_store
 
     store = open_store(address, mode="r")
-    about = group_attributes(store.files, data)
+    attributes = group_attributes(store.files, data)
     entry = store.entry(data.rpartition("/")[2])
-    tokenizer = about.get("tokenizer")
-    words = None if tokenizer is None else _words(address, str(tokenizer))
-    return entry, words, about.get("token_ids") != "unknown"
+    tokenizer = attributes.get("tokenizer")
+    words = None if tokenizer is None else _vocabulary(address, str(tokenizer))
+    return entry, words, attributes.get("token_ids") != "unknown"
 
 
 @lru_cache(maxsize=2)
-def _words(address: str, tokenizer: str) -> tuple[str, ...] | None:
+def _vocabulary(address: str, tokenizer: str) -> tuple[str, ...] | None:
+    """Stored vocabulary of a tokenizer, by its digest; None if it is missing or damaged."""
     from ...store import open_store
 
     try:
@@ -150,16 +167,17 @@ def _words(address: str, tokenizer: str) -> tuple[str, ...] | None:
 
 
 def harvest(store: Store, folder: HeldFolder) -> Harvest:
-    """How far a run is. Reads its records, and who touched a claim lately."""
-    entry = opened(store, folder).entry
-    held = entry.committed()
-    begun = {cell for segment in held for cell in segment}
-    done = [n for n, segment in enumerate(held) if begun and begun <= set(segment)]
+    """Progress of the capture of a run, from its committed segments and from recently renewed claims."""
+    entry = open_run(store, folder).entry
+    segments = entry.committed()
+    cells = {cell for segment in segments for cell in segment}
+    complete = [i for i, segment in enumerate(segments) if cells and cells <= set(segment)]
     now = store.files.now()
+    # A claim that was not renewed within TTL belongs to a process that has died.
     claims = [
         name
         for name, stat in store.files.stamps(f"{folder.data}/seg")
         if name.endswith(".claim") and now - stat.modified < TTL
     ]
-    tokens = sum(len(entry.segments[n]) for n in done)
-    return Harvest(len(held), len(done), len(claims), tokens)
+    tokens = sum(len(entry.segments[i]) for i in complete)
+    return Harvest(len(segments), len(complete), len(claims), tokens)

@@ -1,6 +1,6 @@
-"""Pages as HTML, in the looks of reports: the same templates, styles and script, and little more.
+"""Rendering of pages as HTML, with the templates, styles and script of reports.
 
-Border: values of a page in, text out; all of it escaped by the template.
+The templates escape all text.
 """
 
 from __future__ import annotations
@@ -20,40 +20,48 @@ from .page import Page
 __all__ = ["STATIC", "render", "static_files"]
 
 STATIC = "static"
-"""Folder of styles and scripts, below the root of a site."""
+"""Folder of styles and scripts, relative to the root of the site."""
 
 
 def render(page: Page, foot: str = "", *, policy: str = "") -> str:
-    """A page as HTML. foot: what stands at its end. policy: content security policy for a page that is a
-    file, and has no server to send one; news of harvests are for pages that have."""
-    static = addresses.to(page.address, STATIC)
+    """Render a page as HTML.
+
+    Arguments:
+        page: The page.
+        foot: Text at the end of the page.
+        policy: Content security policy to embed; for a page in a file, as a server sends it in a header. Such
+            a page does not poll for progress.
+    """
+    static = addresses.relative(page.address, STATIC)
     text: str = _template().render(
         page=page,
         foot=foot,
         policy=policy,
         static=static,
-        news=addresses.to(page.address, page.live) if page.live and not policy else "",
+        news=addresses.relative(page.address, page.live) if page.live and not policy else "",
         version=__version__,
     )
     return text
 
 
 def static_files() -> Mapping[str, tuple[str, str]]:
-    """Styles and scripts: name -> media type, text."""
-    style = asset("report.css") + asset("graph.css") + _own("browse.css")
+    """Styles and scripts of the pages: file name -> (media type, content)."""
+    style = asset("report.css") + asset("graph.css") + _asset("browse.css")
     return {
         "browse.css": ("text/css", style),
         "views.js": ("text/javascript", script()),
-        "browse.js": ("text/javascript", _own("browse.js")),
+        "browse.js": ("text/javascript", _asset("browse.js")),
     }
 
 
 @cache
 def _template() -> Any:
-    ours = jinja2.FunctionLoader(lambda name: _own(name) if name == "browse.html" else None)
+    """The template browse.html, which imports templates of reports."""
+    loader = jinja2.FunctionLoader(lambda name: _asset(name) if name == "browse.html" else None)
     shared = environment()
-    return shared.overlay(loader=jinja2.ChoiceLoader([ours, shared.loader])).get_template("browse.html")
+    return shared.overlay(loader=jinja2.ChoiceLoader([loader, shared.loader])).get_template("browse.html")
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
+    """Text of a file in the folder assets of this package."""
     return files(__package__).joinpath("assets", name).read_text("utf-8")

@@ -1,13 +1,11 @@
-"""The pages over HTTP, to this machine and to who has the address alone.
+"""HTTP server of `mizarr browse`, accessible only on this machine and only with its secret address.
 
-* It listens on 127.0.0.1 and answers requests that name it so in `Host`: a page of another site whose name
-  was made to lead here (DNS rebinding) is refused.
+* It listens on 127.0.0.1 and requires this address in the `Host` header, which prevents DNS rebinding: a page
+  of another site whose host name resolves to this machine is refused.
 * Every address begins with a random word, which other users of the machine do not know.
-* Clients that are slow to ask, or to read, are dropped.
-* GET and HEAD, nothing else; the store is opened for reading, and no path asked for becomes that of a file.
-* What a browser may do with a page is told in its content security policy: its own styles and script.
-
-Border: requests in, pages out; what is on them is known elsewhere.
+* Connections of clients that are slow to send or to read are closed.
+* Only GET and HEAD are allowed; the store is opened read-only, and no requested path becomes a file path.
+* A content security policy allows a page to load its own styles and scripts only.
 """
 
 from __future__ import annotations
@@ -39,10 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["HOST", "address_of", "application", "listening", "new_word", "serve"]
 
 HOST = "127.0.0.1"
+"""Address that the server listens on."""
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
+"""Content security policy of all pages."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -51,45 +51,59 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+"""Headers of every response."""
 FOOT = "Read from the store just now. These pages are served to this machine alone, and change nothing."
+"""Text at the end of every page."""
 PATIENCE = 0.2
-"""Seconds for which a page waits for a store to be read; then it tells what was found so far."""
+"""Seconds for which a request waits until the store is read; then the page shows the entries read so far."""
 SEND_BUFFER = 1 << 18
-"""Bytes the system holds for one client. What a slow client reads is noticed in steps of this size; the
-system's own choice, up to 4 MB, would make a client that reads slowly look like one that does not read."""
+"""Send buffer of a connection in bytes.
+
+The server notices in steps of this size that a client reads. With the system's default of up to 4 MB a slow
+client would look like one that does not read at all.
+"""
 LONGEST = 400
-"""Characters of words that are searched for."""
+"""Longest search text, in characters."""
 
 
 def new_word() -> str:
-    """A random word for the address."""
+    """A random secret word for the address: 24 characters, 144 bits."""
     return secrets.token_urlsafe(18)
 
 
 def address_of(port: int, word: str) -> str:
-    """The address of the first page."""
+    """URL of the first page."""
     return f"http://{HOST}:{port}/{word}/index.html"
 
 
 def listening(port: int) -> socket.socket:
-    """A socket on this machine alone; port 0: any that is free. Raises ConfigError for one that is taken."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    """Open a listening socket on this machine only.
+
+    Arguments:
+        port: Port number; 0 for any free port.
+
+    Raises:
+        ConfigError: The port is in use, or not allowed for this user.
+    """
+    server_socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # So that a restarted server can use the same port at once.
+    server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
-        found.bind((HOST, port))
-        found.listen(128)  # a browser that is quicker than the server waits
+        server_socket.bind((HOST, port))
+        # Connections of a browser that is opened before the server runs wait in this queue.
+        server_socket.listen(128)
     except OSError as error:
-        found.close()
+        server_socket.close()
         raise ConfigError(
             f"expected a free port, found that {port} cannot be had ({error.strerror}); leave --port out to "
             "take any that is free"
         ) from error
-    return found
+    return server_socket
 
 
-def serve(app: Starlette, held: socket.socket) -> None:
-    """Answer until interrupted. held: a socket that is bound."""
+def serve(app: Starlette, server_socket: socket.socket) -> None:
+    """Serve an application on a listening socket until Ctrl-C is pressed."""
     import uvicorn
 
     from .connections import TimedProtocol
@@ -99,19 +113,30 @@ def serve(app: Starlette, held: socket.socket) -> None:
         http=TimedProtocol,
         ws="none",
         lifespan="off",
-        log_config=None,  # its own would print what is in a store past the escapes of the command line
+        # uvicorn's log could print text of the store without escaping terminal control characters.
+        log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
     )
-    with suppress(KeyboardInterrupt):  # raised again by uvicorn when it has ended
-        uvicorn.Server(config).run(sockets=[held])
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly shutdown
+        uvicorn.Server(config).run(sockets=[server_socket])
 
 
 def application(store: Store, word: str, port: int) -> Starlette:
-    """The ASGI application. word: first part of every address; port: that it is reached at."""
+    """The ASGI application that serves the pages of a store.
+
+    Arguments:
+        store: The store, opened read-only.
+        word: Secret first part of every path.
+        port: Port of the server, which requests name in their `Host` header.
+
+    Raises:
+        MissingExtra: The extra `browse` is not installed.
+    """
     require("browse", "mizarr browse")
-    import dask.array  # noqa: F401 - these take seconds, which would be those of the first page with an array
+    # These imports take seconds: made now, so that they do not delay the first page with an array.
+    import dask.array  # noqa: F401
     import xarray  # noqa: F401
     import zarr  # noqa: F401
     from starlette.applications import Starlette
@@ -121,65 +146,70 @@ def application(store: Store, word: str, port: int) -> Starlette:
     from ...stages.logits import lens  # noqa: F401
 
     holdings, static = Holdings(store), static_files()
+    # Starts the thread that reads the store, before the first request.
     holdings.look(PATIENCE)
     hosts = {f"{HOST}:{port}", f"localhost:{port}"}
 
     def answer(request: Request) -> Response:
+        # In constant time: the duration must not tell how many characters of a guess are correct.
         if not hmac.compare_digest(request.path_params["word"].encode(), word.encode()):
-            return told(403, "Not the address", "Use the one that mizarr browse printed.")
+            return error_page(403, "Not the address", "Use the address that mizarr browse printed.")
         path = request.path_params["path"]
-        if path.startswith(f"{STATIC}/") and (found := static.get(path.removeprefix(f"{STATIC}/"))):
-            return Response(found[1], media_type=found[0])
+        if path.startswith(f"{STATIC}/") and (asset := static.get(path.removeprefix(f"{STATIC}/"))):
+            media_type, content = asset
+            return Response(content, media_type=media_type)
         try:
-            held = holdings.look(PATIENCE)
-            if (news := find_news(held, path)) is not None:
+            snapshot = holdings.look(PATIENCE)
+            if (news := find_news(snapshot, path)) is not None:
                 return JSONResponse(news)
             if path == "search.html":
-                page: Page | None = searched(held, request)
+                page: Page | None = search_results(snapshot, request)
             else:
-                page = find_page(held, path)
+                page = find_page(snapshot, path)
         except (MizarrError, FileNotFoundError) as error:
-            return told(500, "This cannot be read", str(error))
-        if page is None and held.unread:
-            return told(503, "Not read yet", f"{_unread(held)} Load this page again in a moment.")
+            return error_page(500, "This cannot be read", str(error))
+        if page is None and snapshot.unread:
+            return error_page(503, "Not read yet", f"{_unread(snapshot)} Load this page again in a moment.")
         if page is None:
-            return told(
-                404, "Not here", "It may have been removed meanwhile; the first page shows what is there."
+            return error_page(
+                404, "Page not found", "Its entry may have been removed; the first page lists all entries."
             )
-        foot = f"{_unread(held)} {FOOT}" if held.unread else FOOT
+        foot = f"{_unread(snapshot)} {FOOT}" if snapshot.unread else FOOT
         return Response(render(page, foot), media_type="text/html")
 
-    def searched(held: Snapshot, request: Request) -> Page:
-        asked = request.query_params
-        start = tuple(
-            int(text) if re.fullmatch(NUMBER, text := asked.get(name, "")) else 0
+    def search_results(snapshot: Snapshot, request: Request) -> Page:
+        query = request.query_params
+        run, prompt = (
+            int(text) if re.fullmatch(NUMBER, text := query.get(name, "")) else 0
             for name in ("run", "prompt")
         )
-        return search_page(held, asked.get("q", "")[:LONGEST], (start[0], start[1]))
+        return search_page(snapshot, query.get("q", "")[:LONGEST], (run, prompt))
 
-    def told(status: int, title: str, text: str) -> Response:
-        words = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-        back = (
+    def error_page(status: int, title: str, text: str) -> Response:
+        head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+        # Not with 403: the link would contain the secret word.
+        link = (
             f'<p><a href="/{quote(word)}/index.html">to the store</a></p>'
             if status in (404, 500, 503)
             else ""
         )
-        body = f"{words}<h1>{html.escape(title)}</h1><p>{html.escape(text)}</p>{back}"
+        body = f"{head}<h1>{html.escape(title)}</h1><p>{html.escape(text)}</p>{link}"
         return Response(body, status, media_type="text/html")
 
+    # starlette adds HEAD to a route for GET.
     routes = [Route("/{word}/{path:path}", answer, methods=["GET"])]
-    found = Starlette(routes=routes, middleware=[_guarded(hosts)])
-    found.router.redirect_slashes = False
-    return found
+    app = Starlette(routes=routes, middleware=[_guard(hosts)])
+    app.router.redirect_slashes = False
+    return app
 
 
-def _unread(held: Snapshot) -> str:
-    """How far the first look at a store is."""
-    return f"The store is still being read: {held.unread:,} of its runs and results were not looked at yet."
+def _unread(snapshot: Snapshot) -> str:
+    """Sentence for the foot of a page while the store is being read: number of unread entries."""
+    return f"The store is still being read: {snapshot.unread:,} of its runs and results are not read yet."
 
 
-def _guarded(hosts: Collection[str]) -> Any:
-    """Refuses requests that name another host; headers on every response, those of errors too."""
+def _guard(hosts: Collection[str]) -> Any:
+    """Middleware that refuses other `Host` headers, and adds HEADERS to every response, errors included."""
     from starlette.datastructures import Headers, MutableHeaders
     from starlette.middleware import Middleware
     from starlette.responses import PlainTextResponse
@@ -189,13 +219,13 @@ def _guarded(hosts: Collection[str]) -> Any:
             self.app = app
 
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            async def sent(message: Any) -> None:
+            async def send_with_headers(message: Any) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message).update(HEADERS)
                 await send(message)
 
             host = Headers(scope=scope).get("host", "").lower()
-            refused = PlainTextResponse(f"expected one of {', '.join(sorted(hosts))} as host\n", 421)
-            await (self.app if host in hosts else refused)(scope, receive, sent)
+            refusal = PlainTextResponse(f"expected one of {', '.join(sorted(hosts))} as host\n", 421)
+            await (self.app if host in hosts else refusal)(scope, receive, send_with_headers)
 
     return Middleware(Guard)

@@ -1,9 +1,8 @@
-"""The pages as files, which open anywhere without mizarr: up to a stated number of them.
+"""The pages of a store as static files, up to a limited number of pages.
 
-From the first page on every link is followed, nearest pages first; of each run only some prompts, of each
-prompt only some tokens. A link beyond the limits leads to a page that says so, so that none leads nowhere.
-
-Border: pages in, a folder out, which is there whole or not at all.
+Links are followed breadth first from the first page; the numbers of prompts per run and of tokens per page
+are limited. A link beyond the limits leads to a page that says so: no link is broken. The folder is replaced
+only when the new site is complete.
 """
 
 from __future__ import annotations
@@ -32,62 +31,80 @@ from .render import STATIC, render, static_files
 __all__ = ["Limits", "Written", "check_folder", "write_site"]
 
 MARK = "mizarr-site.txt"
-"""Tells a folder that `mizarr site` wrote, and may write again."""
+"""File that marks a folder as written by `mizarr site`, which may replace it."""
 POLICY = "default-src 'none'; style-src 'self' file:; script-src 'self' file:; img-src data:; base-uri 'none'"
+# The template escapes quotes in attributes, so an address ends at the next quote. Links with a query or
+# fragment lead within the search page or the same page, and are left as they are.
 _HREF = re.compile(r'(<a\b[^>]*?\bhref=")([^"#?]+)(")')
 
 
 @dataclass(frozen=True)
 class Limits:
-    """pages: in all. prompts: of a run. tokens: of a prompt page."""
+    """Limits of a written site."""
 
     pages: int = 1000
+    """Largest number of pages."""
     prompts: int = 20
+    """Largest number of prompts per run."""
     tokens: int = 32
+    """Largest number of tokens per page of a prompt."""
 
 
 @dataclass
 class Written:
-    """What was written: pages; links that lead to what was left out; bytes."""
+    """Counts of a written site; they are part of the command's JSON output."""
 
     pages: int = 0
+    """Number of pages."""
     left_out: int = 0
+    """Number of links whose target is beyond the limits."""
     bytes: int = 0
+    """Size of all files."""
 
 
 @dataclass
-class _Front:
-    """Which pages a site has: those that were met while there was room."""
+class _Frontier:
+    """The pages of a site that is being written: those found within the limits, in breadth-first order."""
 
     limits: Limits
+    """Limits of the site."""
     known: set[str] = field(default_factory=lambda: {addresses.INDEX, addresses.SEARCH})
-    waiting: deque[str] = field(default_factory=lambda: deque([addresses.INDEX, addresses.SEARCH]))
-    met: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Addresses of all pages of the site."""
+    queue: deque[str] = field(default_factory=lambda: deque([addresses.INDEX, addresses.SEARCH]))
+    """Addresses of the pages that are not written yet."""
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Number of linked prompts by ("prompt", run), and of linked tokens by ("token", page)."""
 
     def admits(self, address: str, source: str) -> bool:
-        """Whether there will be a page at an address, linked from another."""
+        """Whether the site has a page at an address; adds the page if the limits allow it.
+
+        Arguments:
+            address: Target of a link.
+            source: Address of the page that the link is on.
+        """
         if address in self.known:
             return True
         if len(self.known) >= self.limits.pages or not is_below(address):
             return False
-        if not self._has_room(address, source):
+        if not self._is_within_limits(address, source):
             return False
         self.known.add(address)
-        self.waiting.append(address)
+        self.queue.append(address)
         return True
 
-    def _has_room(self, address: str, source: str) -> bool:
+    def _is_within_limits(self, address: str, source: str) -> bool:
+        """Count a link to a prompt (per run) or token (per page); whether the count is within its limit."""
         kind = address.split("/")[2] if address.startswith("run/") else ""
-        most = {"prompt": self.limits.prompts, "token": self.limits.tokens}.get(kind)
-        if most is None:
+        limit = {"prompt": self.limits.prompts, "token": self.limits.tokens}.get(kind)
+        if limit is None:
             return True
-        # Of a run the prompts, of a prompt the tokens.
-        self.met[kind, address.split("/")[1] if kind == "prompt" else source] += 1
-        return self.met[kind, address.split("/")[1] if kind == "prompt" else source] <= most
+        group = kind, address.split("/")[1] if kind == "prompt" else source
+        self.counts[group] += 1
+        return self.counts[group] <= limit
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless a site can be written there: nothing, an empty folder, or a site of ours."""
+    """Raise ConfigError unless the folder is missing, empty, or a site that mizarr wrote."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"expected a folder for the site, found the file {folder}; name another")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
@@ -101,15 +118,23 @@ def write_site(
     store: Store,
     folder: Path,
     limits: Limits = Limits(),
-    progress: Callable[[int, int], None] = lambda done, known: None,
+    progress: Callable[[int, int], None] = lambda n_written, n_known: None,
 ) -> Written:
-    """Write a store's pages into a folder; a site that was there is replaced when the new one is whole.
+    """Write the pages of a store into a folder; an existing site is replaced when the new one is complete.
 
-    progress: called with pages written, and those known of.
+    Arguments:
+        store: The store.
+        folder: Folder to write.
+        limits: Largest numbers of pages, prompts and tokens.
+        progress: Called after each page with the numbers of written pages and of pages known so far.
+
+    Raises:
+        ConfigError: The folder holds other files.
     """
     check_folder(folder)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # A random name: two processes may write the same site at once.
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
         written = _write(Holdings(store).look(), temporary, limits, progress)
@@ -121,50 +146,63 @@ def write_site(
     return written
 
 
-def _write(held: Snapshot, folder: Path, limits: Limits, progress: Callable[[int, int], None]) -> Written:
-    written, front = Written(), _Front(limits)
+def _write(snapshot: Snapshot, folder: Path, limits: Limits, progress: Callable[[int, int], None]) -> Written:
+    """Write all pages and static files into a new folder; arguments as in `write_site`."""
+    written, frontier = Written(), _Frontier(limits)
     foot = (
         f"A copy of a store as files: at most {limits.pages:,} pages, {limits.prompts:,} prompts of a run "
         f"and {limits.tokens:,} tokens of a page of a prompt. mizarr browse shows all of it."
     )
     for name, (_, text) in static_files().items():
         _put(folder, f"{STATIC}/{name}", text, written)
-    while front.waiting:
-        address = front.waiting.popleft()
+    while frontier.queue:
+        address = frontier.queue.popleft()
         page = (
-            search_page(held, "", is_static=True) if address == addresses.SEARCH else find_page(held, address)
+            search_page(snapshot, "", is_static=True)
+            if address == addresses.SEARCH
+            else find_page(snapshot, address)
         )
-        if page is None:  # a link of a page that leads nowhere is a defect; its readers are told the same
+        # The data was removed after the snapshot was taken, or a page has a link without a target (a defect).
+        if page is None:
             page = _left_out(address, "This was removed from the store while its pages were written.")
         text = render(page, foot, policy=POLICY)
-        _put(folder, address, _rewritten(text, address, front, written), written)
+        _put(folder, address, _with_valid_links(text, address, frontier, written), written)
         written.pages += 1
-        progress(written.pages, len(front.known))
-    told = f"This page is beyond the limits of this copy of the store. {foot}"
-    _put(folder, addresses.LEFT_OUT, render(_left_out(addresses.LEFT_OUT, told), policy=POLICY), written)
+        progress(written.pages, len(frontier.known))
+    notice = f"This page is beyond the limits of this copy of the store. {foot}"
+    _put(folder, addresses.LEFT_OUT, render(_left_out(addresses.LEFT_OUT, notice), policy=POLICY), written)
     _put(folder, MARK, "Written by mizarr site, which may write this folder again.\n", written)
     return written
 
 
-def _rewritten(text: str, address: str, front: _Front, written: Written) -> str:
-    """A page whose links lead to pages that are there. Attributes of links hold no quotes: all is escaped."""
+def _with_valid_links(text: str, address: str, frontier: _Frontier, written: Written) -> str:
+    """HTML of a page in which links beyond the limits lead to LEFT_OUT.
 
-    def link(found: re.Match[str]) -> str:
-        there = posixpath.normpath(posixpath.join(posixpath.dirname(address), unescape(found[2])))
-        if front.admits(there, address):
-            return found[0]
+    Arguments:
+        text: HTML of the page.
+        address: Address of the page.
+        frontier: Pages of the site; targets within the limits are added.
+        written: Counts of the site; redirected links are counted.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(address), unescape(match[2])))
+        if frontier.admits(target, address):
+            return match[0]
         written.left_out += 1
-        return f"{found[1]}{addresses.to(address, addresses.LEFT_OUT)}{found[3]}"
+        return f"{match[1]}{addresses.relative(address, addresses.LEFT_OUT)}{match[3]}"
 
     return _HREF.sub(link, text)
 
 
-def _left_out(address: str, told: str) -> Page:
-    up = (Link("store", addresses.to(address, addresses.INDEX)),)
-    return Page(address=address, title="Left out", over="mizarr store", up=up, views=(Note(text=told),))
+def _left_out(address: str, notice: str) -> Page:
+    """Placeholder page with a notice, for a link target that the site does not contain."""
+    up = (Link("store", addresses.relative(address, addresses.INDEX)),)
+    return Page(address=address, title="Left out", over="mizarr store", up=up, views=(Note(text=notice),))
 
 
 def _put(folder: Path, name: str, text: str, written: Written) -> None:
+    """Write a file below a folder, and add its size to the counts."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

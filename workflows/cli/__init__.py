@@ -1,4 +1,4 @@
-"""The `mizarr` command, a file per group of commands; group.py holds the border to the shell."""
+"""The `mizarr` command: a file per group of subcommands; group.py maps errors to messages and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mizarr completion`: what makes a shell complete commands, options and names of workflows."""
+"""`mizarr completion`: prints the script by which a shell completes commands, options and workflow names."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ from click.shell_completion import CompletionItem, get_completion_class
 from ...store.display.terminal import echo
 
 VARIABLE = "_MIZARR_COMPLETE"
-WHERE = {
+"""Environment variable by which the shell asks click for completions; click derives it from "mizarr"."""
+INSTALL_COMMANDS = {
     "bash": "mizarr completion bash >> ~/.bashrc",
     "zsh": "mizarr completion zsh >> ~/.zshrc",
     "fish": "mizarr completion fish > ~/.config/fish/completions/mizarr.fish",
 }
+"""Shell -> command line that installs its completion."""
 
 
 @click.command(epilog="Example: mizarr completion bash")
-@click.argument("shell", type=click.Choice(list(WHERE)))
+@click.argument("shell", type=click.Choice(list(INSTALL_COMMANDS)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes SHELL complete the words of mizarr.
+    """Print the script that lets SHELL complete mizarr commands.
 
-    For now: source <(mizarr completion bash). For good: mizarr completion bash >> ~/.bashrc; likewise zsh and
-    ~/.zshrc. For fish: mizarr completion fish > ~/.config/fish/completions/mizarr.fish.
+    For this session: source <(mizarr completion bash). Permanently: mizarr completion bash >> ~/.bashrc;
+    likewise zsh and ~/.zshrc. For fish: mizarr completion fish > ~/.config/fish/completions/mizarr.fish.
     """
-    kind = get_completion_class(shell)
-    assert kind is not None
-    made = kind(ctx.find_root().command, {}, "mizarr", VARIABLE)
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None
+    script = completion_class(ctx.find_root().command, {}, "mizarr", VARIABLE)
     # Not .source(), which starts the shell to ask for its version.
-    echo(made.source_template % made.source_vars())
+    echo(script.source_template % script.source_vars())
 
 
-def workflow_names(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Workflows that begin so, with what they ask."""
+def workflow_names(ctx: click.Context, param: click.Parameter, prefix: str) -> list[CompletionItem]:
+    """Shell completions: names of workflows with this prefix, with the question that each answers."""
     from .. import WORKFLOWS, kind_of
 
-    return [CompletionItem(name, help=kind_of(name).question) for name in WORKFLOWS if name.startswith(begun)]
+    return [
+        CompletionItem(name, help=kind_of(name).question) for name in WORKFLOWS if name.startswith(prefix)
+    ]
 
 
-def setting_names(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Settings of the workflow named before that begin so, each with its equals sign."""
+def setting_names(ctx: click.Context, param: click.Parameter, prefix: str) -> list[CompletionItem]:
+    """Shell completions of `--set`: "name=" of the settings with this prefix, of the workflow on the line."""
     import dataclasses
 
     from .. import WORKFLOWS, kind_of
 
-    # Where the option still waits for its value, what stands before it was not read as an argument.
+    # While the value of --set is incomplete, click leaves the argument before it in ctx.args.
     name = ctx.params.get("workflow") or next(iter(ctx.args), None)
     if name not in WORKFLOWS:
         return []
@@ -52,5 +56,5 @@ def setting_names(ctx: click.Context, param: click.Parameter, begun: str) -> lis
     return [
         CompletionItem(f"{field.name}=", help=field.metadata.get("help"))
         for field in fields
-        if field.name.startswith(begun)
+        if field.name.startswith(prefix)
     ]

@@ -1,4 +1,4 @@
-"""`mizarr doctor`: what is installed, where things lie, what is missing for what; to paste into a report."""
+"""`mizarr doctor`: reports versions, devices, paths and missing optional packages, for a bug report."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
+"""Environment variables that change how mizarr runs. None holds a secret: the report is pasted in public."""
 
 
 @click.command(epilog="Example: mizarr doctor")
 @store_option
 @json_option
 def doctor(store_path: str, as_json: bool) -> None:
-    """Say what is installed, where things lie, and what is missing for what.
+    """Show installed versions, devices and folders, and missing optional packages.
 
-    Nothing is written, fetched or computed. Paste what it prints into a bug report; it names folders of
-    this machine, and no token.
+    Nothing is written, fetched or computed. Paste the output into a bug report: it contains folder names of
+    this machine, but no access token.
     """
-    told = examined(store_path)
+    report = environment_report(store_path)
     if as_json:
-        print_json(told)
+        print_json(report)
         return
-    for title, facts in told.items():
+    for title, facts in report.items():
         echo(title)
         width = max(map(len, facts))
         for name, fact in facts.items():
             echo(f"  {name.ljust(width)}  {fact}".rstrip())
 
 
-def examined(store_path: str) -> dict[str, dict[str, str]]:
-    """Title -> name -> what was found, as plain text."""
+def environment_report(store_path: str) -> dict[str, dict[str, str]]:
+    """Section title -> name -> value as text: versions, packages, devices, folders, environment variables."""
     return {
         "mizarr": {
             "version": __version__,
@@ -66,13 +67,15 @@ def examined(store_path: str) -> dict[str, dict[str, str]]:
 
 
 def _packages() -> dict[str, str]:
-    """What mizarr cannot do without, with versions."""
-    needed = [line for line in requires("mizarr") or () if "extra ==" not in line]
-    names = [match[0] for line in needed if (match := re.match(r"[\w.-]+", line))]
+    """Required packages of mizarr -> installed version."""
+    # Requirements of extras have the marker `extra == "..."`.
+    requirements = [line for line in requires("mizarr") or () if "extra ==" not in line]
+    names = [match[0] for line in requirements if (match := re.match(r"[\w.-]+", line))]
     return {name: _version(name) for name in names}
 
 
 def _version(name: str) -> str:
+    """Installed version of a package, or the command that installs it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -80,13 +83,14 @@ def _version(name: str) -> str:
 
 
 def _extra(name: str) -> str:
+    """Installation state of an extra: missing modules with the pip command, and the purpose of the extra."""
     missing = missing_modules(name)
     state = f"missing {', '.join(missing)}: pip install 'mizarr[{name}]'" if missing else "installed"
     return f"{state} ({EXTRAS[name].purpose})"
 
 
 def _computing() -> dict[str, str]:
-    """Devices and threads, as torch tells them."""
+    """Devices and threads that torch reports, and memory; the error if torch cannot be imported."""
     try:
         import torch
     except ImportError as error:
@@ -100,12 +104,14 @@ def _computing() -> dict[str, str]:
 
 
 def _memory() -> str:
+    """Total and unused physical memory of the machine in GiB."""
     pages, free = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
     size = os.sysconf("SC_PAGE_SIZE") / 2**30
     return f"{pages * size:.1f} GiB, {free * size:.1f} GiB of it unused"
 
 
 def _store(path: str) -> str:
+    """Whether a store at this path or URL can be opened, with the error if it cannot."""
     from ...store import open_store
     from ...store.errors import MizarrError
     from ...store.files import is_remote
@@ -127,6 +133,7 @@ def _store(path: str) -> str:
 
 
 def _places() -> dict[str, str]:
+    """Folders of mizarr's cache and of the hub's models, and whether they exist."""
     from ...stages.forward.models.files import hub_cache
     from ...store.files import cache_folder
 

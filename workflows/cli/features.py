@@ -1,5 +1,6 @@
-"""Commands about dictionaries of features: `features fetch`, `inspect`, `export`, `label`, `labels`, `pages`.
-Only the last runs a model, where its corpus is not captured yet.
+"""Commands on feature dictionaries: `features fetch`, `inspect`, `export`, `label`, `labels`, `pages`.
+
+Only `pages` runs a model, and only if the activations of its corpus are not stored yet.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["features"]
 
 read_option = click.option(
-    "--read", help="Hook point features read, in place of what the files say: hook_resid_mid."
+    "--read", help="Hook point that features read, if the files do not say it: hook_resid_mid."
 )
-write_option = click.option("--write", help="Hook point features write to, if another one.")
+write_option = click.option("--write", help="Hook point that features write to, if not the one in the files.")
 
 
 @click.group(cls=SuggestingGroup)
 def features() -> None:
-    """Fetch transcoders and autoencoders, look into them, write them for other programs."""
+    """Fetch, inspect, export and label feature dictionaries."""
 
 
 @features.command(epilog="Example: mizarr features fetch mntss/clt-llama-3.2-1b-524k")
@@ -44,9 +45,9 @@ def features() -> None:
 def fetch(reference: str, as_json: bool, quiet: bool) -> None:
     """Download REFERENCE, org/repo[/subfolder][@revision], from the hub; print the directory.
 
-    Of a repository of many dictionaries name the folder of one. Files of other repositories that its
-    config.yaml lists are fetched as well. Interrupted, it keeps the files that are finished and goes on with
-    the next. HF_TOKEN opens gated repositories.
+    If a repository holds many dictionaries, name the folder of one. Files of other repositories that its
+    config.yaml lists are fetched as well. After an interruption, finished files are kept and the next call
+    fetches the others. HF_TOKEN gives access to gated repositories.
     """
     from ...stages.features.download import fetch
 
@@ -77,28 +78,30 @@ def inspect(
 ) -> int:
     """Show layers, features, hook points and configuration of REFERENCE, and how it was understood.
 
-    REFERENCE is specimen/clt, a directory, or org/repo[/subfolder][@revision] in the local cache. Exit code 1
-    if it cannot be used with --model, or holds numbers that are not finite, with the reasons.
+    REFERENCE is specimen/clt, a directory, or org/repo[/subfolder][@revision] in the local cache. Exit code
+    1, with the reasons, if it cannot be used with --model or holds numbers that are not finite.
     """
     from ...stages.features.dictionary import Dictionary
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
-    found = facts(dictionary)
-    found["issues"] = _misfit(dictionary, model)
+    document = facts(dictionary)
+    document["issues"] = _misfit(dictionary, model)
     if values:
-        found["weights"] = (
-            _place_values(dictionary) if dictionary.places else _values(dictionary, quiet=quiet)
+        document["weights"] = (
+            _crosscoder_statistics(dictionary)
+            if dictionary.places
+            else _weight_statistics(dictionary, quiet=quiet)
         )
-        found["issues"] += [
+        document["issues"] += [
             f"{row.get('place') or 'layer ' + str(row['layer'])} holds numbers that are not finite"
-            for row in found["weights"]
+            for row in document["weights"]
             if not row["finite"]
         ]
     if as_json:
-        print_json(found)
+        print_json(document)
     else:
-        _print(found)
-    return CANNOT_RUN if found["issues"] else 0
+        _print(document)
+    return CANNOT_RUN if document["issues"] else 0
 
 
 @features.command(
@@ -142,17 +145,18 @@ def label(
 ) -> None:
     """Label FEATURE of REFERENCE with TEXT; an empty TEXT removes the label.
 
-    FEATURE is layer:index, such as L3:204. Labels lie in the store under the content of the dictionary and
-    are part of no key, so that nothing is computed again. Tables and pages show them with the feature.
+    FEATURE is layer:index, such as L3:204. Labels are stored under a digest of the dictionary's content. They
+    are not part of any cache key, so nothing is computed again. Tables and pages show them with the feature.
     """
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.labels import set_labels
     from ...store.store import requested_store
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
-    named = dictionary.feature(feature)  # first: a feature there is not leaves no new store behind
+    # Before the store is opened: an unknown feature raises, and must not leave a new store behind.
+    feature_ref = dictionary.feature(feature)
     with requested_store(store_path) as store:
-        set_labels(store, dictionary, {named: text}, author=author)
+        set_labels(store, dictionary, {feature_ref: text}, author=author)
 
 
 @features.command(epilog="Example: mizarr features labels specimen/sae --json")
@@ -174,15 +178,15 @@ def labels(
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
     store = open_store(store_path, "r")
-    said = store.annotations(dictionary.identity) if history else labels_of(store, dictionary).values()
+    annotations = store.annotations(dictionary.identity) if history else labels_of(store, dictionary).values()
     rows = [
-        {"feature": each.item, "label": each.text, "author": each.author, "created": each.created}
-        for each in said
+        {"feature": note.item, "label": note.text, "author": note.author, "created": note.created}
+        for note in annotations
     ]
     if as_json:
         print_json({"dictionary": dictionary.name, "identity": dictionary.identity, "labels": rows})
         return
-    columns = {"FEATURE": "feature", "LABEL": "label", "AUTHOR": "author", "SAID": "created"}
+    columns = {"FEATURE": "feature", "LABEL": "label", "AUTHOR": "author", "CREATED": "created"}
     print_table(list(columns), [{name: row[key] for name, key in columns.items()} for row in rows])
 
 
@@ -216,16 +220,17 @@ def pages(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Write a page of every feature of a dictionary into FOLDER; print the file to open.
+    """Write a page for every feature of a dictionary into FOLDER; print the file to open.
 
-    The workflow feature_pages is computed as far as it is not cached; a killed one goes on where it was. The
-    pages open in any browser, offline; their folder may be moved whole.
+    Computes the parts of the workflow feature_pages that are not cached; after an interruption the same
+    command continues. The pages open in any browser, offline; the folder can be moved as a whole.
     """
     from ...store.store import requested_store
     from .. import build
     from ..features.feature_pages import FeaturePages
     from ..features.page_files import check_folder
 
+    # All errors of the options are raised before the workflow is computed.
     ids = ("", "", "") if neuronpedia is None else neuronpedia.partition("/")
     if neuronpedia is not None and not (ids[0] and ids[2]):
         raise click.UsageError(
@@ -253,9 +258,12 @@ def pages(
 
 
 def facts(dictionary: Dictionary) -> dict[str, Any]:
-    """What a dictionary is, as JSON values; reads no weights but for a layer's thresholds."""
+    """Format, size, layers, hook points and activation function of a dictionary, as JSON values.
+
+    Of the weights only the thresholds of the first layer are read.
+    """
     layout = dictionary.layout
-    first = dictionary.layer(dictionary.layers[0])
+    first_layer = dictionary.layer(dictionary.layers[0])
     size = sum(dictionary.files.path(name).stat().st_size for name in layout.files)
     return {
         "name": dictionary.name,
@@ -271,9 +279,9 @@ def facts(dictionary: Dictionary) -> dict[str, Any]:
         "write": [*map(str, dictionary.places or dictionary.write_hooks)],
         "d_in": dictionary.d_in,
         "d_out": dictionary.d_out,
-        "activation": _activation(first.activation),
+        "activation": _activation(first_layer.activation),
         "skip": layout.has_skip,
-        "dtype": str(first.W_enc.dtype).removeprefix("torch."),
+        "dtype": str(first_layer.W_enc.dtype).removeprefix("torch."),
         "bytes": size,
         "files": len(layout.files),
         "scan": layout.scan,
@@ -283,13 +291,13 @@ def facts(dictionary: Dictionary) -> dict[str, Any]:
 
 
 def _activation(function: Any) -> str:
-    """ "JumpReLU", "TopK (k 32)"."""
+    """Name of an activation function, with its k if it has one: JumpReLU, TopK (k 32)."""
     k = getattr(function, "k", None)
     return type(function).__name__ + ("" if k is None else f" (k {k})")
 
 
 def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
-    """Why it cannot be used with a model; empty if it can, or none was named."""
+    """Reasons why a dictionary does not fit a model's architecture; empty if it fits or `model` is None."""
     if model is None:
         return []
     from ...stages.forward.models.files import resolve
@@ -303,9 +311,10 @@ def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
     return []
 
 
-def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
-    """Per layer: norms of encoder and decoder rows, and whether all is finite. Reads every weight, in
-    blocks.
+def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
+    """Per layer: mean L2 norms of encoder and decoder rows, and whether all weights are finite.
+
+    Reads every weight, 4096 rows at a time.
     """
     import torch
 
@@ -315,12 +324,16 @@ def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
     with Progress(quiet=quiet) as bars:
         task = bars.task(f"reading {dictionary.name}", total=len(dictionary.layers), unit="layers")
         for layer in dictionary.layers:
-            part = dictionary.layer(layer)
-            tensors = [part.W_enc, *part.W_dec.values()]
+            weights = dictionary.layer(layer)
+            tensors = [weights.W_enc, *weights.W_dec.values()]
+            # In blocks, so that only a part of a half-precision matrix is converted to float32 at a time.
             norms = [
                 torch.cat([block.float().norm(dim=1) for block in tensor.split(4096)]) for tensor in tensors
             ]
-            small = [tensor for tensor in (part.b_enc, part.b_dec, part.W_skip) if tensor is not None]
+            small = [
+                tensor for tensor in (weights.b_enc, weights.b_dec, weights.W_skip) if tensor is not None
+            ]
+            # An infinite or NaN weight makes the norm of its row so: W_enc and W_dec are not read again.
             finite = all(bool(tensor.isfinite().all()) for tensor in [*norms, *small])
             decoders = torch.stack(norms[1:])
             rows.append(
@@ -329,6 +342,7 @@ def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
                     "encoder_norm": float(norms[0].mean()),
                     "decoder_norm": float(decoders.mean()),
                     "largest_decoder_norm": float(decoders.max()),
+                    # Features whose decoder row is zero for every target layer.
                     "zero_decoders": int((decoders == 0).all(0).sum()),
                     "finite": finite,
                 }
@@ -337,8 +351,11 @@ def _values(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _place_values(dictionary: Dictionary) -> list[dict[str, Any]]:
-    """The same per place of a crosscoder, decoders in units of the spread of the states there."""
+def _crosscoder_statistics(dictionary: Dictionary) -> list[dict[str, Any]]:
+    """Like `_weight_statistics`, per hook point and model ("place") of a crosscoder.
+
+    Decoder norms are in units of the standard deviation of the activations at that place.
+    """
     from ...stages.features.crosscoder import Crosscoder
 
     crosscoder = Crosscoder.load(dictionary.files.directory)
@@ -355,45 +372,49 @@ def _place_values(dictionary: Dictionary) -> list[dict[str, Any]]:
     ]
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(document: dict[str, Any]) -> None:
+    """Print the document of `inspect` as text."""
     from ...pipeline.plan import human_bytes
 
-    layers = found["layers"]
+    layers = document["layers"]
     span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-    echo(f"{found['name']}: {found['kind']}, written as {found['format']}")
+    echo(f"{document['name']}: {document['kind']}, written as {document['format']}")
+    n_layers, n_files = len(layers), document["files"]
     echo(
-        f"{found['features']:,} features, {found['features_per_layer']:,} in each of {len(layers)} "
-        f"layer{'s' if len(layers) > 1 else ''}, {human_bytes(found['bytes'])} in {found['files']} files"
+        f"{document['features']:,} features, {document['features_per_layer']:,} in each of {n_layers} "
+        f"layer{'s' if n_layers > 1 else ''}, {human_bytes(document['bytes'])} in {n_files} files"
     )
     shown = {
         "layers": span,
-        "reads": found["read"][0] + (f" … {found['read'][-1]}" if len(found["read"]) > 1 else ""),
-        "writes": found["write"][0] + (f" … {found['write'][-1]}" if len(found["write"]) > 1 else ""),
-        "widths": f"{found['d_in']} read, {found['d_out']} written",
-        "activation": found["activation"] + (", linear skip" if found["skip"] else ""),
-        "dtype": found["dtype"],
-        "made for": found["model"] or "not said",
+        "reads": document["read"][0] + (f" … {document['read'][-1]}" if len(document["read"]) > 1 else ""),
+        "writes": document["write"][0]
+        + (f" … {document['write'][-1]}" if len(document["write"]) > 1 else ""),
+        "widths": f"{document['d_in']} read, {document['d_out']} written",
+        "activation": document["activation"] + (", linear skip" if document["skip"] else ""),
+        "dtype": document["dtype"],
+        "made for": document["model"] or "unknown model",
     }
     for name, value in shown.items():
         echo(f"  {name}: {value}")
-    for issue in found["issues"]:
+    for issue in document["issues"]:
         echo(f"cannot be used: {issue}")
-    if "weights" in found:
+    if "weights" in document:
         echo()
-        first = "place" if "place" in found["weights"][0] else "layer"
+        row_key = "place" if "place" in document["weights"][0] else "layer"
         columns = {
-            first.upper(): first,
+            row_key.upper(): row_key,
             "ENCODER NORM": "encoder_norm",
             "DECODER NORM": "decoder_norm",
             "LARGEST": "largest_decoder_norm",
             "ZERO": "zero_decoders",
             "FINITE": "finite",
         }
-        rows = [{label: _shown(row[key]) for label, key in columns.items()} for row in found["weights"]]
+        rows = [{label: _cell(row[key]) for label, key in columns.items()} for row in document["weights"]]
         print_table(list(columns), rows)
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
+    """Table cell of a value: yes or no for a bool, four digits for a float."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

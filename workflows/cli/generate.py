@@ -1,4 +1,4 @@
-"""`mizarr generate`: continue prompts on the command line, printed as the tokens come."""
+"""`mizarr generate`: continues prompts, and prints the tokens as they are generated."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from ...store.display.terminal import echo
 from .options import LOADING, command, declares, given_options, json_option, print_json
 
 _SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-"""Options that are fields of GenerationSettings."""
+"""Names of the options that are fields of `GenerationSettings`."""
 
 
 @command(epilog="Example: mizarr generate specimen 'Once upon a time' --max-tokens 10")
 @click.argument("model")
 @click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=50, show_default=True, help="Of each prompt."
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Largest number of new tokens per prompt.",
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
-    help="0 takes the most likely token; above, tokens are drawn.",
+    help="0 takes the most likely token; above 0 tokens are sampled.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), help="Draw among so many most likely tokens.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample from the K most likely tokens.")
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Draw among the fewest tokens of this total probability.",
+    help="Sample from the fewest tokens whose total probability is at least P.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling."
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends the generation; repeatable.")
-@click.option("--chat", is_flag=True, help="Put each prompt, as said by a user, into the chat template.")
+@click.option("--chat", is_flag=True, help="Format each prompt as a user message of the chat template.")
 @declares(LOADING)
 @json_option
 def generate(
@@ -54,12 +60,12 @@ def generate(
     from ...stages.forward.generation.generate import TokenStream
     from ...stages.forward.models.model import Model
 
-    # Settings first: those that contradict each other are refused before a model loads.
+    # Settings first: settings that contradict each other are refused before the model is loaded.
     settings = GenerationSettings(**{name: options[name] for name in _SETTINGS})
     loaded = Model.from_pretrained(model, **given_options(options, LOADING))
-    given = [loaded.chat(prompt) for prompt in prompts] if chat else list(prompts)
-    stream = TokenStream(loaded, given, settings=settings)
-    # With one prompt its tokens are printed as they come; those of several come in turn.
+    inputs = [loaded.chat(prompt) for prompt in prompts] if chat else list(prompts)
+    stream = TokenStream(loaded, inputs, settings=settings)
+    # Tokens of several prompts arrive interleaved: only those of a single prompt are printed at once.
     is_streamed = len(prompts) == 1 and not as_json
     if is_streamed and not chat:
         echo(prompts[0], nl=False)

@@ -1,10 +1,10 @@
-"""What gradients are of, as the command line says it: a metric, its tokens, a prompt it compares with.
+"""Options that name the metric whose gradient is captured: the metric, its tokens, its baseline prompt.
 
     --metric 'logit_difference=[" English", " French"]'      words, or ids: [3, 17]
     --metric probability=English --at -2
     --metric kl --baseline 'The law in Saskatchewan declares the language'
 
-Border: names and words in, metrics out; knows no hook point.
+Texts of the command line become a metric object here; hook points are handled by the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...stages.forward.hooks.spec import HookSpec
     from ...stages.forward.models.source import ModelSource
 
-__all__ = ["GRADIENT_OPTIONS", "METRICS", "gradient_options", "told_metric"]
+__all__ = ["GRADIENT_OPTIONS", "METRICS", "gradient_options", "with_metric"]
 
 METRICS: Mapping[str, tuple[str, int]] = {
     "logit_difference": ("LogitDifference", 2),
@@ -30,16 +30,18 @@ METRICS: Mapping[str, tuple[str, int]] = {
     "probability": ("Probability", 1),
     "kl": ("KL", 0),
 }
-"""Name -> the metric of stages/causal/grids/patching_metrics.py, and how many tokens it names: those with a
-gradient, but for functions of one's own."""
+"""Name on the command line -> class in stages/causal/grids/patching_metrics.py, and its number of tokens.
+
+All metrics with a gradient are listed, except `Custom`, which needs a Python function.
+"""
 
 
 GRADIENT_OPTIONS = ("metric", "at", "baseline")
-"""Names of the options that say what gradients are of."""
+"""Parameters that `gradient_options` adds to a command."""
 
 
 def gradient_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """How a command is told what gradients are of; it is called with `metric`, `at` and `baseline`."""
+    """Decorator that adds --metric, --at and --baseline; the command is called with GRADIENT_OPTIONS."""
     names = ", ".join(METRICS)
     return with_options(
         command,
@@ -58,51 +60,66 @@ def gradient_options(command: Callable[..., int | None]) -> Callable[..., int | 
     )
 
 
-def told_metric(
+def with_metric(
     spec: HookSpec, source: ModelSource, *, metric: str | None, at: int | None, baseline: str | None
 ) -> HookSpec:
-    """The spec with what its gradients are of, where that is said. source: whose words are read.
+    """Add the metric of the gradients to a hook spec.
 
-    Raises UsageError for a position or a prompt of no metric, or none where it is needed; StageError for
-    another metric or number of tokens, TokenizerError and PromptError for words and prompts that are none.
+    Arguments:
+        spec: Hook points to capture.
+        source: The model whose tokenizer reads the tokens of the metric and the baseline prompt.
+        metric: `NAME` or `NAME=TOKENS`; None returns the spec unchanged.
+        at: Position whose next-token logits the metric reads; None for the last.
+        baseline: Text, or token ids in JSON, of the prompt that KL compares with.
+
+    Raises:
+        UsageError: A position or baseline without a metric that takes it, or a metric without its baseline.
+        StageError: Unknown metric, or a wrong number of tokens.
+        TokenizerError: A word that is not one token, or a model without a tokenizer.
+        PromptError: A baseline that is not a prompt.
     """
     if metric is None:
         for name, value in {"--at": at, "--baseline": baseline}.items():
             if value is not None:
                 raise click.UsageError(f"{name} goes with a metric, found none; add --metric NAME=TOKENS")
         return spec
-    found = _metric(metric, source)
-    if baseline is not None and not found.needs_baseline:
-        raise click.UsageError(f"--baseline goes with kl, found {found.name}; leave it out")
-    if baseline is None and found.needs_baseline:
+    differentiable = _metric(metric, source)
+    if baseline is not None and not differentiable.needs_baseline:
+        raise click.UsageError(f"--baseline goes with kl, found {differentiable.name}; leave it out")
+    if baseline is None and differentiable.needs_baseline:
         raise click.UsageError(
-            f"{found.name} compares with another prompt, found none; add --baseline PROMPT"
+            f"{differentiable.name} compares with another prompt, found none; add --baseline PROMPT"
         )
-    compared = () if baseline is None else _baseline(baseline, source)
-    return spec.gradient_of(found, at=-1 if at is None else at, baseline=compared)
+    baseline_ids = () if baseline is None else _baseline(baseline, source)
+    return spec.gradient_of(differentiable, at=-1 if at is None else at, baseline=baseline_ids)
 
 
 def _metric(text: str, source: ModelSource) -> Metric:
+    """The metric of "NAME" or "NAME=TOKENS"; StageError for an unknown name or a wrong number of tokens."""
     from ...stages.causal.grids import patching_metrics
 
-    name, _, told = text.partition("=")
+    name, _, tokens_text = text.partition("=")
     if name not in METRICS:
         near = nearest(name, METRICS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(METRICS)}"
         raise StageError(f"no metric {name!r} that has a gradient; {hint}")
-    made, count = METRICS[name]
-    given = [] if told == "" else _json_or_text(told, "--metric")
-    words = given if isinstance(given, list) else [given]
+    class_name, count = METRICS[name]
+    value = [] if tokens_text == "" else _json_or_text(tokens_text, "--metric")
+    words = value if isinstance(value, list) else [value]
+    # `type`, not isinstance: JSON's true is an int for Python.
     if len(words) != count or any(type(word) not in (int, str) for word in words):
-        named = ("no tokens", "one token", "two tokens")[count]
-        written = (name, f"{name}=yes", f"""'{name}=["yes", "no"]'""")[count]
-        raise StageError(f"metric {name!r}: expected {named}, found {told or 'none'}; write {written}")
+        expected = ("no tokens", "one token", "two tokens")[count]
+        example = (name, f"{name}=yes", f"""'{name}=["yes", "no"]'""")[count]
+        raise StageError(
+            f"metric {name!r}: expected {expected}, found {tokens_text or 'none'}; write {example}"
+        )
     tokens = [word if isinstance(word, int) else _token(word, source) for word in words]
-    found: Metric = getattr(patching_metrics, made)(*tokens)
-    return found
+    metric: Metric = getattr(patching_metrics, class_name)(*tokens)
+    return metric
 
 
 def _token(word: str, source: ModelSource) -> int:
+    """Token id of a word, with or without a leading space; TokenizerError unless the word is one token."""
     from ...stages.forward.text.prompts import no_tokenizer
 
     if source.tokenizer is None:
@@ -111,7 +128,7 @@ def _token(word: str, source: ModelSource) -> int:
 
 
 def _baseline(prompt: str, source: ModelSource) -> list[int]:
-    """Token ids of the prompt that a metric compares with: a text, or a list of ids in JSON."""
+    """Token ids of the baseline prompt, which is a text or a JSON list of token ids."""
     from ...stages.forward.text.prompts import tokenize
     from ...stages.forward.text.rows import one_row
 
@@ -122,6 +139,7 @@ def _baseline(prompt: str, source: ModelSource) -> list[int]:
 
 
 def _json_or_text(text: str, option: str) -> Any:
+    """Like `json_or_text`, with a UsageError that names the option."""
     try:
         return json_or_text(text)
     except ValueError as error:

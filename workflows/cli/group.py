@@ -1,11 +1,12 @@
-"""The `mizarr` command: parse, call, print.
+"""The `mizarr` command group: parses arguments, calls the subcommand, prints errors as one line.
 
-Data goes to stdout (`--json` for machines), talk and progress to stderr. This file holds the group and the
-border to the shell: what is raised below becomes one line and an exit code here. The commands live beside it
-and import what they need when they run, so that `--help` is quick and never meets torch.
+Results go to stdout (`--json` for machines), progress and messages to stderr. Errors that a subcommand raises
+become one line on stderr and an exit code here. The subcommands are in the neighbouring files and import
+their dependencies when they run, so that `--help` is fast and does not import torch.
 
-Exit codes: 0 done; 1 `verify` found damage; 2 misuse, or an error mizarr raises on purpose; 130 interrupted.
-Anything else is a defect of mizarr and keeps its traceback.
+Exit codes: 0 success; 1 a check failed (`verify` found damage, a model cannot run, a replication differs);
+2 wrong usage, or an error that mizarr raises on purpose (`MizarrError`); 130 interrupted. Any other exception
+is a defect of mizarr and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from .zoo import train_zoo
 __all__ = ["cli", "main", "run"]
 
 MISUSE = 2
+"""Exit code of wrong usage and of errors that mizarr raises on purpose; the same code as click's."""
 INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
 
 @click.group(
@@ -66,13 +69,19 @@ for command in (*RUNNING, *STORED, models, features, *ABOUT):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit the process with its code."""
+    """Run the command line and exit the process with its exit code. args: default `sys.argv[1:]`."""
     escape_reports_of_python()
     sys.exit(run(args))
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code. Errors raised on purpose and warnings become a line on stderr."""
+    """Run the command line and return its exit code, without ending the process.
+
+    A `MizarrError`, an `OSError` with a file name and each Python warning are printed as one line on stderr.
+
+    Arguments:
+        args: Command-line arguments; None for `sys.argv[1:]`.
+    """
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _run(args)
@@ -80,27 +89,31 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str] | None) -> int:
     try:
+        # standalone_mode=False: click raises its errors instead of printing them and ending the process.
         result = cli.main(args, prog_name="mizarr", standalone_mode=False)
+        # Flushed within `try`, so that a closed pipe is noticed here and not at exit.
         sys.stdout.flush()
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "mizarr"
-        return _say(f"{error.format_message()} (see {where} --help)")
+        command_path = error.ctx.command_path if error.ctx else "mizarr"
+        return _print_error(f"{error.format_message()} (see {command_path} --help)")
     except click.ClickException as error:
-        return _say(error.format_message())
+        return _print_error(error.format_message())
     except MizarrError as error:
-        return _say(str(error))
+        return _print_error(str(error))
     except (click.Abort, KeyboardInterrupt):
         echo("mizarr: interrupted; what was finished is kept, the same command resumes", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has left; python would complain once more when it flushes at exit.
+        # The reader of the pipe (head, less) has exited. Python flushes stdout again at exit, which would
+        # print a second BrokenPipeError: stdout is redirected to /dev/null.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
+        # Without a file name the message would not say what failed: the traceback does.
         if error.filename is None:
             raise
-        return _say(f"{error.strerror}: {os.fspath(error.filename)!r}")
+        return _print_error(f"{error.strerror}: {os.fspath(error.filename)!r}")
     return result if isinstance(result, int) else 0
 
 
@@ -116,6 +129,7 @@ def _show_warning(
     echo(f"mizarr: warning: {' '.join(str(message).split())}", err=True)
 
 
-def _say(message: str) -> int:
+def _print_error(message: str) -> int:
+    """Print an error as one line on stderr; returns the exit code MISUSE."""
     echo(f"mizarr: error: {' '.join(message.split())}", err=True)
     return MISUSE

@@ -1,6 +1,7 @@
-"""Commands about models: `models ls`, `models families`, `models fetch`, `models inspect`.
+"""Commands on models: `models ls`, `models families`, `models fetch`, `models inspect`.
 
-None loads one, but for the check that a model of unknown family needs once, and where a pass is timed.
+None loads a model, except `models inspect` with --time, or for the one-time check of an unknown family
+against transformers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ...stages.forward.models.files import ModelFiles
 
 CANNOT_RUN = 1
+"""Exit code of `inspect` for a model that cannot run, or a dictionary that cannot be used."""
 
 
 @click.group(cls=SuggestingGroup)
@@ -46,8 +48,9 @@ def models() -> None:
 def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     """Download REPO from the hub; print the directory.
 
-    Only what a forward pass reads: configuration, tokenizer, safetensors weights. Interrupted, it keeps the
-    files that are finished and goes on with the next. HF_TOKEN opens gated models.
+    Downloads only what a forward pass reads: configuration, tokenizer, safetensors weights. After an
+    interruption, finished files are kept and the next call fetches the others. HF_TOKEN gives access to gated
+    models.
     """
     from ...stages.forward.models import download
 
@@ -60,26 +63,27 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
 def list_models(as_json: bool) -> None:
     """List the models on this machine: built-in ones and those in the hub's cache.
 
-    Of each: family, layers, width, bytes of its weights, and what stands in the way of running it.
+    Shows family, layers, hidden size and size of the weights of each model, and why it cannot run.
     """
     from ...pipeline.plan import human_bytes
     from ...stages.forward.models.listing import listed_models
 
-    found = listed_models()
+    listing = listed_models()
     if as_json:
-        print_json([asdict(each) | {"can_run": each.can_run} for each in found])
+        print_json([asdict(model) | {"can_run": model.can_run} for model in listing])
         return
     rows = [
         {
-            "MODEL": each.name,
-            "REVISION": each.revision and each.revision[:12],
-            "FAMILY": each.model_type or None,
-            "LAYERS": each.layers,
-            "HIDDEN": each.hidden_size,
-            "WEIGHTS": human_bytes(each.weight_bytes),
-            "RUNS": each.obstacle or ("yes" if each.known_family else "once checked: mizarr models inspect"),
+            "MODEL": model.name,
+            "REVISION": model.revision and model.revision[:12],
+            "FAMILY": model.model_type or None,
+            "LAYERS": model.layers,
+            "HIDDEN": model.hidden_size,
+            "WEIGHTS": human_bytes(model.weight_bytes),
+            "RUNS": model.obstacle
+            or ("yes" if model.known_family else "once checked: mizarr models inspect"),
         }
-        for each in found
+        for model in listing
     ]
     print_table(["MODEL", "REVISION", "FAMILY", "LAYERS", "HIDDEN", "WEIGHTS", "RUNS"], rows)
 
@@ -89,7 +93,7 @@ def list_models(as_json: bool) -> None:
 def families(as_json: bool) -> None:
     """List the model families that are known by name.
 
-    Any other decoder of this shape is configured from its tensors; `mizarr models inspect` tells how.
+    Other decoders of the same structure are configured from their tensors; `mizarr models inspect` shows how.
     """
     from ...stages.forward.architectures.known import KNOWN
 
@@ -129,11 +133,11 @@ def inspect(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Show shapes and norms, and how MODEL was understood.
+    """Show tensor shapes and norms of MODEL, and the configuration read from its files.
 
     MODEL is a hub id, a directory or "specimen". A model of unknown family is checked against transformers,
-    unless a check is remembered. Tells which backend would take it and why, and what the transformers bridge
-    could not do. Exit code 1 if the checkpoint cannot run as it is asked for, with the reasons.
+    unless the result of an earlier check is stored. Also shows which backend would run the model and why, and
+    what the transformers bridge does not support. Exit code 1, with the reasons, if the model cannot run.
     """
     from ...pipeline.progress import Progress
     from ...stages.forward.models.backends import backend_of
@@ -143,13 +147,14 @@ def inspect(
     files = resolve(model, revision, backend=backend, adapter=adapter)
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
-        read = bars.task(f"reading {files.name}", unit="numbers")
-        facts = list(tensor_facts(_readable(files), values=not shapes_only, seen=read.advance))
+        bar = bars.task(f"reading {files.name}", unit="numbers")
+        facts = list(tensor_facts(_readable(files), values=not shapes_only, seen=bar.advance))
     understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
+    # An unknown family whose tensors the native backend cannot read may still run on transformers.
     is_compatible = not issues or (choice.name == "transformers" and not understood.known_family)
-    found = {
+    document = {
         "name": files.name,
         "revision": files.revision,
         "directory": str(files.directory),
@@ -159,6 +164,7 @@ def inspect(
         "backend": choice.to_json(),
         "compatible": is_compatible,
         "issues": issues,
+        # The warnings are about the native backend.
         "warnings": [] if files.is_bridged else understood.warnings,
         "config": config and _sizes(config) | config.fields,
         "parameters": sum(fact.parameters for fact in facts),
@@ -168,20 +174,20 @@ def inspect(
         "tensors": [asdict(fact) for fact in facts],
     }
     if as_json:
-        print_json(found)
+        print_json(document)
     else:
-        _print(found)
+        _print(document)
     return 0 if is_compatible else CANNOT_RUN
 
 
 def _sizes(config: Architecture) -> dict[str, Any]:
-    """Sizes that readers of a config look for first; 0 heads for a model without attention."""
+    """Numbers of layers, attention heads and key-value heads; 0 heads for a model without attention."""
     names = ("num_layers", "num_attention_heads", "num_kv_heads")
     return {name: getattr(config, name) for name in names}
 
 
 def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
-    """Where files from the hub lie: a model's or a dictionary's."""
+    """Print the directory of a downloaded model or dictionary; as JSON also its name and revision."""
     directory = str(files.directory)
     if as_json:
         print_json({"name": files.name, "revision": files.revision, "directory": directory})
@@ -190,7 +196,10 @@ def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
 
 
 def _readable(files: ModelFiles) -> Checkpoint:
-    """The plain weights of a model; what its files hold, where nothing here makes plain weights of it."""
+    """The weights of a model under the names of the native backend.
+
+    If the native backend cannot convert them, the tensors as the files name them.
+    """
     from ...stages.forward.checkpoints.checkpoint import Checkpoint
     from ...store.errors import ConfigError
 
@@ -203,8 +212,17 @@ def _readable(files: ModelFiles) -> Checkpoint:
 def _layout(
     files: ModelFiles, understood: CompatibilityReport, *, remembered_only: bool
 ) -> tuple[str, list[str], Architecture | None]:
-    """Why the layout can be relied on, or that it was not checked; all that stands in the way; and what the
-    model is."""
+    """How the tensor layout of a model was established, whether it can run, and its architecture.
+
+    Arguments:
+        files: Files of the model.
+        understood: The configuration that was derived from these files.
+        remembered_only: Use the stored result of a check against transformers only; run no check.
+
+    Returns:
+        (status, issues, architecture): the status as a phrase; the reasons why the model cannot run, empty
+        if it can; the architecture, or None if it could not be derived.
+    """
     from ...stages.forward.models.backends import bridge_issues
 
     if files.is_bridged:
@@ -224,32 +242,33 @@ def _layout(
     return verdict.told, [] if verdict.agrees else [verdict.told], config
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(document: dict[str, Any]) -> None:
+    """Print the document of `inspect` as text."""
     from ...pipeline.plan import human_bytes
 
-    family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
-    echo(f"{found['name']}: {found['model_type']} ({family})")
-    echo(f"layout: {found['layout']}")
-    backend = found["backend"]
+    family = "known family" if document["known_family"] else "unknown family, configured from its tensors"
+    echo(f"{document['name']}: {document['model_type']} ({family})")
+    echo(f"layout: {document['layout']}")
+    backend = document["backend"]
     echo(f"backend: {backend['name'] or 'none'}, {backend['reason']}")
     for line in backend["missing"]:
         echo(f"  {line}")
-    wide = human_bytes(found["bytes_in_float32"])
-    echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}, {wide} in float32")
-    if timed := found["timed"]:
-        held, most = human_bytes(timed["weight_bytes"]), timed["memory"]["resident"]["peak"]
+    wide = human_bytes(document["bytes_in_float32"])
+    echo(f"{document['parameters']:,} parameters, {human_bytes(document['bytes'])}, {wide} in float32")
+    if timed := document["timed"]:
+        weights, peak = human_bytes(timed["weight_bytes"]), timed["memory"]["resident"]["peak"]
         echo(
-            f"loaded in {timed['load_seconds']:.3g} s, {held} on {timed['device']} in {timed['dtype']}; "
+            f"loaded in {timed['load_seconds']:.3g} s, {weights} on {timed['device']} in {timed['dtype']}; "
             f"{timed['tokens']} tokens in {timed['pass_seconds']:.3g} s"
-            + (f"; at most {human_bytes(most)} resident" if most else "")
+            + (f"; at most {human_bytes(peak)} resident" if peak else "")
         )
-    for name, value in (found["config"] or {}).items():
-        # Names of tensors and specs of layers fill screens, fields that are off say nothing: --json has all.
+    for name, value in (document["config"] or {}).items():
+        # Tensor names and layer specs fill many screens, and a falsy field says nothing: --json prints them.
         if value and not isinstance(value, dict | list | tuple):
             echo(f"  {name}: {value}")
-    for issue in found["issues"]:
-        echo(f"{'not computed here' if found['compatible'] else 'cannot run'}: {issue}")
-    for warning in found["warnings"]:
+    for issue in document["issues"]:
+        echo(f"{'not computed here' if document['compatible'] else 'cannot run'}: {issue}")
+    for warning in document["warnings"]:
         echo(f"warning: {warning}")
     echo()
     rows = [
@@ -261,15 +280,16 @@ def _print(found: dict[str, Any]) -> None:
             "MEAN": _number(fact["mean"]),
             "STD": _number(fact["std"]),
         }
-        for fact in sorted(found["tensors"], key=lambda fact: _in_order(fact["name"]))
+        for fact in sorted(document["tensors"], key=lambda fact: _in_order(fact["name"]))
     ]
     print_table(["TENSOR", "SHAPE", "DTYPE", "NORM", "MEAN", "STD"], rows)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Key that sorts names with numbers as people do: layer 2 before layer 10."""
+    """Sort key that compares numbers within names as numbers: layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _number(value: float | None) -> str | None:
+    """A number with four significant digits; None stays None."""
     return None if value is None else f"{value:.4g}"

@@ -1,6 +1,7 @@
-"""What several commands share: options, groups that suggest, sizes and durations, settings, printing.
+"""Helpers shared by the subcommands: common options, parsers of sizes, durations and settings, printing.
 
-Knows no command and no science.
+Options that are fields of a dataclass (`ModelRef`, `CaptureOptions`, `RunOptions`) are derived from those
+fields and their metadata, see `declares`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _NARROWEST = 12
-"""Characters below which no column of a table is narrowed to fit a terminal."""
+"""Minimum width, in characters, of a table column that is narrowed to fit the terminal."""
 
 store_option = click.option(
     "--store",
@@ -46,64 +47,75 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="Show no progres
 
 @dataclass(frozen=True)
 class Declared:
-    """Fields of an options dataclass as options of a command. The dataclass is imported when the command is
-    used, so that the help of other commands does not wait for it."""
+    """Fields of an options dataclass that become options of a command.
+
+    The dataclass is imported when the command is used, so that the help of other commands does not wait for
+    the import.
+    """
 
     module: str
-    """Where the dataclass is, below the package."""
+    """Module of the dataclass, relative to the package `mizarr`, such as "stages.options"."""
     kind: str
     """Name of the dataclass."""
     names: tuple[str, ...] = ()
-    """Its fields that the command takes; empty for all."""
+    """Names of the fields that become options, in this order; empty for all fields."""
 
     def only(self, *names: str) -> Declared:
-        """Some of these options."""
+        """Restrict the options to these dataclass fields, in this order."""
         return replace(self, names=names)
 
     def fields(self) -> list[dataclasses.Field[Any]]:
-        """The fields, in the order of the command's options."""
+        """The dataclass fields, in the order of the command's options. Imports the dataclass."""
         from ...stages.options import options_of
 
         package = __name__.partition(".workflows.")[0]
         kind = getattr(importlib.import_module(f"{package}.{self.module}"), self.kind)
-        known = {item.name: item for item in options_of(kind)}
-        return [known[name] for name in self.names or known]
+        fields = {item.name: item for item in options_of(kind)}
+        return [fields[name] for name in self.names or fields]
 
 
 LOADING = Declared("stages.forward.models.reference", "ModelRef")
+"""Options of model loading: revision, device, dtype, backend, ..."""
 STORING = Declared("stages.forward.capture.options", "CaptureOptions")
+"""Options of the activation writer: storage dtype, memory of the buffers, codec, ..."""
 RUNNING = Declared("stages.options", "RunOptions", ("cluster", "workers", "log"))
+"""Options of execution: Dask cluster, number of worker processes, log file."""
 PLACE = RUNNING.only("cluster", "workers")
+"""Options of the place of execution: this process, or workers of a Dask cluster."""
 NAMED = LOADING.only("trust_layout", "backend", "adapter")
-"""How a model that is named elsewhere is run."""
+"""Loading options of commands whose model is an argument or a setting of a workflow."""
 
 
 def _option_of(item: dataclasses.Field[Any]) -> click.Option:
-    """A dataclass field as an option of the command line; left out it is the default of the field, or None
-    for a size in bytes."""
-    about, flag = item.metadata, f"--{item.name.replace('_', '-')}"
-    how: dict[str, Any] = {"help": about["help"]}
-    if item.default is not None and about["kind"] != "bytes":
-        how |= {"default": item.default, "show_default": True}
-    if about["metavar"]:
-        how["metavar"] = about["metavar"]
+    """Command-line option of a dataclass field.
+
+    The metadata of the field holds help, kind, metavar and choices. An omitted option has the default of the
+    field. An omitted size in bytes is None: `given_options` leaves it out, and the dataclass has its default.
+    """
+    metadata, flag = item.metadata, f"--{item.name.replace('_', '-')}"
+    kwargs: dict[str, Any] = {"help": metadata["help"]}
+    if item.default is not None and metadata["kind"] != "bytes":
+        kwargs |= {"default": item.default, "show_default": True}
+    if metadata["metavar"]:
+        kwargs["metavar"] = metadata["metavar"]
+    # Before the test for int: bool is a subclass of int.
     if isinstance(item.default, bool):
-        return click.Option([flag], **how | {"is_flag": True, "show_default": False})
-    if about["choices"]:
-        how["type"] = click.Choice(about["choices"])
-    elif about["kind"] == "bytes":
-        how |= {"callback": size, "metavar": "SIZE"}
-    elif about["kind"] == "folder":
-        how["type"] = click.Path(exists=True, file_okay=False)
-    elif about["kind"] == "file":
-        how |= {"type": click.Path(dir_okay=False), "metavar": "FILE"}
-    elif about["kind"] == "count" or isinstance(item.default, int):
-        how["type"] = click.IntRange(min=1 if about["kind"] == "count" else 0)
-    return click.Option([flag], **how)
+        return click.Option([flag], **kwargs | {"is_flag": True, "show_default": False})
+    if metadata["choices"]:
+        kwargs["type"] = click.Choice(metadata["choices"])
+    elif metadata["kind"] == "bytes":
+        kwargs |= {"callback": size, "metavar": "SIZE"}
+    elif metadata["kind"] == "folder":
+        kwargs["type"] = click.Path(exists=True, file_okay=False)
+    elif metadata["kind"] == "file":
+        kwargs |= {"type": click.Path(dir_okay=False), "metavar": "FILE"}
+    elif metadata["kind"] == "count" or isinstance(item.default, int):
+        kwargs["type"] = click.IntRange(min=1 if metadata["kind"] == "count" else 0)
+    return click.Option([flag], **kwargs)
 
 
 def declares(*declared: Declared) -> Callable[[Command], Command]:
-    """Give a command the options of dataclasses; see `command`."""
+    """Decorator that gives a function the options of dataclasses; takes effect in a `DeclaredCommand`."""
 
     def decorate(function: Command) -> Command:
         function.declared = (*getattr(function, "declared", ()), *declared)  # type: ignore[attr-defined]
@@ -113,46 +125,54 @@ def declares(*declared: Declared) -> Callable[[Command], Command]:
 
 
 class DeclaredCommand(click.Command):
-    """A command that takes, besides its own options, those its function `declares`."""
+    """A click command whose parameters include the options that its function `declares`."""
 
-    _awaited: tuple[Declared, ...] = ()
+    _pending: tuple[Declared, ...] = ()
+    """Dataclasses whose options are not yet in `_params`; empty once they were imported."""
 
     @property
     def params(self) -> list[click.Parameter]:
-        """All options; those of dataclasses are made at the first use."""
-        if self._awaited:
-            groups, self._awaited = self._awaited, ()
-            # The list itself grows: click appends to it and takes away from it.
+        """All parameters; the options of dataclasses are created at the first access."""
+        if self._pending:
+            groups, self._pending = self._pending, ()
+            # Extended in place: click holds this list, appends to it and removes from it.
             self._params += [_option_of(item) for group in groups for item in group.fields()]
         return self._params
 
     @params.setter
-    def params(self, own: list[click.Parameter]) -> None:
-        self._params = own
-        self._awaited = getattr(self.callback, "declared", ())
+    def params(self, params: list[click.Parameter]) -> None:
+        self._params = params
+        self._pending = getattr(self.callback, "declared", ())
 
 
 command = functools.partial(click.command, cls=DeclaredCommand)
+"""Decorator like `click.command`, for functions with `declares`."""
 
 
 def given_options(options: Mapping[str, Any], *declared: Declared) -> dict[str, Any]:
-    """Keyword arguments of what was said on the command line: options that were left out are left out."""
+    """Keyword arguments for the dataclasses of `declared`; options with the value None are left out.
+
+    Arguments:
+        options: Name -> value of all options of a command.
+        declared: Dataclasses whose fields are selected.
+    """
     names = {item.name for group in declared for item in group.fields()}
     return {name: value for name, value in options.items() if name in names and value is not None}
 
 
 def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """A command with options, in the order in which its help lists them."""
+    """Apply option decorators to a command function, so that `--help` lists them in this order."""
     for option in reversed(options):
         command = option(command)
     return command
 
 
 class SuggestingGroup(click.Group):
-    """Offers the nearest name for a command it does not have; alone, it prints its help."""
+    """A click group that suggests the nearest name for an unknown command, and prints help without one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Print the help of a group that is called without a command, and exit with 0; click exits with 2."""
+        """Parse as click does; without arguments print the help and exit with 0, where click exits with 2."""
+        # click parses in resilient mode for shell completion, which must not print.
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             echo(ctx.get_help())
             ctx.exit()
@@ -161,7 +181,8 @@ class SuggestingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it, but in the same words for every version of click."""
+        """Look the subcommand up; UsageError for an unknown name or an option with an empty value."""
+        # Not left to click, whose message differs between its versions.
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = nearest(args[0], self.commands)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(self.commands)}"
@@ -170,34 +191,37 @@ class SuggestingGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of use, not of the alphabet."""
+        """Names of the subcommands in the order they were added; click would sort them by name."""
         return list(self.commands)
 
 
 def _require_no_empty(args: Sequence[str], ctx: click.Context) -> None:
-    """Raise UsageError for an option with an empty value: most commands would take it for an option left out,
-    and answer for everything."""
-    for place, text in enumerate(args):
-        if text == "--":  # behind it are arguments, whatever they begin with
+    """Raise UsageError for an option with an empty value, such as `--runs ""` from an unset shell variable.
+
+    Most commands would read it as an omitted option, and apply to everything.
+    """
+    for index, text in enumerate(args):
+        if text == "--":  # the texts after it are arguments, even if they begin with "-"
             break
-        is_of_option = text == "" and place and args[place - 1].startswith("-")
+        is_of_option = text == "" and index and args[index - 1].startswith("-")
         if is_of_option or (text.startswith("--") and text.endswith("=")):
-            name = text.rstrip("=") or args[place - 1]
+            name = text.rstrip("=") or args[index - 1]
             raise click.UsageError(
                 f"expected a value behind {name!r}, found an empty text; leave it out", ctx
             )
 
 
 def existing_store(path: str) -> Store:
-    """The store at a path, to be changed: a command that changes what is there makes no new one."""
+    """Open an existing store for writing; StoreError if there is none at this path or URL."""
     from ...store import open_store
 
+    # mode="r" raises for a missing store; the writable mode would create one.
     open_store(path, mode="r")
     return open_store(path)
 
 
 def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """Bytes of a size written as 500MB, 2GiB or 1.5e9; None where none was given."""
+    """Click callback: bytes of a size such as 500MB, 2GiB or 1.5e9; None if the option is omitted."""
     if text is None:
         return None
     from ...pipeline.plan import as_bytes
@@ -209,7 +233,11 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
 
 
 def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> Any:
-    """Tokens to keep, as `HookSpec.capture` takes them; a name that ends in .npy is that of a mask."""
+    """Click callback: the `positions` argument of `HookSpec.capture`.
+
+    Returns:
+        The array of the file if `text` ends in .npy, else `text` unchanged; None if the option is omitted.
+    """
     if text is None or not text.endswith(".npy"):
         return text
     import numpy as np
@@ -225,37 +253,42 @@ def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> A
 
 
 def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
-    """Seconds of a time span written as 90s, 24h or 7d."""
+    """Click callback: seconds of a time span such as 90s, 24h or 7d."""
     from dask.utils import parse_timedelta
 
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        # dask reads "h" as one hour, and a minus sign: a number is required first.
         if text[:1].isdigit():
             return float(parse_timedelta(text, default=False))
     raise click.BadParameter(f"expected a duration such as 90s, 24h or 7d, found {text!r}", ctx, param)
 
 
 def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -> dict[str, Any]:
-    """`name=value` pairs as a dict; a value is read as JSON where it is JSON, else as text."""
+    """Click callback: `name=value` pairs as a dict. A value that is JSON is decoded, any other is text.
 
-    found: dict[str, Any] = {}
+    Raises:
+        click.BadParameter: A pair without a name or "=", a name given twice, or broken JSON.
+    """
+    values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
             raise click.BadParameter(f"expected name=value, found {pair!r}", ctx, param)
-        if name in found:
+        if name in values:
             raise click.BadParameter(f"{name!r} is set twice", ctx, param)
         try:
-            found[name] = json_or_text(text)
+            values[name] = json_or_text(text)
         except ValueError as error:
             raise click.BadParameter(f"{name}: {error}", ctx, param) from None
-    return found
+    return values
 
 
 def json_or_text(text: str) -> Any:
-    """A value as JSON where it is JSON, else the text as it stands.
+    """Decode a text as JSON; a text that is not JSON is returned unchanged.
 
-    Raises ValueError for a text that begins as a list, an object or a string of JSON and is none: one
-    character was forgotten, and its text is not what is meant.
+    Raises:
+        ValueError: The text begins as a JSON list, object or string but is not valid JSON (a bracket or quote
+            is missing), or its numbers or nesting are too long to decode.
     """
     try:
         return json.loads(text)
@@ -266,6 +299,7 @@ def json_or_text(text: str) -> Any:
             f"expected JSON, as {text.lstrip()[0]} begins it, found {text!r} ({error.msg} at character "
             f"{error.pos}); mend it, or quote a text as JSON: {json.dumps(text, ensure_ascii=False)}"
         ) from error
+    # Python refuses integers of more than 4300 digits (sys.set_int_max_str_digits).
     except ValueError as error:
         raise ValueError("expected numbers of a few digits, found one of thousands") from error
     except RecursionError as error:
@@ -273,15 +307,19 @@ def json_or_text(text: str) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print a value as one JSON document on stdout; values that JSON does not know are printed by `str`."""
     echo(json.dumps(value, indent=2, default=str))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Aligned columns on stdout under a header line.
+    """Print aligned columns under a header line on stdout.
 
-    In a terminal long cells are wrapped, so that the table fits its width; elsewhere each row is one line, to
-    be cut by awk.
+    In a terminal long cells are wrapped, so that the table fits its width; in a pipe or file each row is one
+    line, so that awk and cut can read it.
+
+    Arguments:
+        columns: Names of the columns, in order; they are the header line.
+        rows: Column name -> value of each row; None or a missing name is printed as "-".
     """
     lines = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
@@ -297,7 +335,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> No
 
 
 def _fitted(widths: Sequence[int], total: int) -> list[int]:
-    """Widths of columns that fit into `total` characters: the widest are narrowed."""
+    """Column widths reduced to fit `total` characters: the widest are narrowed, never below _NARROWEST."""
     fitted = list(widths)
     while sum(fitted) + 2 * (len(fitted) - 1) > total and max(fitted) > _NARROWEST:
         fitted[fitted.index(max(fitted))] -= 1
@@ -305,4 +343,6 @@ def _fitted(widths: Sequence[int], total: int) -> list[int]:
 
 
 def _cell(value: Any) -> str:
+    """Text of a table cell on one line; "-" for None."""
+    # Escaped: stored text must not send control sequences to the terminal.
     return "-" if value is None else escaped(str(value), one_line=True)

@@ -1,8 +1,8 @@
-"""Prompts as people keep them: files, stdin, or words on the command line; and corpora, which are streamed.
+"""Prompts of the command line: files, stdin or literal texts, read as a list, or streamed as a corpus.
 
 A text file holds one prompt per line; blank lines are skipped. A JSONL file (.jsonl, .ndjson) holds one JSON
 value per line: a string, or an object with `text` or with `ids` (token ids), or with both `source` and
-`target` where a model reads pairs. A Parquet file holds a column `text` or `ids`.
+`target` for an encoder-decoder model. A Parquet file has a column `text` or `ids`.
 """
 
 from __future__ import annotations
@@ -29,62 +29,70 @@ if TYPE_CHECKING:
     from ...stages.forward.text.corpora.corpus import Corpus
 
 STREAMED = (".tar", ".tgz", ".gz", ".arrow")
+"""Suffixes of files that are always read as a corpus."""
 COUNTED = 4 << 20
-"""Bytes of files up to which a dry run reads all prompts; beyond, it estimates."""
+"""Total bytes of files up to which a dry run counts all prompts; above, it estimates from a sample."""
 
 
 @dataclass(frozen=True)
 class PromptSources:
-    """What a command runs a model over, as its command line says it."""
+    """Argument PROMPTS of a command, with the options that say how documents become prompts."""
 
     sources: tuple[str, ...]
     """Files, folders, globs, `-` for stdin; or prompts."""
     are_prompts: bool = False
-    """Whether the sources are the prompts themselves."""
+    """Whether `sources` are the prompts themselves (--text)."""
     documents: Mapping[str, Any] = field(default_factory=dict)
-    """How documents become prompts, by the arguments of `Corpus`; what was left out is None, () or False."""
+    """Keyword arguments of `Corpus`: context, pack, column, ...; an omitted option is None, () or False."""
 
     @contextmanager
     def corpus(self) -> Iterator[Corpus | None]:
-        """The sources as a corpus, where one of them is more than a file of prompts (a folder, a glob, an
-        archive), or something is said of how documents become prompts; else None. Stdin is a file for as long
-        as it is read, since a corpus is known by its content.
+        """The sources as a corpus, within the `with` block; None if they are plain files of prompts.
 
-        Raises UsageError for that beside prompts that are given themselves.
+        Sources are a corpus if one of them is a folder, a glob, an archive or an Arrow file, or if an option
+        for documents was given. Stdin is copied into a temporary file, because a corpus is identified by a
+        digest of its files.
+
+        Raises:
+            UsageError: An option for documents was given with literal prompts (--text).
         """
         from ...stages.forward.text.corpora.corpus import Corpus
 
-        said = {
+        document_options = {
             name: value
             for name, value in self.documents.items()
-            if value is not None and value is not False and value != ()  # but 0, which is a seed
+            # Not a test of truth: 0 is a valid seed.
+            if value is not None and value is not False and value != ()
         }
-        if self.are_prompts and said:
+        if self.are_prompts and document_options:
             raise click.UsageError(
-                f"expected files with {_option(next(iter(said)))}, found --text; give prompts themselves as "
-                "they are to be"
+                f"expected files with {_option(next(iter(document_options)))}, found --text; give prompts "
+                "themselves as they are to be"
             )
-        large = any(
-            Path(each).is_dir() or has_magic(each) or each.endswith(STREAMED) for each in self.sources
+        is_corpus = any(
+            Path(source).is_dir() or has_magic(source) or source.endswith(STREAMED) for source in self.sources
         )
-        if self.are_prompts or not (large or said):
+        if self.are_prompts or not (is_corpus or document_options):
             yield None
             return
         with ExitStack() as stack:
 
-            def spooled() -> str:
+            def copy_of_stdin() -> str:
                 file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
                 shutil.copyfileobj(sys.stdin.buffer, file)
+                # The corpus opens the file by name: buffered bytes must be on disk.
                 file.flush()
                 return file.name
 
-            yield Corpus([spooled() if source == "-" else source for source in self.sources], **said)
+            files = [copy_of_stdin() if source == "-" else source for source in self.sources]
+            yield Corpus(files, **document_options)
 
     def sampled(self) -> Corpus | None:
-        """The files as a corpus with a prompt per document, whose size is estimated from a sample.
+        """Large files of prompts as a corpus with one prompt per document, for estimates from a sample.
 
-        Returns None where they are small enough to be counted, and for what is no file of single prompts:
-        prompts themselves, stdin, pairs of a source and a target.
+        Returns:
+            None if the files are small enough to be counted (COUNTED bytes), and for literal prompts, stdin
+            and files of (source, target) pairs.
         """
         from ...stages.forward.text.corpora.corpus import Corpus
 
@@ -93,20 +101,20 @@ class PromptSources:
             return None
         if sum(path.stat().st_size for path in paths) < COUNTED:
             return None
-        first = (next(iter(read_documents(path, Reading(pairs=True))), None) for path in paths)
-        has_pairs = any(document is not None and document.target is not None for document in first)
+        first_documents = (next(iter(read_documents(path, Reading(pairs=True))), None) for path in paths)
+        has_pairs = any(document is not None and document.target is not None for document in first_documents)
         return None if has_pairs else Corpus(self.sources)
 
     def read(self, model: ModelSource | None = None) -> list[str] | list[list[int]]:
-        """Prompts of sources that are no corpus. model: as for `read_prompts`."""
+        """All prompts of sources that are not a corpus; `model` and errors as in `read_prompts`."""
         return read_prompts(self.sources, literal=self.are_prompts, model=model)
 
 
 def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
-    """What a model is run over, for every command that does so; it is called with it as `prompts`."""
+    """Decorator that adds the argument PROMPTS and its options; the command gets `prompts: PromptSources`."""
 
     @functools.wraps(command)
-    def gathered(
+    def with_prompts(
         prompts: tuple[str, ...],
         text: bool,
         context: int | None,
@@ -118,13 +126,20 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
         seed: int | None,
         **options: Any,
     ) -> None:
-        said = {"context": context, "pack": pack, "column": column, "labels": labels}
-        documents = {**said, "whole_files": whole_files, "share": share, "seed": seed}
+        documents = {
+            "context": context,
+            "pack": pack,
+            "column": column,
+            "labels": labels,
+            "whole_files": whole_files,
+            "share": share,
+            "seed": seed,
+        }
         command(prompts=PromptSources(prompts, text, documents), **options)
 
     share = click.FloatRange(0, 1, min_open=True)
     return with_options(
-        gathered,
+        with_prompts,
         click.argument("prompts", nargs=-1, required=True),
         click.option("--text", is_flag=True, help="PROMPTS are texts, not files."),
         click.option(
@@ -150,31 +165,42 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def _option(name: str) -> str:
+    """Command-line option of an argument of `Corpus`."""
     return "--label" if name == "labels" else f"--{name.replace('_', '-')}"
 
 
 def read_prompts(
     sources: Sequence[str], *, literal: bool = False, model: ModelSource | None = None
 ) -> list[str] | list[list[int]]:
-    """All prompts of all sources in order; `-` is stdin, `literal` takes the sources themselves as prompts.
+    """Read all prompts of all sources, in order.
 
-    model: whose token ids pairs of a source and a target become; None where none are read.
-    Raises PromptError naming file and line for anything that is not a prompt, and for no prompt at all;
-    ConfigError for pairs of a model that reads one sequence.
+    Arguments:
+        sources: Paths of files; `-` is stdin.
+        literal: Whether `sources` are the prompts themselves.
+        model: The model whose tokenizer encodes (source, target) pairs; None if pairs are not accepted.
+
+    Returns:
+        Texts, or lists of token ids; never both.
+
+    Raises:
+        PromptError: A file or line that is not a prompt (named in the message), texts mixed with token ids,
+            or no prompt at all.
+        ConfigError: Pairs for a model that is not an encoder-decoder.
     """
-    found: list[Any] = (
+    prompts: list[Any] = (
         list(sources) if literal else [prompt for source in sources for prompt in _read(source, model)]
     )
-    if not found:
+    if not prompts:
         raise PromptError(f"expected at least one prompt, found none in {', '.join(sources)}")
-    if len({isinstance(prompt, str) for prompt in found}) > 1:
+    if len({isinstance(prompt, str) for prompt in prompts}) > 1:
         raise PromptError(
             "expected prompts that are all text or all token ids, found both; capture them in two calls"
         )
-    return found
+    return prompts
 
 
 def _read(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
+    """Prompts read from a file, or from stdin for "-"; PromptError if the file does not exist."""
     if source == "-":
         yield from (document.content for document in read_lines(sys.stdin))
         return
@@ -189,6 +215,7 @@ def _read(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
 
 
 def _prompt(document: Document, model: ModelSource) -> str | list[int]:
+    """A document as a prompt: its content, or the token ids of its (source, target) pair."""
     from ...stages.forward.text.prompts import pair_ids
 
     if document.target is None:

@@ -1,4 +1,4 @@
-"""`mizarr replicate`: a published result asked for again, or its protocol run on a shipped model."""
+"""`mizarr replicate`: repeats a published result, or runs its protocol on a built-in model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..workflow import Workflow
 
 DIFFERS = 1
+"""Exit code if a number differs from the published one by more than its tolerance."""
 
 
 @command(epilog="Example: mizarr replicate logit-lens")
@@ -26,13 +27,14 @@ DIFFERS = 1
 @json_option
 @run_options
 def replicate(
-    name: str | None, model: str | None, fetch: bool, store_path: str, as_json: bool, **how: Any
+    name: str | None, model: str | None, fetch: bool, store_path: str, as_json: bool, **options: Any
 ) -> int:
     """Repeat a published result; without NAME, list them.
 
-    On the published model where it is here, or with --fetch; printed numbers stand beside what was found, and
-    the exit code is 1 if any differs by more than it may. Else what would be fetched is told, and the same
-    protocol runs on a shipped model: that it runs, not that it replicates.
+    Runs on the published model if it is in the local cache, or with --fetch. Published numbers are printed
+    beside the computed ones; exit code 1 if any differs by more than its tolerance. Without the published
+    model, the command names the missing files and runs the same protocol on a built-in model: this shows
+    that the protocol runs, not that the result replicates.
     """
     from ...store.store import requested_store
     from .. import build
@@ -41,45 +43,55 @@ def replicate(
     if name is None:
         _list(as_json)
         return 0
-    chosen = _chosen(name, REPLICATIONS)
-    published = _published(chosen, model)
-    is_here = bool(published) and _is_here(chosen, published, fetch)
-    if published and not is_here:
-        echo(_would_fetch(chosen, published), err=True)
-    settings = chosen.asked(published) if is_here else chosen.here
+    replication = _replication(name, REPLICATIONS)
+    published = _published_model(replication, model)
+    is_cached = bool(published) and _is_cached(replication, published, fetch)
+    if published and not is_cached:
+        echo(_missing_files(replication, published), err=True)
+    settings = replication.asked(published) if is_cached else replication.here
     with requested_store(store_path) as store:
-        done = build(chosen.workflow, **settings).run(store, **how)
-    claims = _compared(chosen, published, done) if is_here else []
-    about = {"replication": name, "source": chosen.source, "is_published_model": is_here, "claims": claims}
+        workflow = build(replication.workflow, **settings).run(store, **options)
+    claims = _compared_claims(replication, published, workflow) if is_cached else []
+    header = {
+        "replication": name,
+        "source": replication.source,
+        "is_published_model": is_cached,
+        "claims": claims,
+    }
     if as_json:
-        print_json(about | done.to_json())
+        print_json(header | workflow.to_json())
     else:
-        _print(chosen, done, claims)
+        _print(replication, workflow, claims)
     return DIFFERS if any(not claim["agrees"] for claim in claims) else 0
 
 
-def _chosen(name: str, known: Mapping[str, Replication]) -> Replication:
+def _replication(name: str, replications: Mapping[str, Replication]) -> Replication:
+    """Look up a replication by name; ConfigError suggests the nearest name for an unknown one."""
     from ...store.errors import ConfigError, nearest
 
-    if name not in known:
-        near = nearest(name, known)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
+    if name not in replications:
+        near = nearest(name, replications)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(replications)}"
         raise ConfigError(f"no replication {name!r}; {hint}")
-    return known[name]
+    return replications[name]
 
 
-def _published(chosen: Replication, model: str | None) -> str:
-    """The published model that is asked; "" where none was."""
-    if model is None or model in chosen.models:
-        return model or (chosen.models[0] if chosen.models else "")
+def _published_model(replication: Replication, model: str | None) -> str:
+    """Hub id of the published model to use: `model`, or the first one; "" if no model was published.
+
+    Raises UsageError for a model that the result was not published on.
+    """
+    if model is None or model in replication.models:
+        return model or (replication.models[0] if replication.models else "")
     raise click.UsageError(
-        f"expected a model it was published on, {' or '.join(chosen.models) or 'of which there is none'}, "
-        f"found {model!r}; for others: mizarr compute {chosen.workflow} --model {model}"
+        "expected a model it was published on, "
+        f"{' or '.join(replication.models) or 'of which there is none'}, "
+        f"found {model!r}; for others: mizarr compute {replication.workflow} --model {model}"
     )
 
 
-def _is_here(chosen: Replication, model: str, fetch: bool) -> bool:
-    """Whether model and dictionary are in the cache, once they were fetched if that is asked."""
+def _is_cached(replication: Replication, model: str, fetch: bool) -> bool:
+    """Whether model and dictionary are in the hub's local cache; `fetch` downloads them first."""
     from ...stages.features import download as dictionaries
     from ...stages.features.layers.files import resolve as resolve_dictionary
     from ...stages.forward.models import download
@@ -87,65 +99,66 @@ def _is_here(chosen: Replication, model: str, fetch: bool) -> bool:
     from ...store.errors import MizarrError
 
     if fetch:
-        download.fetch(model, chosen.revision)
-        if chosen.dictionary:
-            dictionaries.fetch(chosen.dictionary)
+        download.fetch(model, replication.revision)
+        if replication.dictionary:
+            dictionaries.fetch(replication.dictionary)
     try:
-        resolve(model, chosen.revision)
-        if chosen.dictionary:
-            resolve_dictionary(chosen.dictionary)
+        resolve(model, replication.revision)
+        if replication.dictionary:
+            resolve_dictionary(replication.dictionary)
     except MizarrError:
         return False
     return True
 
 
-def _would_fetch(chosen: Replication, model: str) -> str:
-    """What is missing, with its bytes where the hub can be asked."""
+def _missing_files(replication: Replication, model: str) -> str:
+    """Message that names the missing model and dictionary, with their size if the hub can be reached."""
     from ...pipeline.plan import human_bytes
     from ...stages.features.download import files_to_fetch
     from ...stages.features.layers.files import parse_reference
     from ...stages.forward.models.download import hub_errors, listed_files, remote_files
     from ...store.errors import MizarrError
 
-    wanted, total = [f"{model} at {chosen.revision}"], 0
+    missing, total = [f"{model} at {replication.revision}"], 0
     try:
-        with hub_errors(model, chosen.revision):
-            total = sum(remote_files(model, chosen.revision)[1].values())
-        if chosen.dictionary:
-            repository, folder, revision = parse_reference(chosen.dictionary)
+        with hub_errors(model, replication.revision):
+            total = sum(remote_files(model, replication.revision)[1].values())
+        if replication.dictionary:
+            repository, folder, revision = parse_reference(replication.dictionary)
             with hub_errors(repository, revision):
                 sizes = listed_files(repository, revision)[1]
-            total += sum(files_to_fetch(sizes, folder, chosen.dictionary).values())
+            total += sum(files_to_fetch(sizes, folder, replication.dictionary).values())
         size = human_bytes(total)
     except MizarrError:
         size = "how many bytes only the hub can say, and it was not reached"
-    if chosen.dictionary:
-        wanted.append(chosen.dictionary)
+    if replication.dictionary:
+        missing.append(replication.dictionary)
     return (
-        f"not here: {' and '.join(wanted)} ({size}); fetch with --fetch. The same protocol on a shipped "
-        "model follows: it runs, and replicates nothing"
+        f"not here: {' and '.join(missing)} ({size}); fetch with --fetch. The same protocol on a built-in "
+        "model follows: it shows that the protocol runs, and replicates nothing"
     )
 
 
-def _compared(chosen: Replication, model: str, done: Workflow) -> list[dict[str, Any]]:
-    """Every printed number of a model beside the one found."""
+def _compared_claims(replication: Replication, model: str, workflow: Workflow) -> list[dict[str, Any]]:
+    """Each published number of a model with the computed one: place, published, tolerance, found, agrees."""
     from ..replications import value_at
 
-    document = done.to_json()
+    document = workflow.to_json()
     rows = []
-    for claim in chosen.claims:
+    for claim in replication.claims:
         if claim.model == model:
-            found = value_at(document, claim.path)
-            told = {"published": claim.value, "tolerance": claim.tolerance, "found": found}
-            rows.append({"place": claim.place, **told, "agrees": claim.agrees(found)})
+            value = value_at(document, claim.path)
+            numbers = {"published": claim.value, "tolerance": claim.tolerance, "found": value}
+            rows.append({"place": claim.place, **numbers, "agrees": claim.agrees(value)})
     return rows
 
 
-def _print(chosen: Replication, done: Workflow, claims: list[dict[str, Any]]) -> None:
+def _print(replication: Replication, workflow: Workflow, claims: list[dict[str, Any]]) -> None:
+    """Print the workflow's views, and a table that compares published with computed numbers."""
     from ...store.display.console import EscapingConsole
 
-    echo(f"{chosen.title} ({chosen.source})", err=True)
-    done.render(EscapingConsole(), None)
+    echo(f"{replication.title} ({replication.source})", err=True)
+    workflow.render(EscapingConsole(), None)
     if claims:
         columns = ("PLACE", "PUBLISHED", "WITHIN", "FOUND", "AGREES")
         rows = [
@@ -168,25 +181,31 @@ def _print(chosen: Replication, done: Workflow, claims: list[dict[str, Any]]) ->
 
 
 def _list(as_json: bool) -> None:
+    """Print all replications as a table or as JSON."""
     from ..replications import REPLICATIONS
 
     rows = [
-        {"NAME": name, "WORKFLOW": each.workflow, "MODELS": ", ".join(each.models), "SHOWS": each.title}
-        for name, each in REPLICATIONS.items()
+        {
+            "NAME": name,
+            "WORKFLOW": replication.workflow,
+            "MODELS": ", ".join(replication.models),
+            "SHOWS": replication.title,
+        }
+        for name, replication in REPLICATIONS.items()
     ]
     if as_json:
         print_json(
             [
                 {
                     "name": name,
-                    "title": each.title,
-                    "source": each.source,
-                    "workflow": each.workflow,
-                    "models": each.models,
-                    "dictionary": each.dictionary,
-                    "claims": len(each.claims),
+                    "title": replication.title,
+                    "source": replication.source,
+                    "workflow": replication.workflow,
+                    "models": replication.models,
+                    "dictionary": replication.dictionary,
+                    "claims": len(replication.claims),
                 }
-                for name, each in REPLICATIONS.items()
+                for name, replication in REPLICATIONS.items()
             ]
         )
     else:

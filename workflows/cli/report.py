@@ -1,4 +1,4 @@
-"""`mizarr report`: a workflow's answer as one HTML page."""
+"""`mizarr report`: writes the result of a workflow as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 @command(
-    help="""Compute a workflow as far as it is not cached; write its answer as one HTML page.
+    help="""Compute the stages of a workflow that are not cached; write its result as a page.
 
-    The page holds tables, heatmaps and curves to look into, figures, and how each result was made. It opens
-    in any browser, offline. A page of the same results is left as it is. Its path is printed.
+    The HTML page holds interactive tables, heatmaps and curves, figures, and the provenance of each result.
+    It opens in any browser, offline. An existing page of the same results is not written again. Prints the
+    path of the page.
 
     `mizarr workflows` lists the workflows.
     """,
@@ -33,15 +34,16 @@ if TYPE_CHECKING:
     help="Where to write; default WORKFLOW.html here.",
 )
 @run_options
-def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | None, **how: Any) -> None:
-    """See `help` above."""
+def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | None, **options: Any) -> None:
+    """Compute a workflow and write its page; the user's text is `help` above."""
     from ...store.store import requested_store
     from ..report.page import check_output
 
     path = output or Path(f"{workflow.name}.html")
+    # Before the computation: a path that cannot be written must not cost hours of work.
     check_output(path)
     with requested_store(store_path) as store:
-        workflow.run(store, **how).report(path)
+        workflow.run(store, **options).report(path)
     if as_json:
         print_json({"workflow": workflow.name, "page": str(path), "bytes": path.stat().st_size})
         return

@@ -18,7 +18,7 @@ from ...stages.extras import require
 from ...store.display.terminal import echo
 from .. import build
 from .completion import setting_names, workflow_names
-from .gradients import GRADIENT_OPTIONS, gradient_options, told_metric
+from .gradients import GRADIENT_OPTIONS, gradient_options, with_metric
 from .options import (
     LOADING,
     NAMED,
@@ -51,11 +51,15 @@ HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
 
 
 def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
-    """What commands on a workflow share: which one, its settings, where its results lie; they are called with
-    the workflow, planned."""
+    """Decorator of commands on a workflow: adds the argument WORKFLOW and the options for its model, settings
+    and store.
+
+    The command is called with the built `Workflow` as its first argument, then `store_path`, `as_json` and
+    its own options. UsageError if the model, backend or adapter is given both as an option and by --set.
+    """
 
     @functools.wraps(command)
-    def planned(
+    def with_workflow(
         workflow: str,
         model: str | None,
         backend: str | None,
@@ -72,7 +76,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         command(build(workflow, trust_layout=trust_layout, **parameters), **options)
 
     return with_options(
-        planned,
+        with_workflow,
         click.argument("workflow", shell_complete=workflow_names),
         click.option(
             "--model",
@@ -94,7 +98,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """How a workflow is run, as `Workflow.run` takes it."""
+    """Decorator that adds the options of `Workflow.run`: cluster, workers, threads, memory and quiet."""
     return with_options(
         command,
         declares(PLACE),
@@ -120,7 +124,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
 @declares(LOADING.only("revision", "device", "trust_layout", "backend", "adapter"))
 @json_option
 @quiet_option
-def demo(output: Path, as_json: bool, **chosen: Any) -> None:
+def demo(output: Path, as_json: bool, **options: Any) -> None:
     """Run two workflows on the built-in model, offline.
 
     Captures activations, reads them with the logit lens, and finds the curve that counts characters in a
@@ -130,15 +134,16 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     from ...store.display.console import EscapingConsole
     from ..demo import run
 
+    # With --json, stdout holds the JSON document only.
     console = EscapingConsole(stderr=as_json)
-    done = run(
+    result = run(
         open_store(output / "store"),
         output / "figures",
         console=console,
-        **chosen,
+        **options,
     )
     if as_json:
-        print_json(done.to_json())
+        print_json(result.to_json())
 
 
 @command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
@@ -200,7 +205,7 @@ def capture(
     file has a column text or ids.
 
     Folders, globs, WebDataset archives, Arrow and gzipped files are read as a corpus, and so is every file
-    if --context or another option on documents is given: documents are streamed, and cut or packed into
+    if --context or another option for documents is given: documents are streamed, and cut or packed into
     contexts.
 
     A hook point that begins with grad: stores the gradient of a metric: --hooks
@@ -221,71 +226,83 @@ def capture(
             "expected --exact with --dry-run, found it alone; prompts that run are counted"
         )
     source = ModelSource(ModelRef(model, **given_options(options, LOADING)))
-    wanted = HookSpec().capture(*hooks, positions=options["positions"], reduce=_reduction(options["reduce"]))
-    spec = told_metric(wanted, source, **{name: options[name] for name in GRADIENT_OPTIONS})
-    asked = partial(CaptureNode, source, hooks=spec, **given_options(options, STORING))
+    spec = HookSpec().capture(*hooks, positions=options["positions"], reduce=_reduction(options["reduce"]))
+    spec = with_metric(spec, source, **{name: options[name] for name in GRADIENT_OPTIONS})
+    new_node = partial(CaptureNode, source, hooks=spec, **given_options(options, STORING))
     running = RunOptions(**given_options(options, RUNNING), progress=not quiet)
-    where = Context(cluster=running.cluster, workers=running.workers)
-    with contextlib.ExitStack() as held:
-        # Everything that can be wrong with the request is found here, before a store is made.
-        corpus, about = held.enter_context(prompts.corpus()), None
+    context = Context(cluster=running.cluster, workers=running.workers)
+    with contextlib.ExitStack() as stack:
+        # Errors in the request are raised before the store is created: a refused command leaves no store.
+        corpus, labels = stack.enter_context(prompts.corpus()), None
         sampled = prompts.sampled() if dry_run and corpus is None and not exact else None
         if corpus is None and sampled is None:
-            node = asked(prompts=prompts.read(source))
+            node = new_node(prompts=prompts.read(source))
         if corpus is not None:
-            corpus.files  # noqa: B018 - raises where there are none
+            corpus.files  # noqa: B018 - raises if no file matches
         if dry_run:
-            store = held.enter_context(_store_to_look_into(options["store_path"]))
+            store = stack.enter_context(_read_only_store(options["store_path"]))
         else:
-            store = held.enter_context(requested_store(options["store_path"], options["durability"]))
+            store = stack.enter_context(requested_store(options["store_path"], options["durability"]))
         if dry_run and corpus is not None and not exact:
-            nodes = corpus.nodes(source.tokenizer)
-            sampled = None if all(each.status(store).is_cached for each in nodes) else corpus
+            token_nodes = corpus.nodes(source.tokenizer)
+            # A corpus whose tokens are all stored is counted exactly at no cost.
+            is_tokenised = all(token_node.status(store).is_cached for token_node in token_nodes)
+            sampled = None if is_tokenised else corpus
         if sampled is not None:
             size = estimated_size(sampled, source.tokenizer)
-            plan(asked(prompts=size.sample), store, where)
-            _print_estimate(size, asked(prompts=size.sample), store, as_json)
+            # Planned only to raise the errors that the real run would raise.
+            plan(new_node(prompts=size.sample), store, context)
+            _print_estimate(size, new_node(prompts=size.sample), store, as_json)
             return
         if corpus is not None:
-            # A dry run leaves no trace: what it has to count is tokenised elsewhere.
-            counted = open_store(held.enter_context(tempfile.TemporaryDirectory())) if exact else store
-            tokens, about = corpus.read(source.tokenizer, counted, quiet=quiet)
-            node = asked(prompts=tokens)
-            node.require_other_names(about.coords)
+            # --exact tokenises the corpus into a temporary store: a dry run must not write to the real one.
+            token_store = open_store(stack.enter_context(tempfile.TemporaryDirectory())) if exact else store
+            tokens, labels = corpus.read(source.tokenizer, token_store, quiet=quiet)
+            node = new_node(prompts=tokens)
+            node.require_other_names(labels.coords)
         if dry_run:
-            _print_plan(plan(node, store, where), as_json)
+            _print_plan(plan(node, store, context), as_json)
             return
-        if corpus is not None and about is not None:
-            node.take_texts(store, corpus, about)
+        if corpus is not None and labels is not None:
+            # Tokenises all files again, therefore only if the store lacks the run.
+            node.take_texts(store, corpus, labels)
         run(node, store, **running.keywords)
+        # So that `mizarr ls` lists the run, even if only workflows read it later.
         node.note_asked(store)
-        if about is not None:
-            node.keep_labels(store, about)
+        if labels is not None:
+            node.keep_labels(store, labels)
         _print_captured(node, store, as_json)
 
 
-def _reduction(told: str | None) -> Any:
-    """As `HookSpec.capture` takes it: a name, or the dictionary behind "features:"."""
-    prefix, _, name = (told or "").partition(":")
+def _reduction(text: str | None) -> Any:
+    """The `reduce` argument of `HookSpec.capture`: the dictionary for features:NAME, else the text itself."""
+    prefix, _, name = (text or "").partition(":")
     if prefix != "features":
-        return told
+        return text
     from ...stages.features.dictionary import Dictionary
 
     return Dictionary.from_pretrained(name)
 
 
 def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: bool) -> None:
-    """About what a capture would take of a corpus that was never tokenised. node: of the sample."""
+    """Print the estimated size and time of capturing a corpus that is not tokenised yet.
+
+    Arguments:
+        size: Estimated tokens and prompts of the corpus, with the sample they were estimated from.
+        node: The capture of that sample; its bytes and seconds are scaled by the number of tokens.
+        store: The store that the capture would be written to.
+        as_json: Print JSON instead of text.
+    """
     from ...pipeline.plan import human_bytes
     from ...pipeline.progress import clock, short
 
-    times = size.tokens / size.sample.n_tokens
-    written, free = round(node.estimate(store).bytes_written * times), store.files.free_bytes
-    seconds = node.expected_seconds(store, times)
+    scale = size.tokens / size.sample.n_tokens
+    written, free = round(node.estimate(store).bytes_written * scale), store.files.free_bytes
+    seconds = node.expected_seconds(store, scale)
     if as_json:
-        about = {"tokens": size.tokens, "prompts": size.prompts, "files": size.files, "bytes": size.bytes}
-        needed = {"bytes_written": written, "free_bytes": free, "seconds": seconds}
-        print_json({"is_estimated": True, **about, "looked_at_bytes": size.looked_at, **needed})
+        counts = {"tokens": size.tokens, "prompts": size.prompts, "files": size.files, "bytes": size.bytes}
+        costs = {"bytes_written": written, "free_bytes": free, "seconds": seconds}
+        print_json({"is_estimated": True, **counts, "looked_at_bytes": size.looked_at, **costs})
         return
     echo(
         f"about {short(size.tokens)} tokens in {short(size.prompts)} prompts, estimated from "
@@ -301,7 +318,7 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
 
 
 def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
-    """The run, and the line of Python that opens it; for machines every key, and what it took."""
+    """Print the captured run and the Python call that opens it; as JSON every key, and the peak memory."""
     from ...pipeline.memory import highest_peaks
     from ...store.upkeep.listing import captured_hooks
 
@@ -313,8 +330,8 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
     if as_json:
         sizes = {"prompts": node.tokens.n_prompts, "tokens": node.tokens.n_tokens}
         notes = [note for _, record in records[:1] for note in store.provenance(record)]
-        held = {"peak_memory_bytes": highest_peaks(notes)}
-        print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
+        memory = {"peak_memory_bytes": highest_peaks(notes)}
+        print_json({"run": entry.digest, "data": entry.path, **sizes, **memory, "arrays": rows})
         return
     hooks = ", ".join(captured_hooks([record.label for _, record in records]))
     prompts, tokens = node.tokens.n_prompts, node.tokens.n_tokens
@@ -324,6 +341,7 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
 
 
 def _print_plan(steps: Plan, as_json: bool) -> None:
+    """Print a plan: one row per stage, with its state and estimated cost."""
     if as_json:
         print_json(steps.to_json())
         return
@@ -332,7 +350,7 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 
 
 @command(
-    help="""Compute a workflow and print its answer; what is cached is not computed again.
+    help="""Compute a workflow and print its result; cached stages are not computed again.
 
     `mizarr workflows` lists the workflows, and `mizarr workflows WORKFLOW` the settings of one.
     """,
@@ -349,16 +367,22 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 )
 @run_options
 def compute(
-    workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, every_model: bool, **how: Any
+    workflow: Workflow,
+    store_path: str,
+    as_json: bool,
+    figures: Path | None,
+    every_model: bool,
+    **options: Any,
 ) -> None:
-    """See `help` above."""
+    """Compute a workflow and print its result; the user's text is `help` above."""
     from ...store.display.console import EscapingConsole
     from ...store.store import requested_store
 
     if figures is not None and every_model:
+        # Checked once here: in the loop over models MissingExtra would skip every model.
         require("plots", "--figures")
     if every_model:
-        _compute_every(workflow, store_path, as_json, figures, how)
+        _compute_every(workflow, store_path, as_json, figures, options)
         return
     if figures is not None:
         from ..report.page import check_output
@@ -366,69 +390,79 @@ def compute(
         check_output(figures / "figure.png")
     with requested_store(store_path) as store:
         if figures is not None:
+            # Before the computation: a missing matplotlib must not cost hours of work.
             workflow.require("plots", store)
-        done = workflow.run(store, **how)
+        result = workflow.run(store, **options)
     if as_json:
-        drawn = done.draw(figures) if figures else []
-        print_json(done.to_json() | {"figures": [str(path) for path in drawn]})
+        paths = result.draw(figures) if figures else []
+        print_json(result.to_json() | {"figures": [str(path) for path in paths]})
         return
-    for path in done.render(EscapingConsole(), figures):
+    for path in result.render(EscapingConsole(), figures):
         echo(f"wrote {path}", err=True)
 
 
 def _compute_every(
-    workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, how: Mapping[str, Any]
+    workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, options: Mapping[str, Any]
 ) -> None:
-    """The same question to every model that is here, one after another; those it cannot be asked of are told
-    with the reason, and left out."""
+    """Compute a workflow for every runnable model on this machine, sequentially.
+
+    A model that raises a `MizarrError`, such as a missing hook point, is skipped with a message.
+
+    Arguments:
+        workflow: The workflow; model and revision of its settings are replaced.
+        store_path: Directory or URL of the store.
+        as_json: Print one JSON list, an object per model, instead of text.
+        figures: Folder for figures, a subfolder per model; None draws none.
+        options: Keyword arguments of `Workflow.run`.
+    """
     from ...store import open_store
     from ...store.display.console import EscapingConsole
     from ...store.errors import MizarrError
 
-    given = click.get_current_context().params
-    if given["model"] or {"model", "revision"} & given["parameters"].keys():
+    parsed = click.get_current_context().params
+    if parsed["model"] or {"model", "revision"} & parsed["parameters"].keys():
         raise click.UsageError(
             "--every-model asks all of them; leave out --model, and --set model=…, revision=…"
         )
     store = open_store(store_path)
     documents: list[dict[str, Any]] = []
-    for name, revision in _askable_models():
-        about = {"model": name, "revision": revision}
+    for name, revision in _runnable_models():
+        header = {"model": name, "revision": revision}
         folder = figures and figures / name.replace("/", "--")
         if not as_json:
             echo(f"== {name}")
         try:
-            asked = dataclasses.replace(workflow.settings, model=name, revision=revision)
-            done = type(workflow)(asked).run(store, **how)
+            model_settings = dataclasses.replace(workflow.settings, model=name, revision=revision)
+            result = type(workflow)(model_settings).run(store, **options)
             if as_json:
-                drawn = done.draw(folder) if folder else []
-                documents.append(about | done.to_json() | {"figures": [str(path) for path in drawn]})
+                paths = result.draw(folder) if folder else []
+                documents.append(header | result.to_json() | {"figures": [str(path) for path in paths]})
             else:
-                for path in done.render(EscapingConsole(), folder):
+                for path in result.render(EscapingConsole(), folder):
                     echo(f"wrote {path}", err=True)
         except MizarrError as error:
-            documents.append(about | {"skipped": str(error)})
+            documents.append(header | {"skipped": str(error)})
             echo(f"skipped {name}: {error}", err=True)
     if as_json:
         print_json(documents)
 
 
-def _askable_models() -> Iterator[tuple[str, str | None]]:
-    """Models that are here and may run, each once: of several revisions main, else the first."""
+def _runnable_models() -> Iterator[tuple[str, str | None]]:
+    """(name, revision) of the runnable models on this machine; of several revisions main, else the first."""
     from ...stages.forward.models.listing import listed_models
 
-    chosen: dict[str, str | None] = {}
-    for each in listed_models():
-        if each.can_run and (each.name not in chosen or each.revision == "main"):
-            chosen[each.name] = each.revision
-    yield from chosen.items()
+    revisions: dict[str, str | None] = {}
+    for model in listed_models():
+        if model.can_run and (model.name not in revisions or model.revision == "main"):
+            revisions[model.name] = model.revision
+    yield from revisions.items()
 
 
 @command(
-    help="""Say for each stage: cached, or will run because …
+    help="""Show for each stage whether it is cached, or why it will run.
 
-    And what it would read, write and take in memory, and about how long it would take, as far as something
-    like it was computed before. Nothing is computed or written; no model is loaded.
+    Also shows bytes read and written, peak memory, and the estimated time if a similar stage was computed
+    before. Nothing is computed or written; no model is loaded.
 
     `mizarr workflows` lists the workflows.
     """,
@@ -437,33 +471,34 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
 @on_workflow
 @declares(PLACE)
 def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | None, workers: int) -> None:
-    """See `help` above."""
+    """Print question, settings and plan of a workflow; the user's text is `help` above."""
     from ...pipeline import Context, plan
     from ..settings import as_given
 
-    with _store_to_look_into(store_path) as store:
+    with _read_only_store(store_path) as store:
+        # Their stored results decide which of the other nodes the real run would compute.
         if plan(workflow.first_nodes().values(), store).is_cached:
             workflow.settle(store, refuses=False)
         steps = plan(workflow.nodes.values(), store, Context(cluster=cluster, workers=workers))
-    chosen = as_given(workflow.settings)
+    parameters = as_given(workflow.settings)
     if as_json:
-        about = {"workflow": workflow.name, "question": workflow.question, "settings": chosen}
-        print_json(about | steps.to_json())
+        header = {"workflow": workflow.name, "question": workflow.question, "settings": parameters}
+        print_json(header | steps.to_json())
         return
     echo(workflow.question, err=True)
     if workflow.caution:
         echo(workflow.caution, err=True)
     for field in dataclasses.fields(workflow.settings):
         echo(
-            f"  --set {field.name}={json.dumps(chosen[field.name])}  {field.metadata.get('help', '')}",
+            f"  --set {field.name}={json.dumps(parameters[field.name])}  {field.metadata.get('help', '')}",
             err=True,
         )
     _print_plan(steps, as_json)
 
 
 @contextlib.contextmanager
-def _store_to_look_into(path: str) -> Iterator[Store]:
-    """The store read-only; an empty one elsewhere if there is none yet, so that looking leaves no trace."""
+def _read_only_store(path: str) -> Iterator[Store]:
+    """Open a store read-only; if it does not exist, an empty temporary store, so that nothing is created."""
     from ...store import open_store
     from ...store.files import is_remote
 

@@ -1,4 +1,4 @@
-"""What analyses there are, and what they are made of: `workflows` and `stages`. Never imports torch."""
+"""Commands that list the analyses of the package: `workflows` and `stages`. Neither imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..usage import Use
 
 COLUMNS = ("NAME", "KIND", "VERSION", "INPUT", "OUTPUT", "USED BY")
-
+"""Columns of the table of `mizarr stages`."""
 
 SUBJECTS = {
     "readout": "Reading the residual stream",
@@ -36,7 +36,7 @@ SUBJECTS = {
     "feature_exchange": "Exchanging features",
     "algzoo": "Tiny networks of AlgZoo",
 }
-"""Headings of the list of workflows, by the folder that a workflow lies in."""
+"""Folder below workflows/ -> heading in the list of workflows, in the order of the list."""
 
 
 @click.command(epilog="Example: mizarr workflows logit_lens")
@@ -79,7 +79,7 @@ def workflows(ctx: click.Context, name: str | None, as_json: bool) -> None:
 
 
 def _print_definitions(ctx: click.Context, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Names and texts in two columns, wrapped to the width of the terminal, under headings."""
+    """Print (name, text) pairs under headings, in two columns that are wrapped to the terminal's width."""
     formatter = ctx.make_formatter()
     for title, rows in sections.items():
         with formatter.section(title):
@@ -94,32 +94,37 @@ def stages(name: str | None, as_json: bool) -> None:
     """List stages and experiments, or describe NAME.
 
     A stage reads stored arrays; an experiment runs a model. OUTPUT has dims and unit; "dim?" and "output?"
-    are there for some parameters only. USED BY are the workflows that have it in their graph at their
-    defaults; what none of them has is called from Python, under the name given.
+    exist for some parameters only. USED BY lists the workflows that run the stage with their default
+    settings; a stage that none of them runs is called from Python, by the name listed there.
     """
     from ...stages import find
     from ..usage import uses
 
     if name is not None:
-        find(name)  # an unknown one is told at once
-    found = uses()
+        find(name)  # raises for an unknown name before all workflows are built, which takes seconds
+    declared = uses()
     if name is None:
         if as_json:
-            print_json([use.to_json() for use in found.values()])
+            print_json([use.to_json() for use in declared.values()])
         else:
-            print_table(COLUMNS, [row for use in found.values() for row in _rows(use)])
+            print_table(COLUMNS, [row for use in declared.values() for row in _rows(use)])
     elif as_json:
-        print_json(found[name].to_json())
+        print_json(declared[name].to_json())
     else:
-        echo(found[name].declaration.describe())
-        echo(f"  use {', '.join(found[name].doors)}")
+        echo(declared[name].declaration.describe())
+        echo(f"  use {', '.join(declared[name].doors)}")
 
 
 def _rows(use: Use) -> list[dict[str, str]]:
-    """The lines of one stage: inputs, outputs and users beside each other."""
-    it = use.declaration
-    inputs = [f"{label} [{told}]" for label, told in it.input_labels.items()]
-    outputs = [f"{label}{'?' * each.is_optional} {each.shape}" for label, each in it.outputs.items()]
+    """Table rows of one stage: one row per input, output or user, listed beside each other."""
+    declaration = use.declaration
+    inputs = [f"{label} [{dims}]" for label, dims in declaration.input_labels.items()]
+    outputs = [
+        f"{label}{'?' * output.is_optional} {output.shape}" for label, output in declaration.outputs.items()
+    ]
     lines = list(zip_longest(inputs, outputs, use.doors, fillvalue=""))
-    heads = [(it.name, it.kind, str(it.version)), *[("", "", "")] * (len(lines) - 1)]
+    heads = [
+        (declaration.name, declaration.kind, str(declaration.version)),
+        *[("", "", "")] * (len(lines) - 1),
+    ]
     return [dict(zip(COLUMNS, (*head, *line), strict=True)) for head, line in zip(heads, lines, strict=True)]

@@ -1,4 +1,4 @@
-"""`mizarr train`: a dictionary from the activations of a model, or of two; parse, call, print."""
+"""`mizarr train`: trains a feature dictionary on the activations of one model, or a crosscoder on two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .options import (
 from .prompts import PromptSources, prompt_options
 
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
-"""Of stored activations and of the dictionary's files; int8 is for activations alone."""
+"""Dtypes of stored activations and of the dictionary's files. Activations can also be int8."""
 
 if TYPE_CHECKING:
     from ...stages.features.training.settings import TrainingSettings
@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 EVALUATED = 16_384
-"""Held-out tokens on which the model's loss is measured."""
+"""Number of held-out tokens on which the model's loss with the dictionary spliced in is measured."""
 RESULT, FIGURES = "dictionary", "evaluation.json"
+"""Folder of the finished dictionary and file of its scores, within --out."""
 
 
-def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """One line per setting: default, and what it does."""
-    if not wanted:
+def _list_settings(context: click.Context, _: click.Parameter, is_set: bool) -> None:
+    """Click callback of --settings: print name, default and description of each setting, then exit."""
+    if not is_set:
         return
     from ...stages.features.training.settings import TrainingSettings
 
@@ -78,7 +79,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 )
 @click.option(
     "--set",
-    "given",
+    "parameters",
     multiple=True,
     callback=settings,
     metavar="NAME=VALUE",
@@ -119,7 +120,7 @@ def train(
     against: str | None,
     out: Path,
     config: Path | None,
-    given: dict[str, Any],
+    parameters: dict[str, Any],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -138,101 +139,111 @@ def train(
     from ...store.store import requested_store
     from ..report.page import check_output
 
-    chosen = _settings(config, given)
-    _check_against(chosen, against)
+    training_settings = _settings(config, parameters)
+    _check_against(training_settings, against)
     check_output(out / FIGURES)
     quiet, loading = options["quiet"], given_options(options, NAMED)
     models = [ModelRef(model, **loading).files().name]
     if against is not None:
-        # An adapter is made for one model.
+        # An adapter (LoRA weights) belongs to one model: it is not applied to the second.
         models.append(ModelRef(against, **loading | {"adapter": None}).files().name)
     storing = {"storage_dtype": options["storage_dtype"]}
+    # None would override the default of CaptureOptions.
     if options["memory"] is not None:
         storing["memory"] = options["memory"]
-    hooks = _hooks(chosen)
+    hooks = _hooks(training_settings)
     with prompts.corpus() as corpus:
-        # Read once, also from stdin, before anything is captured.
-        plain = prompts.read() if corpus is None else None
-        read = plain if corpus is None else corpus
+        # Read once, before the first capture: stdin cannot be read again for the second model.
+        prompts_or_corpus = prompts.read() if corpus is None else corpus
         with requested_store(options["store_path"]) as store:
-            runs = [_captured(name, read, hooks, store, quiet, storing) for name in models]
+            runs = [_captured(name, prompts_or_corpus, hooks, store, quiet, storing) for name in models]
     source = runs[0] if against is None else SideBySide(tuple(runs))
-    training = _train(chosen, source, out, options["save_every"], quiet)
+    training = _train(training_settings, source, out, options["save_every"], quiet)
+    # Written last: if the folder exists, evaluation and export are complete.
     if not (out / RESULT).exists():
         if training.places:
             _finish_crosscoder(training, models, out)
         else:
             _finish(training, models[0], out, options["dtype"])
-    found = json.loads((out / FIGURES).read_text("utf-8"))
+    evaluation = json.loads((out / FIGURES).read_text("utf-8"))
     if as_json:
-        print_json(found)
+        print_json(evaluation)
         return
-    if chosen.kind == "crosscoder":
-        _print_crosscoder(found["held_out"])
+    if training_settings.kind == "crosscoder":
+        _print_crosscoder(evaluation["held_out"])
         echo(f"wrote {out / RESULT}", err=True)
         return
     columns = ("layers", "fvu", "l0", "dead")
-    rows = zip(*(found["held_out"][name] for name in columns), strict=True)
+    rows = zip(*(evaluation["held_out"][name] for name in columns), strict=True)
     names = ["LAYER", "FVU", "L0", "DEAD"]
     print_table(names, [dict(zip(names, row, strict=True)) for row in rows])
-    recovered = found["held_out"]["loss"]["places"]["all"]["ce_recovered_zero"]
-    echo(f"loss recovered, against zeros: {recovered:.3f}", err=True)
+    recovered = evaluation["held_out"]["loss"]["places"]["all"]["ce_recovered_zero"]
+    echo(f"loss recovered, compared with zero ablation: {recovered:.3f}", err=True)
     echo(f"wrote {out / RESULT}", err=True)
 
 
-def _check_against(chosen: TrainingSettings, against: str | None) -> None:
+def _check_against(training_settings: TrainingSettings, against: str | None) -> None:
+    """Raise ConfigError if a second model is named for a dictionary that is not a crosscoder."""
     from ...store.errors import ConfigError
 
-    if against is not None and chosen.kind != "crosscoder":
+    if against is not None and training_settings.kind != "crosscoder":
         raise ConfigError(
-            f"expected kind=crosscoder with --against, found kind={chosen.kind}; add --set kind=crosscoder"
+            f"expected kind=crosscoder with --against, found kind={training_settings.kind}; "
+            "add --set kind=crosscoder"
         )
 
 
 def _print_crosscoder(held_out: dict[str, Any]) -> None:
-    """FVU of each place; what is one model's alone goes to stderr."""
+    """Print the fraction of variance unexplained of each place; sparsity and shared features go to stderr."""
     rows = zip(held_out["places"], held_out["fvu"], strict=True)
     print_table(["PLACE", "FVU"], [dict(zip(["PLACE", "FVU"], row, strict=True)) for row in rows])
     echo(f"active per token: {held_out['l0']:.1f}; never active: {held_out['dead']:.3f}", err=True)
     if "first_alone" in held_out:
-        first, second = held_out["first_alone"], held_out["second_alone"]
+        n_first, n_second = held_out["first_alone"], held_out["second_alone"]
         echo(
-            f"of {held_out['alive']} features that are active, {first} are written to the first model alone, "
-            f"{second} to the second; a model against itself is the control",
+            f"of {held_out['alive']} active features, {n_first} are written to the first model only, "
+            f"{n_second} to the second only; as a control, train on a model against itself",
             err=True,
         )
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> TrainingSettings:
+def _settings(config: Path | None, parameters: dict[str, Any]) -> TrainingSettings:
+    """Settings of the TOML file, overridden by those of --set; ConfigError for an unknown or invalid one."""
     from ...stages.features.training.settings import TrainingSettings
     from ...store.errors import ConfigError
     from ..settings import read_settings
 
-    said: dict[str, Any] = {}
+    file_settings: dict[str, Any] = {}
     if config is not None:
         try:
-            said = tomllib.loads(config.read_text("utf-8"))
+            file_settings = tomllib.loads(config.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"expected TOML in {config}, found {error}") from error
-    chosen: TrainingSettings = read_settings(TrainingSettings, "train", said | given)
-    return chosen
+    training_settings: TrainingSettings = read_settings(TrainingSettings, "train", file_settings | parameters)
+    return training_settings
 
 
-def _hooks(chosen: TrainingSettings) -> list[str]:
-    """Hook points that the dictionary reads and writes, in the layers it is trained on ("*": all)."""
+def _hooks(training_settings: TrainingSettings) -> list[str]:
+    """Hook point names or globs that the dictionary reads and writes, in the layers it is trained on."""
     from ...stages.forward.architectures.points import BY_NAME
 
-    layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
-    kinds = dict.fromkeys((chosen.read, chosen.writes))
+    layers = ["*"] if training_settings.layers is None else list(map(str, training_settings.layers))
+    kinds = dict.fromkeys((training_settings.read, training_settings.writes))
     return [BY_NAME[kind].path.format(layer) for kind in kinds for layer in layers]
 
 
 def _captured(
     model: str, prompts: Any, hooks: list[str], store: Store, quiet: bool, storing: Mapping[str, Any]
 ) -> StoredActivations:
-    """Activations at these hook points, captured as far as they are not stored.
+    """Stored activations of a model at hook points; what the store does not hold is captured.
 
-    prompts: a `Corpus`, texts or token ids. storing: fields of `CaptureOptions`.
+    Arguments:
+        model: Hub id, directory or built-in model.
+        prompts: A `Corpus`, a list of texts or a list of token ids.
+        hooks: Names or globs of hook points.
+        store: Where activations are read and written.
+        quiet: Show no progress bar.
+        storing: Fields of `CaptureOptions`.
     """
     from ...pipeline import run
     from ...stages.forward.capture.capture import CaptureNode
@@ -248,14 +259,29 @@ def _captured(
     return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
 
 
-def _train(chosen: TrainingSettings, source: Source, out: Path, save_every: int, quiet: bool) -> Training:
-    """The training brought to its end; KeyboardInterrupt, with a checkpoint left behind, when stopped."""
+def _train(
+    training_settings: TrainingSettings, source: Source, out: Path, save_every: int, quiet: bool
+) -> Training:
+    """Train to the last step, or continue from the checkpoint in `out`.
+
+    Arguments:
+        training_settings: Settings of the dictionary and its training.
+        source: Activations to train on.
+        out: Folder for the checkpoint and the log.
+        save_every: Number of steps between two checkpoints.
+        quiet: Show no progress bar.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint is written first.
+    """
     from ...pipeline.progress import Progress
     from ...stages.features.training.trainer import Training
 
-    training = Training(chosen, source, out, save_every=save_every)
+    training = Training(training_settings, source, out, save_every=save_every)
     with Progress(quiet) as progress, _interrupted() as stop:
-        task = progress.task("train", total=(chosen.steps - training.step) * chosen.batch, unit="tokens")
+        task = progress.task(
+            "train", total=(training_settings.steps - training.step) * training_settings.batch, unit="tokens"
+        )
         if not training.run(advance=task.advance, stop=stop):
             raise KeyboardInterrupt
     return training
@@ -263,64 +289,73 @@ def _train(chosen: TrainingSettings, source: Source, out: Path, save_every: int,
 
 @contextmanager
 def _interrupted() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: the step under way is finished first. Pressed again it interrupts at
-    once.
+    """Yield a function that returns whether Ctrl-C was pressed within the `with` block.
+
+    The first Ctrl-C only sets this flag, so that the current step is finished; the second interrupts at once.
     """
     pressed = False
 
     def note(*_: Any) -> None:
         nonlocal pressed
         pressed = True
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
-    before = signal.signal(signal.SIGINT, note)
+    previous_handler = signal.signal(signal.SIGINT, note)
     try:
         yield lambda: pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def _finish(training: Training, model: str, out: Path, dtype: str) -> None:
-    """Measure, then export; the dictionary's folder comes last and says that all is done."""
+    """Score a dictionary on held-out tokens, write the scores, then export it.
+
+    The folder of the dictionary is written last: if it exists, both steps are complete.
+    """
     from ...stages.features.export import export
     from ...stages.features.training.evaluate import summary
     from ...stages.features.training.replacement import replacement_loss
     from ...stages.features.training.trained import FORMATS, as_dictionary
     from ...stages.forward.models.model import Model
 
-    chosen, layers = training.settings, training.layers
+    training_settings, layers = training.settings, training.layers
+    # If no share of the tokens is held out, the scores are those of the training data.
     held_out = training.held_out or training.source
-    lost = replacement_loss(
+    losses = replacement_loss(
         Model.from_pretrained(model),
         layers,
-        chosen.read,
-        chosen.writes,
+        training_settings.read,
+        training_settings.writes,
         held_out.ids(EVALUATED),
-        skip_positions=chosen.skip_positions,
+        skip_positions=training_settings.skip_positions,
     )
-    figures = {"settings": chosen.plain(), "held_out": summary(training.measured(held_out), lost)}
-    (out / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
-    export(as_dictionary(layers, chosen, model_name=model), out / RESULT, FORMATS[chosen.kind], dtype=dtype)
+    evaluation = {
+        "settings": training_settings.plain(),
+        "held_out": summary(training.measured(held_out), losses),
+    }
+    (out / FIGURES).write_text(json.dumps(evaluation, indent=1) + "\n", "utf-8")
+    dictionary = as_dictionary(layers, training_settings, model_name=model)
+    export(dictionary, out / RESULT, FORMATS[training_settings.kind], dtype=dtype)
 
 
 def _finish_crosscoder(training: Training, models: list[str], out: Path) -> None:
-    """Measure, then save; the crosscoder's folder comes last and says that all is done."""
+    """Score a crosscoder on held-out tokens, write the scores, then save it. The folder is written last."""
     from ...stages.features.crosscoder import place_figures
 
     crosscoder = training.crosscoder(models)
     source = training.held_out or training.source
-    seen = place_figures(crosscoder, training.states(source))
+    per_place = place_figures(crosscoder, training.states(source))
     measured = training.measured(source)
     held_out: dict[str, Any] = {
-        "tokens": int(seen.attrs["rows"]),
-        "places": seen["place"].values.tolist(),
-        "fvu": [round(float(value), 5) for value in seen["fvu"].values],
+        "tokens": int(per_place.attrs["rows"]),
+        "places": per_place["place"].values.tolist(),
+        "fvu": [round(float(value), 5) for value in per_place["fvu"].values],
         "l0": round(float(measured["l0"][0]), 5),
         "dead": round(float(measured["dead"][0]), 5),
     }
-    held_out |= {name: value for name, value in seen.attrs.items() if name != "rows"}
-    if "relative_norm" in seen:
-        held_out["relative_norm"] = [round(float(value), 5) for value in seen["relative_norm"].values]
+    held_out |= {name: value for name, value in per_place.attrs.items() if name != "rows"}
+    if "relative_norm" in per_place:
+        held_out["relative_norm"] = [round(float(value), 5) for value in per_place["relative_norm"].values]
     (out / FIGURES).write_text(
         json.dumps({"settings": training.settings.plain(), "held_out": held_out}, indent=1) + "\n", "utf-8"
     )

@@ -1,4 +1,4 @@
-"""`mizarr train-zoo`: a network of AlgZoo from a seed; parse, call, print."""
+"""`mizarr train-zoo`: trains tiny networks of AlgZoo from seeds."""
 
 from __future__ import annotations
 
@@ -79,33 +79,36 @@ def train_zoo(
     from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train
     from ..report.page import check_output
 
-    settings = [
+    trainings = [
         ZooTraining(task, hidden, sequence, seed, sequences, batch, layers, heads, end_token, checkpoints)
         for seed in seeds
     ]
-    check_output(out / file_name(settings[0], ".pth" if pth else ".safetensors"))
-    written = []
+    ending = ".pth" if pth else ".safetensors"
+    check_output(out / file_name(trainings[0], ending))
+    networks = []
     with Progress(quiet) as progress:
-        for each in settings:
-            bar = progress.task(f"train seed {each.seed}", total=each.steps, unit="steps")
-            ending = ".pth" if pth else ".safetensors"
+        for training in trainings:
+            bar = progress.task(f"train seed {training.seed}", total=training.steps, unit="steps")
 
-            def keep(after: int, tensors: Any, of: ZooTraining = each, ending: str = ending) -> None:
-                path = save_trained(of, tensors, out / file_name(of, ending, after), after)
+            # Bound as a default: a closure would see the training of a later round of the loop.
+            def save_checkpoint(n_sequences: int, tensors: Any, training: ZooTraining = training) -> None:
+                path = out / file_name(training, ending, n_sequences)
+                path = save_trained(training, tensors, path, n_sequences)
                 echo(f"wrote {path}", err=True)
 
-            tensors, losses = train(each, bar.advance, keep)
-            path = save_trained(each, tensors, out / file_name(each, ending))
-            written.append({"file": str(path), "seed": each.seed, "loss": _last(losses.tolist())})
+            tensors, losses = train(training, bar.advance, save_checkpoint)
+            path = save_trained(training, tensors, out / file_name(training, ending))
+            networks.append({"file": str(path), "seed": training.seed, "loss": _last_finite(losses.tolist())})
             echo(f"wrote {path}", err=True)
     if as_json:
-        print_json({"trained": written})
+        print_json({"trained": networks})
         return
-    for told in written:
-        loss = "" if told["loss"] is None else f"  last loss {told['loss']:.5g}"
-        echo(f"{told['file']}{loss}")
+    for network in networks:
+        loss = "" if network["loss"] is None else f"  last loss {network['loss']:.5g}"
+        echo(f"{network['file']}{loss}")
 
 
-def _last(losses: list[float]) -> float | None:
+def _last_finite(losses: list[float]) -> float | None:
+    """Last finite training loss; None if every loss is infinite or NaN."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return finite[-1] if finite else None

@@ -1,9 +1,9 @@
-"""The vocabulary of answers. A workflow says what came out in views; everything that shows it reads them.
+"""Views: the building blocks of a workflow's result, shown in terminal, figures, HTML pages and JSON alike.
 
     Table.of(records, ("layer", "layer", "d"), ("KL", "kl", ".4f"), title="…", json={"layers": records})
     Heatmap.of(array, title="…"),  Lines.of(array),  Figure(name="page", title="…", panels=(one, other))
 
-See workflows/DESIGN.md for how a workflow is written with them.
+workflows/DESIGN.md describes how a workflow is written with them.
 """
 
 from __future__ import annotations

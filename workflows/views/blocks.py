@@ -1,6 +1,6 @@
-"""Arrays and views as JSON: numbers in compact base64 blocks, everything else as it is.
+"""Conversion of arrays and views to JSON values: arrays become compact base64 blocks for a page's JavaScript.
 
-Border: numpy values in, plain values out; knows no page. `core.js` reads a block back (`decode`).
+`decode` of report/assets/core.js reads a block back. This module depends on no page.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from ...store.arrays import Array
 __all__ = ["block", "compact", "listed", "plain", "size"]
 
 MANY = 1 << 20
-"""Values above which float32 becomes float16: three digits of each are plenty to look at."""
-_HALF = 65504.0  # the largest float16
+"""Number of values above which floats are stored as float16: three digits are enough for display."""
+_HALF = 65504.0
+"""The largest finite float16."""
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
 def compact(values: Array) -> Array:
-    """The array in the smallest dtype that a page can read and that still tells it, little-endian.
+    """The array in the smallest dtype that JavaScript can read without visible loss, little-endian.
 
-    Floats become float32, or float16 where they are more than `MANY` and none is too large for it; integers
-    the narrowest kind that holds them all. OverflowError for integers beyond 32 bits.
+    Floats become float32; more than `MANY` of them become float16 unless one exceeds its range. Integers
+    become the narrowest integer dtype that holds all of them, booleans uint8. OverflowError for integers that
+    need more than 32 bits.
 
     >>> [compact(np.array(values)).dtype.str for values in ([0, 255], [-1, 300], [0.1])]
     ['|u1', '<i2', '<f4']
@@ -40,6 +42,7 @@ def compact(values: Array) -> Array:
         for kind in _INTEGERS:
             if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
                 return array.astype(np.dtype(kind).newbyteorder("<"))
+        # JavaScript numbers are doubles; its 64-bit arrays hold BigInt, which the scripts do not handle.
         raise OverflowError(f"expected integers of at most 32 bits, found {low} to {high}")
     array = array.astype("<f4")
     if array.size <= MANY:
@@ -49,14 +52,17 @@ def compact(values: Array) -> Array:
 
 
 def block(values: Array) -> dict[str, Any]:
-    """An array as JSON holds it: dtype as numpy writes it, shape, and its bytes in C order as base64."""
+    """An array as a JSON object: `dtype` in numpy's notation, `shape`, `data` as base64 in C order."""
     array = np.ascontiguousarray(compact(values))
     data = base64.b64encode(array.tobytes()).decode("ascii")
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
 
 
 def plain(value: Any) -> Any:
-    """Arrays as blocks, dataclasses as dicts, tuples as lists; a float that is no number becomes null."""
+    """Convert a value for embedding in a page: arrays to blocks, dataclasses to dicts, tuples to lists.
+
+    NaN and infinity become None, since JSON has neither.
+    """
     if isinstance(value, np.ndarray):
         return block(value)
     if dataclasses.is_dataclass(value):
@@ -76,9 +82,10 @@ def _on_page(value: Any) -> list[dataclasses.Field[Any]]:
 
 
 def listed(value: Any) -> Any:
-    """What `json` prints: arrays and tuples as lists, numpy's numbers as Python's; one that is none as null.
+    """Convert a value of `View.json` for a JSON document: arrays to lists, numpy scalars to Python numbers.
 
-    A function is asked for its value: what only a document needs is not worked out for a terminal.
+    NaN and infinity become None. A function is called for its value: values that only the document needs are
+    not computed for a terminal.
     """
     value = value() if callable(value) else value
     value = value.values if hasattr(value, "dims") else value
@@ -92,7 +99,8 @@ def listed(value: Any) -> Any:
 
 
 def size(value: Any) -> int:
-    """Bytes a value takes on a page, to within what its tags take."""
+    """Estimated number of bytes of a value on a page, without markup."""
+    # Base64 writes three bytes as four characters.
     if isinstance(value, np.ndarray):
         return 4 * compact(value).nbytes // 3
     if isinstance(value, bytes):

@@ -1,5 +1,4 @@
-"""A circuit: its nodes by layer, heads side by side and the MLP behind them, and its edges by what they
-carry."""
+"""View of a circuit as a drawing: heads and MLP of each layer in a row, edges as weighted arrows."""
 
 from __future__ import annotations
 
@@ -15,54 +14,60 @@ from .view import View
 __all__ = ["CircuitDrawing"]
 
 KINDS = ("q", "k", "v")
+"""Inputs of a head that an edge can end at: queries, keys, values."""
 BENT = {"q": 0.12, "k": 0.0, "v": -0.12}
-"""How far edges into the queries, keys and values of one head bend apart."""
+"""Curvature of edges into queries, keys and values of a head, which would else cover each other."""
 THINNEST, WIDEST = 0.4, 3.2
+"""Line widths, in points, of an edge with weight zero and of the strongest edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitDrawing(View):
-    """Nodes named as in a graph of edges ("input", "a2.h1", "m0", "logits"), and edges between them.
+    """Nodes of a circuit and the weighted edges between them.
 
-    upstream, downstream: names of the nodes that each edge joins, "a2.h1<k>" for a head's keys.
-    weights: float [edge], by which edges are
-    wide; those above zero have another colour than those below. n_layers, n_heads: of the model.
+    Nodes are named "input", "a2.h1" (head 1 of layer 2), "m0" (MLP of layer 0) and "logits".
     """
 
     kind: ClassVar[str] = "circuit"
     on_page: ClassVar[bool] = False
     upstream: tuple[str, ...]
+    """Node that each edge starts at."""
     downstream: tuple[str, ...]
+    """Node that each edge ends at; "a2.h1<k>" for the keys of a head."""
     weights: Array
+    """Weight of each edge, float [edge]: the sign selects the colour, the magnitude the line width."""
     weight_name: str
+    """What the weights are."""
     n_layers: int
+    """Number of layers of the model."""
     n_heads: int
+    """Number of heads per layer of the model."""
 
     def __post_init__(self) -> None:
         for name in ("upstream", "downstream"):
             labels.expect(name, np.array(getattr(self, name)), (len(self.weights),))
 
     def inches(self) -> tuple[float, float]:
-        """Room for heads side by side and layers above each other."""
+        """Size by number of heads (width) and of layers (height); see `View.inches`."""
         return min(14.0, 3.4 + 0.62 * self.n_heads), min(14.0, 1.6 + 0.95 * self.n_layers)
 
     def draw(self, axes: Any) -> None:
-        """The weakest edges first, so that the strongest lie on top; then names."""
+        """Draw the edges, the strongest last and therefore on top, then the names of the nodes."""
         from matplotlib.patches import FancyArrowPatch
 
         largest = float(np.abs(self.weights).max(initial=0.0)) or 1.0
-        for number in np.argsort(np.abs(self.weights), kind="stable").tolist():
-            node, _, kind = self.downstream[number].partition("<")
-            share = abs(float(self.weights[number])) / largest
+        for edge in np.argsort(np.abs(self.weights), kind="stable").tolist():
+            node, _, kind = self.downstream[edge].partition("<")
+            share = abs(float(self.weights[edge])) / largest
             axes.add_patch(
                 FancyArrowPatch(
-                    self._place(self.upstream[number]),
+                    self._place(self.upstream[edge]),
                     self._place(node),
                     connectionstyle=f"arc3,rad={BENT.get(kind.rstrip('>'), 0.05)}",
                     arrowstyle="-|>",
                     mutation_scale=6,
                     lw=THINNEST + (WIDEST - THINNEST) * share,
-                    color=paper.ABOVE if self.weights[number] > 0 else paper.BELOW,
+                    color=paper.ABOVE if self.weights[edge] > 0 else paper.BELOW,
                     alpha=0.25 + 0.65 * share,
                     shrinkA=9,
                     shrinkB=9,
@@ -75,13 +80,13 @@ class CircuitDrawing(View):
             axes.text(*self._place(node), node, fontsize=7, ha="center", va="center", bbox=box, zorder=2)
         for layer in range(self.n_layers):
             axes.text(-0.9, 2 * layer, f"layer {layer}", fontsize=7, color=paper.FAINT, va="center")
-        told = f"width: {self.weight_name}, up to {largest:.3g}; orange above 0, blue below"
-        axes.text(0.5, -0.01, told, transform=axes.transAxes, fontsize=7, color=paper.SOFT, ha="center")
+        legend = f"width: {self.weight_name}, up to {largest:.3g}; orange above 0, blue below"
+        axes.text(0.5, -0.01, legend, transform=axes.transAxes, fontsize=7, color=paper.SOFT, ha="center")
         axes.set(xlim=(-1.0, self.n_heads + 0.6), ylim=(-2.2, 2 * self.n_layers + 0.5))
         axes.axis("off")
 
     def _place(self, node: str) -> tuple[float, float]:
-        """Where a node stands, (across, up): heads 1 apart, layers 2."""
+        """(x, y) of a node in axes units: heads are 1 apart, layers 2; the MLP is right of the last head."""
         middle = (self.n_heads - 1) / 2
         if node == "input":
             return middle, -1.4

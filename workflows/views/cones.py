@@ -1,4 +1,4 @@
-"""Cones of a plane or of space, seen from their tip: where a function of directions is what."""
+"""View of cones in 2 or 3 dimensions: the regions of directions on which a piecewise function is constant."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from .view import View
 __all__ = ["Cones"]
 
 ARC = 24
-"""Points an edge between two rays is drawn with."""
+"""Number of points with which the arc between two rays is drawn."""
 RIM = 1e-9
-"""Distance from a plane below which a point lies in it."""
+"""Distance to a plane below which a point counts as lying in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cones(View):
-    """Cones with their tip at zero, filled by a class each, and marked where something is wrong.
+    """Cones with their apex at the origin, each coloured by its class, some of them marked.
 
-    rays: [cone, ray, axis] in order around each, 2 or 3 axes, NaN past the last. classes: index into `names`
-    of each cone. marked: which are. names: of the classes; mark_name: what a mark means; axes_names: of the
-    axes. In the plane a cone is a sector of a disc. Space is seen along its diagonal from both sides: two
-    discs, on which areas are solid angles (Lambert's azimuthal projection), the diagonal in their middle.
+    In 2 dimensions a cone is a sector of a disc. In 3 dimensions two discs show the half spaces on both sides
+    of the plane x + y + z = 0, seen along the diagonal, which is their centre. Areas on the discs are
+    proportional to solid angles (Lambert's azimuthal equal-area projection).
     """
 
     kind: ClassVar[str] = "cones"
     on_page: ClassVar[bool] = False
     rays: Array
+    """Unit vectors along the edges of each cone, in order around it, float [cone, ray, axis]; axis is 2 or 3
+    long, and unused rays are NaN."""
     classes: Array
+    """Class of each cone, int [cone]: index into `names`."""
     marked: Array
+    """Whether a cone is marked, bool [cone]; marked cones are orange."""
     names: tuple[str, ...]
+    """Names of the classes."""
     mark_name: str
+    """Meaning of a mark."""
     axes_names: tuple[str, ...] = field(default=())
+    """Names of the axes, drawn as dots at both of their ends; empty for none."""
 
     def __post_init__(self) -> None:
         if self.rays.ndim != 3 or self.rays.shape[2] not in (2, 3):
@@ -45,37 +51,38 @@ class Cones(View):
 
     @property
     def is_flat(self) -> bool:
-        """Whether the cones are of a plane."""
+        """Whether the cones are two-dimensional."""
         return bool(self.rays.shape[2] == 2)
 
     def inches(self) -> tuple[float, float]:
-        """One disc or two, and room for the legend."""
+        """Size of one disc or two, and the legend; see `View.inches`."""
         return (5.4, 4.0) if self.is_flat else (9.6, 4.2)
 
     def draw(self, axes: Any) -> None:
-        """The discs, the classes in shades, what is marked in orange, and the axes as dots."""
+        """Draw the cones in the colours of their classes, marked ones in orange, and the axes as dots."""
         from matplotlib.patches import Patch
 
         shades = paper.shades(len(self.names), in_order=False)
-        for rays, place, is_marked in zip(
+        for rays, class_index, is_marked in zip(
             self.rays, self.classes.tolist(), self.marked.tolist(), strict=True
         ):
-            held = rays[np.isfinite(rays[:, 0])]
-            for outline in _sector(held) if self.is_flat else _on_discs(held):
+            edges = rays[np.isfinite(rays[:, 0])]
+            for outline in _sector(edges) if self.is_flat else _disc_outlines(edges):
                 axes.fill(
                     *outline.T,
-                    facecolor=paper.ACCENT if is_marked else shades[place],
+                    facecolor=paper.ACCENT if is_marked else shades[class_index],
                     alpha=0.95 if is_marked else 0.38,
-                    edgecolor=paper.ACCENT if is_marked else "white",  # so that slivers are seen
+                    # A thin marked cone would vanish under a white edge.
+                    edgecolor=paper.ACCENT if is_marked else "white",
                     linewidth=0.7,
                 )
         for axis, name in enumerate(self.axes_names):
             for sign in (1, -1):
                 point = np.eye(self.rays.shape[2])[axis] * sign
-                (place,) = [point] if self.is_flat else _seen(point)
-                told = f"{name} {'>' if sign > 0 else '<'} 0"
-                axes.plot(*place, "o", color=paper.INK, ms=2.5)
-                axes.annotate(told, place, xytext=(4, 4), textcoords="offset points", fontsize=7)
+                xy = point if self.is_flat else _disc_point(point)
+                label = f"{name} {'>' if sign > 0 else '<'} 0"
+                axes.plot(*xy, "o", color=paper.INK, ms=2.5)
+                axes.annotate(label, xy, xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set_aspect("equal")
         axes.set_axis_off()
         legend = [
@@ -87,42 +94,52 @@ class Cones(View):
 
 
 def _sector(rays: Array) -> list[Array]:
-    """Outline of a cone in the plane: its tip and an arc."""
+    """Outline of a two-dimensional cone: its apex and an arc, as a list of one array [point, 2]."""
     return [np.vstack([np.zeros(2), _arc(*rays)])]
 
 
 def _arc(a: Array, b: Array) -> Array:
-    """Points of the short way round from one direction to another."""
+    """Points [ARC, axis] on the shorter arc between two unit vectors (spherical linear interpolation)."""
     share = np.linspace(0.0, 1.0, ARC)[:, None]
     angle = np.arccos(np.clip(a @ b, -1.0, 1.0))
+    # sin(angle) would divide by zero.
     if angle < 1e-9:
         return np.array([a, b])
-    found: Array = (np.sin((1 - share) * angle) * a + np.sin(share * angle) * b) / np.sin(angle)
-    return found
+    points: Array = (np.sin((1 - share) * angle) * a + np.sin(share * angle) * b) / np.sin(angle)
+    return points
 
 
 FRAME = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [1.0, -1.0, 0.0]])
 FRAME /= np.linalg.norm(FRAME, axis=1, keepdims=True)
-"""The diagonal, and what is up and to the right of it."""
+"""Orthonormal rows: the viewing direction (the diagonal), the directions drawn upward and to the right."""
 
 
-def _on_discs(rays: Array) -> list[Array]:
-    """Outlines of a cone in space on the disc before the plane across the diagonal, and on that behind."""
+def _disc_outlines(rays: Array) -> list[Array]:
+    """Outlines [point, 2] of a three-dimensional cone on the discs of the two half spaces it reaches into."""
     edge = np.vstack([_arc(a, b)[:-1] for a, b in zip(rays, np.roll(rays, -1, axis=0), strict=True)])
-    found = []
+    outlines = []
     for sign in (1, -1):
         part = _clipped(edge, sign * FRAME[0])
         if len(part) > 2:
-            found.append(_flat(part, sign))
-    return found
+            outlines.append(_projected(part, sign))
+    return outlines
 
 
 def _clipped(outline: Array, normal: Array) -> Array:
-    """The part of an outline on the sphere on one side of a plane, closed along its rim."""
+    """The part of an outline on the unit sphere on one side of a plane through the origin.
+
+    Arguments:
+        outline: Points of a closed curve, float [point, 3].
+        normal: Normal of the plane; the side it points to is kept.
+
+    Returns:
+        Points [point, 3] of the clipped curve, closed along the great circle in the plane.
+    """
     side = outline @ normal
     parts: list[Array] = []
     for i, point in enumerate(outline):
         before = i - 1
+        # The edge crosses the plane: the crossing point is interpolated and put back onto the sphere.
         if side[before] * side[i] < 0:
             between = abs(side[i]) * outline[before] + abs(side[before]) * point
             parts.append(between[None] / np.linalg.norm(between))
@@ -130,19 +147,31 @@ def _clipped(outline: Array, normal: Array) -> Array:
             parts.append(point[None])
     points = np.vstack(parts) if parts else np.empty((0, 3))
     on_rim = np.abs(points @ normal) < RIM
-    after = np.roll(points, -1, axis=0)
-    both = on_rim & np.roll(on_rim, -1)
-    pieces = [_arc(a, b) if rim else a[None] for a, b, rim in zip(points, after, both, strict=True)]
+    following = np.roll(points, -1, axis=0)
+    both_on_rim = on_rim & np.roll(on_rim, -1)
+    pieces = [
+        _arc(a, b) if is_rim else a[None] for a, b, is_rim in zip(points, following, both_on_rim, strict=True)
+    ]
     return np.vstack(pieces) if pieces else points
 
 
-def _flat(points: Array, sign: int) -> Array:
-    """Lambert's projection of points [point, 3] of one half of the sphere, the halves side by side."""
-    along, up, right = (points @ FRAME.T).T
-    scale = np.sqrt(1.0 / (1.0 + np.clip(sign * along, 0.0, 1.0)))
-    return np.column_stack([sign * right * scale - 1.15 * sign, up * scale])
+def _projected(points: Array, sign: int) -> Array:
+    """Lambert's azimuthal equal-area projection of points on one half of the unit sphere.
+
+    Arguments:
+        points: Unit vectors, float [point, 3].
+        sign: 1 for the half around the diagonal, whose disc is on the left, -1 for the other half.
+
+    Returns:
+        Coordinates on the drawing, float [point, 2].
+    """
+    depth, y, x = (points @ FRAME.T).T
+    # The usual factor sqrt(2 / (1 + depth)) over sqrt(2): both discs have radius 1.
+    scale = np.sqrt(1.0 / (1.0 + np.clip(sign * depth, 0.0, 1.0)))
+    return np.column_stack([sign * x * scale - 1.15 * sign, y * scale])
 
 
-def _seen(point: Array) -> list[Array]:
-    """Where a direction lies on its disc."""
-    return [_flat(point[None], 1 if point @ FRAME[0] >= 0 else -1)[0]]
+def _disc_point(point: Array) -> Array:
+    """Coordinates (x, y) of a direction on the disc of its half space."""
+    (xy,) = _projected(point[None], 1 if point @ FRAME[0] >= 0 else -1)
+    return np.asarray(xy)

@@ -1,4 +1,4 @@
-"""Numbers over a common x: curves, bars; and a curve through three dims."""
+"""Views of curves and bars over a common x axis, and of a curve in three dimensions."""
 
 from __future__ import annotations
 
@@ -18,74 +18,88 @@ if TYPE_CHECKING:
 __all__ = ["Bars", "Curve", "Line", "Lines"]
 
 BOX = (1.0, 1.0, 0.8)
-"""Sides of the box a curve through three dims is drawn in."""
+"""Relative side lengths of the box around a three-dimensional curve."""
 BESIDE, AT_ENDS = 6, 10
-"""Curves above which their names stand beside them, and at their ends."""
+"""Number of curves above which the legend is beside the axes, and above which names are at curve ends."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: one value per point of x, NaN where there is none.
-
-    control: dashed and grey.  strong: thick, before all others.  faint: thin, one of many, named at its end.
-    band: low and high ends of an interval around it, [2, x].  level: what it is to be compared with, dashed.
-    dots: single values that it sums up, [x, any].  family: curves of one have shades of one colour.
-    """
+    """A curve, or a series of bars."""
 
     name: str
+    """Name in the legend."""
     values: Array
+    """One value per point of x, float [x]; NaN for a gap."""
     control: bool = False
+    """Whether this is a control: dashed and grey."""
     strong: bool = False
+    """Whether the curve is emphasised: thick, and in front of the others."""
     faint: bool = False
+    """Whether the curve is one of many: thin, named at its end."""
     band: Array | None = None
+    """Lower and upper end of an interval around the curve, float [2, x]; None for none."""
     level: float | None = None
+    """Reference value for this curve, drawn as a dashed horizontal line; None for none."""
     dots: Array | None = field(default=None, metadata={"page": False})
+    """Individual values that the curve summarises, float [x, sample]; figures only."""
     family: str = ""
+    """Group of the curve; curves of one group have tints of one colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(View):
-    """Curves over a common x, which is numbers in rising order, or labels.
+    """Curves over a common x axis.
 
-    low, high: what the y axis has to reach at least.  at: a place of x that is marked.  log, log_x: whether y
-    or x is logarithmic. A value of 0 or below has no place on such a y axis: it is a gap in its curve, told
-    by the cursor, and how many there are stands below; such an x is refused (ShapeError), as are labels.
-    filled: figures fill what is below each curve.  apart: figures give each curve a baseline of its own, on
-    a common scale.  floor: figures end there, however far below a curve falls.
+    On a logarithmic y axis a value of 0 or below is a gap in its curve; a line below the axes says how many
+    such values there are. On a logarithmic x axis labels and values of 0 or below raise ShapeError.
     """
 
     kind: ClassVar[str] = "lines"
     is_drawn: ClassVar[bool] = True
     x: tuple[float, ...] | tuple[str, ...]
+    """Points of the x axis: numbers in increasing order, or labels."""
     lines: tuple[Line, ...]
+    """The curves."""
     x_name: str
+    """Label of the x axis."""
     y_name: str
+    """Label of the y axis."""
     unit: str = ""
+    """Unit of the y axis."""
     low: float | None = None
+    """The y axis starts at this value or below; None for no such bound."""
     high: float | None = None
+    """The y axis ends at this value or above; None for no such bound."""
     at: float | None = None
+    """Point of x marked by a vertical line; None for none."""
     log: bool = False
+    """Whether the y axis is logarithmic."""
     log_x: bool = False
+    """Whether the x axis is logarithmic."""
     filled: bool = field(default=False, metadata={"page": False})
+    """Whether figures fill the area below each curve."""
     apart: bool = field(default=False, metadata={"page": False})
+    """Whether figures stack the curves vertically, each over a separate baseline, on a common scale."""
     floor: float | None = field(default=None, metadata={"page": False})
+    """Lower limit of the y axis of figures, even if a curve falls below it; None for none."""
 
     def __post_init__(self) -> None:
         for line in self.lines:
             labels.expect(f"values of {line.name!r}", line.values, (len(self.x),))
-        wrong = [x for x in self.x if isinstance(x, str) or not x > 0] if self.log_x else []
-        if wrong:
+        invalid = [x for x in self.x if isinstance(x, str) or not x > 0] if self.log_x else []
+        if invalid:
             raise ShapeError(
-                f"expected numbers above 0 along a logarithmic {self.x_name!r}, found {wrong[0]!r}; leave "
+                f"expected numbers above 0 along a logarithmic {self.x_name!r}, found {invalid[0]!r}; leave "
                 "out log_x"
             )
 
     @property
     def unplaced(self) -> int:
-        """How many values a logarithmic y axis has no place for; those of a level count as one."""
+        """Number of values of 0 or below on a logarithmic y axis, the levels included."""
         levels = [line.level for line in self.lines if line.level is not None]
-        known = np.concatenate([*(np.ravel(line.values) for line in self.lines), levels])
-        return int((known <= 0).sum()) if self.log else 0
+        values = np.concatenate([*(np.ravel(line.values) for line in self.lines), levels])
+        return int((values <= 0).sum()) if self.log else 0
 
     @classmethod
     def of(
@@ -96,59 +110,67 @@ class Lines(View):
         *,
         control: str = "",
         strong: Any = None,
-        **told: Any,
+        **view_fields: Any,
     ) -> Lines:
-        """From a labelled array [curve, x]: a curve per label of its first dim, names and unit its own unless
-        `told`. A label that is text is a name by itself.  control: label of the one that is.  strong: label
-        of the one that stands out; all others but the control are then faint.
+        """Build curves from a labelled array [curve, x], with x sorted if it is numbers.
+
+        Arguments:
+            array: One curve per label of the first dim. A text label is the curve's name, a number follows
+                the name of the dim ("layer 3"). Axis labels and unit are the array's.
+            title: Title of the view.
+            caption: Caption of the view.
+            control: Label of the control curve; "" for none.
+            strong: Label of the emphasised curve; all others except the control are then faint.
+            view_fields: Other fields; they override those of the array.
         """
-        by, across = map(str, array.dims)
-        x = array[across].values.tolist()
+        curve_dim, x_dim = map(str, array.dims)
+        x = array[x_dim].values.tolist()
         order = np.argsort(x, kind="stable") if not isinstance(x[0], str) else np.arange(len(x))
-        is_named = array[by].dtype.kind in "UOT"
-        stands_out = array[by].values == strong
-        own = {
+        is_named = array[curve_dim].dtype.kind in "UOT"
+        is_emphasised = array[curve_dim].values == strong
+        array_fields = {
             "x": tuple(x[i] for i in order),
-            "x_name": labels.word(across),
+            "x_name": labels.word(x_dim),
             "y_name": labels.name(array),
             "unit": labels.unit(array),
             "lines": tuple(
                 Line(
-                    label if is_named else f"{labels.word(by)} {label}",
+                    label if is_named else f"{labels.word(curve_dim)} {label}",
                     row[order],
                     control=label == control,
                     strong=bool(is_strong),
                     faint=strong is not None and label != control and not is_strong,
                 )
                 for label, row, is_strong in zip(
-                    labels.along(array, by), array.values, stands_out, strict=True
+                    labels.along(array, curve_dim), array.values, is_emphasised, strict=True
                 )
             ),
         }
-        return cls(title=title, caption=caption, **{**own, **told})
+        return cls(title=title, caption=caption, **{**array_fields, **view_fields})
 
     def inches(self) -> tuple[float, float]:
-        """The size of any plot; wider where x is many words, or names stand beside it."""
+        """A standard size; wider for many text labels on x or a legend beside it. See `View.inches`."""
         wide = 0.34 * len(self.x) if self.x and isinstance(self.x[0], str) else 0.0
         names = [len(line.name) for line in self.lines if not line.faint]
         beside = 0.6 + 0.065 * max(names) if BESIDE < len(names) <= AT_ENDS else 0.0
         return min(14.0, max(5.2, 1.6 + wide) + beside), 3.5 if wide else 3.2
 
     def draw(self, axes: Any) -> None:
-        """The curves, with a legend, or with their names at their ends where they are many."""
+        """Draw the curves with a legend; more than AT_ENDS curves have their names at their ends instead."""
         named = [line for line in self.lines if not line.faint]
-        own = [line for line in named if not line.control and not line.strong]
+        coloured = [line for line in named if not line.control and not line.strong]
         controls = [id(line) for line in named if line.control]
-        words = bool(self.x) and isinstance(self.x[0], str)
-        x = np.arange(len(self.x)) if words else np.asarray(self.x, float)
-        colours = {id(line): shade for line, shade in zip(own, self._shades(own), strict=True)}
+        has_labels = bool(self.x) and isinstance(self.x[0], str)
+        x = np.arange(len(self.x)) if has_labels else np.asarray(self.x, float)
+        # By id: lines hold arrays and cannot be hashed.
+        colours = {id(line): shade for line, shade in zip(coloured, self._shades(coloured), strict=True)}
         scale = max((np.nanmax(np.abs(line.values), initial=0.0) for line in self.lines), default=1.0) or 1.0
         for row, line in enumerate(self.lines):
             values = line.values / scale - 2.2 * row if self.apart else self._placed(line.values)
             look: dict[str, Any] = {"color": colours.get(id(line), paper.ACCENT), "lw": 1.9, "zorder": 2}
             if line.control:
-                first = id(line) == controls[0]  # others beside it are dotted
-                look |= {"color": paper.CONTROL, "lw": 1.4, "ls": "--" if first else ":", "zorder": 1}
+                style = "--" if id(line) == controls[0] else ":"  # further controls are dotted
+                look |= {"color": paper.CONTROL, "lw": 1.4, "ls": style, "zorder": 1}
             elif line.faint:
                 look |= {"color": "#7aa6c2", "lw": 0.9, "alpha": 0.75, "zorder": 1}
             elif line.strong:
@@ -156,13 +178,17 @@ class Lines(View):
             if len(x) <= 24 and not line.faint and not self.apart and (look.get("ls") != ":" or len(x) == 1):
                 look |= {"marker": "o", "ms": 3.5}
             if line.dots is not None:
-                scattered = np.random.default_rng(0).uniform(-0.07, 0.07, line.dots.shape)
-                aside = 0.3 * (row - (len(self.lines) - 1) / 2)  # dots of one curve beside those of another
-                places = (x[:, None] + (0.0 if self.log_x else aside + scattered)).ravel()
-                axes.plot(places, line.dots.ravel(), ".", color=look["color"], ms=4, alpha=0.45, mew=0)
+                # Dots are spread in x, and those of different curves are side by side, so that few overlap.
+                # The seed is fixed: the same data gives the same PNG.
+                jitter = np.random.default_rng(0).uniform(-0.07, 0.07, line.dots.shape)
+                offset = 0.3 * (row - (len(self.lines) - 1) / 2)
+                dot_x = (x[:, None] + (0.0 if self.log_x else offset + jitter)).ravel()
+                axes.plot(dot_x, line.dots.ravel(), ".", color=look["color"], ms=4, alpha=0.45, mew=0)
             if line.band is not None:
-                # To the foot, where an end has no place: its own logarithm would be minus infinity.
-                low, high = np.where(line.band <= 0, self._least, line.band) if self.log else line.band
+                # An end of 0 or below has no logarithm: it is drawn at the smallest positive value.
+                low, high = (
+                    np.where(line.band <= 0, self._smallest_positive, line.band) if self.log else line.band
+                )
                 axes.fill_between(x, low, high, color=look["color"], alpha=0.22, lw=0)
             if line.level is not None and (line.level > 0 or not self.log):
                 axes.axhline(line.level, color=look["color"], lw=1, ls="--", alpha=0.6)
@@ -170,11 +196,11 @@ class Lines(View):
                 axes.fill_between(x, values, color=look["color"], lw=0, label=line.name)
             else:
                 axes.plot(x, values, label=None if line.faint else line.name, **look)
-        self._scales(axes, x, words)
+        self._scales(axes, x, has_labels)
         if self.apart:
             paper.baselines(axes, [line.name for line in self.lines])
         elif len(named) > AT_ENDS:
-            # In the colour of words, as curves may be pale.
+            # In the colour of text: a pale curve's colour would be hard to read.
             ends = [(_end(self._placed(line.values)), line.name, paper.SOFT) for line in named]
             paper.name_ends(axes, float(x[-1]), ends)
         else:
@@ -186,29 +212,36 @@ class Lines(View):
             axes.legend(frameon=False, fontsize=8, **(beside if len(named) > BESIDE else {"loc": "best"}))
 
     def _placed(self, values: Array) -> Array:
-        """Values, NaN where a logarithmic y axis has no place for one."""
+        """Values with NaN in place of values that a logarithmic y axis cannot show."""
         return np.where(values > 0, values, np.nan) if self.log else values
 
     @property
-    def _least(self) -> float:
-        """The smallest value above 0 of all curves and bands; infinite where there is none."""
-        held = [each for line in self.lines for each in (line.values, line.band) if each is not None]
-        known = np.concatenate(list(map(np.ravel, held)))
-        return float(np.min(known[known > 0], initial=np.inf))
+    def _smallest_positive(self) -> float:
+        """The smallest positive value of all curves and bands; infinity if there is none."""
+        arrays = [array for line in self.lines for array in (line.values, line.band) if array is not None]
+        values = np.concatenate(list(map(np.ravel, arrays)))
+        return float(np.min(values[values > 0], initial=np.inf))
 
     def _shades(self, lines: list[Line]) -> list[Any]:
-        """Colours of curves that are neither a control nor stand out."""
-        kin = [line.family or line.name for line in lines]
-        if len(set(kin)) < len(kin) and len(set(kin)) <= len(paper.SHADES):
-            first = dict(zip(dict.fromkeys(kin), paper.shades(len(set(kin)), in_order=False), strict=True))
-            tints = {name: iter(paper.tints(shade, kin.count(name))) for name, shade in first.items()}
-            return [next(tints[name]) for name in kin]
+        """Colours of curves that are neither controls nor emphasised; one hue per family if they have any."""
+        families = [line.family or line.name for line in lines]
+        n_families = len(set(families))
+        if n_families < len(families) and n_families <= len(paper.SHADES):
+            hues = dict(zip(dict.fromkeys(families), paper.shades(n_families, in_order=False), strict=True))
+            tints = {name: iter(paper.tints(shade, families.count(name))) for name, shade in hues.items()}
+            return [next(tints[name]) for name in families]
         return paper.shades(len(lines), in_order=len(lines) > len(paper.SHADES) or self.filled)
 
-    def _scales(self, axes: Any, x: Array, words: bool) -> None:
-        """Ends, names and ticks of both axes."""
+    def _scales(self, axes: Any, x: Array, has_labels: bool) -> None:
+        """Set limits, labels and ticks of both axes.
+
+        Arguments:
+            axes: Matplotlib axes.
+            x: Positions of the points on the x axis.
+            has_labels: Whether the x axis has text labels instead of numbers.
+        """
         paper.name_axes(axes, self.x_name, self.y_name, self.unit, log=self.log, log_x=self.log_x)
-        if words:
+        if has_labels:
             paper.ticks(axes.xaxis, [str(label) for label in self.x])
         elif self.log_x:
             paper.logarithmic(axes.xaxis)
@@ -221,8 +254,8 @@ class Lines(View):
             ends = [*axes.get_ylim(), *(end for end in (self.low, self.high) if end is not None and end > 0)]
             axes.set_ylim(min(ends), max(ends))
             if self.unplaced:
-                left_out = f"not drawn: {self.unplaced} value{'s' * (self.unplaced > 1)} of 0 or below"
-                axes.text(0.01, 0.01, left_out, transform=axes.transAxes, fontsize=7, color=paper.FAINT)
+                omission = f"not drawn: {self.unplaced} value{'s' * (self.unplaced > 1)} of 0 or below"
+                axes.text(0.01, 0.01, omission, transform=axes.transAxes, fontsize=7, color=paper.FAINT)
         if self.log or self.apart:
             return
         bottom, top = axes.get_ylim()
@@ -242,71 +275,81 @@ class Lines(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(View):
-    """Bars over labels, one series beside the other, or on top of it (`stacked`); NaN takes no room.
-
-    across: they lie, the first label at the bottom.  signed: coloured by their sign, as cells of a grid are.
-    levels: heights that are marked, with their names.  log: a logarithmic y axis, which needs `low`.
-    """
+    """A bar chart over labels, with one or several series; a NaN value has no bar and takes no space."""
 
     kind: ClassVar[str] = "bars"
     on_page: ClassVar[bool] = False
     x: tuple[str, ...]
+    """Labels of the bars."""
     lines: tuple[Line, ...]
+    """The series."""
     x_name: str
+    """Label of the category axis."""
     y_name: str
+    """Label of the value axis."""
     unit: str = ""
+    """Unit of the values."""
     stacked: bool = False
+    """Whether the series are stacked instead of side by side."""
     across: bool = False
+    """Whether bars are horizontal, with the first label at the bottom."""
     signed: bool = False
+    """Whether bars are coloured by their sign, in the colours of a diverging heatmap."""
     low: float | None = None
+    """Start of the value axis; None for automatic."""
     high: float | None = None
+    """End of the value axis; None for automatic."""
     levels: tuple[tuple[float, str], ...] = ()
+    """(value, name) of horizontal reference lines."""
     log: bool = False
+    """Whether the value axis is logarithmic; then `low` is required."""
 
     @classmethod
-    def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **told: Any) -> Bars:
-        """From a labelled array [series, x], as `Lines.of`."""
-        own = Lines.of(array)
-        shared = {name: getattr(own, name) for name in ("lines", "x_name", "y_name", "unit")}
-        return cls(title=title, caption=caption, **{**shared, "x": tuple(map(str, own.x)), **told})
+    def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **view_fields: Any) -> Bars:
+        """Build bars from a labelled array [series, x]; arguments as in `Lines.of`."""
+        lines = Lines.of(array)
+        shared = {name: getattr(lines, name) for name in ("lines", "x_name", "y_name", "unit")}
+        return cls(title=title, caption=caption, **{**shared, "x": tuple(map(str, lines.x)), **view_fields})
 
     def __post_init__(self) -> None:
         for line in self.lines:
             labels.expect(f"values of {line.name!r}", line.values, (len(self.x),))
 
     def inches(self) -> tuple[float, float]:
-        """As many bars as there are."""
+        """Size by the number of labels; see `View.inches`."""
         if self.across:
             return 4.8, min(14.0, 0.9 + 0.24 * len(self.x))
         return min(14.0, max(4.6, 1.6 + 0.34 * len(self.x))), 3.2
 
     def draw(self, axes: Any) -> None:
-        """The bars, with a legend for several series."""
-        x, below = np.arange(len(self.x)), np.zeros(len(self.x))
-        held = np.isfinite([line.values for line in self.lines])
-        each = np.full(len(x), 0.8) if self.stacked else 0.8 / np.maximum(1, held.sum(0))
-        own = [line for line in self.lines if not (line.control or line.strong)]
-        ordered = self.stacked and len(own) > len(paper.SHADES)
-        shades = iter(paper.shades(len(own), in_order=ordered)[:: -1 if ordered else 1])
-        draw, span, end = (
+        """Draw the bars, and a legend if there are several series."""
+        x, base = np.arange(len(self.x)), np.zeros(len(self.x))
+        is_finite = np.isfinite([line.values for line in self.lines])
+        # The bars of one label share its width: a series without a value there leaves no gap.
+        widths = np.full(len(x), 0.8) if self.stacked else 0.8 / np.maximum(1, is_finite.sum(0))
+        coloured = [line for line in self.lines if not (line.control or line.strong)]
+        ordered = self.stacked and len(coloured) > len(paper.SHADES)
+        shades = iter(paper.shades(len(coloured), in_order=ordered)[:: -1 if ordered else 1])
+        draw_bars, draw_bands, base_name = (
             (axes.barh, axes.hlines, "left") if self.across else (axes.bar, axes.vlines, "bottom")
         )
         for i, line in enumerate(self.lines):
             colour: Any = paper.CONTROL if line.control else paper.ACCENT if line.strong else next(shades)
             if self.signed:
                 colour = np.where(np.nan_to_num(line.values) < 0, paper.BELOW, paper.ABOVE)
-            place = x if self.stacked else x + (held[:i].sum(0) - (held.sum(0) - 1) / 2) * each
-            draw(place, line.values, each * 0.94, **{end: below}, color=colour, label=line.name)
-            below = below + line.values if self.stacked else below
+            # Centre of each bar: n finite bars of a label lie symmetrically around it.
+            centres = x if self.stacked else x + (is_finite[:i].sum(0) - (is_finite.sum(0) - 1) / 2) * widths
+            draw_bars(centres, line.values, widths * 0.94, **{base_name: base}, color=colour, label=line.name)
+            base = base + line.values if self.stacked else base
             if line.band is not None:
-                span(place, *line.band, color=paper.INK, lw=1)
+                draw_bands(centres, *line.band, color=paper.INK, lw=1)
             if line.dots is not None:
-                apart = place[:, None] + np.linspace(-0.2, 0.2, line.dots.shape[1]) * each[:, None]
-                at = (line.dots, apart) if self.across else (apart, line.dots)
-                axes.plot(*map(np.ravel, at), ".", color=paper.INK, ms=3, alpha=0.6)
+                dot_x = centres[:, None] + np.linspace(-0.2, 0.2, line.dots.shape[1]) * widths[:, None]
+                points = (line.dots, dot_x) if self.across else (dot_x, line.dots)
+                axes.plot(*map(np.ravel, points), ".", color=paper.INK, ms=3, alpha=0.6)
         if self.across:
-            told = f"{self.y_name}, {self.unit}" if self.unit else self.y_name
-            axes.set(ylabel=self.x_name, xlabel=told)
+            value_label = f"{self.y_name}, {self.unit}" if self.unit else self.y_name
+            axes.set(ylabel=self.x_name, xlabel=value_label)
             axes.axvline(0, color=paper.SOFT, lw=0.8)
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
@@ -317,54 +360,64 @@ class Bars(View):
         paper.ticks(axes.yaxis if self.across else axes.xaxis, self.x, int(11 * (self.inches()[0] - 1.2)))
         for height, name in self.levels:
             axes.axhline(height, color=paper.CONTROL, lw=1.0, ls="--")
-            right = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}
-            axes.annotate(f" {name}", (1.0, height), fontsize=7, color=paper.SOFT, **right)
-        # As high as the highest level, if nothing else is told.
+            at_right_end = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}
+            axes.annotate(f" {name}", (1.0, height), fontsize=7, color=paper.SOFT, **at_right_end)
+        # After the levels, which extend the axis: None keeps the automatic limit.
         (axes.set_xlim if self.across else axes.set_ylim)(self.low, self.high)
         if len(self.lines) > 1:
             beside: Any = {"bbox_to_anchor": (1.0, 0.5), "loc": "center left"}
-            where = {"loc": "best"} if self.levels or self.across else beside
-            axes.legend(frameon=False, fontsize=8, reverse=self.stacked or self.across, **where)
+            location = {"loc": "best"} if self.levels or self.across else beside
+            # Reversed, so that the legend has the order of the stack, which grows upward.
+            axes.legend(frameon=False, fontsize=8, reverse=self.stacked or self.across, **location)
 
 
 def best_view(points: Array) -> tuple[int, int]:
-    """Elevation and azimuth, in degrees, from which most of the variance of points [point, 3] is seen, as
-    they lie in their box: of the views, in steps of 5 degrees, that show three sides of it."""
+    """Elevation and azimuth, in degrees, of the view that shows most of the variance of points.
+
+    Searched in steps of 5 degrees among the views that show three sides of the box.
+
+    Arguments:
+        points: Float [point, 3]; each axis is scaled to the side of BOX, as matplotlib draws it.
+    """
     spans = np.ptp(points, axis=0)
-    within = points / np.where(spans > 0, spans, 1.0) * np.array(BOX)
+    scaled = points / np.where(spans > 0, spans, 1.0) * np.array(BOX)
+    # Variance along the line of sight, which the view hides.
     hidden: dict[tuple[int, int], float] = {}
     for elevation in range(15, 61, 5):
         for azimuth in range(-180, 180, 5):
             if 15 <= azimuth % 90 <= 75:
-                up, around = np.radians(elevation), np.radians(azimuth)
-                flat = np.cos(up)
-                towards = np.array([flat * np.cos(around), flat * np.sin(around), np.sin(up)])
-                hidden[elevation, azimuth] = round(float((within @ towards).var()), 12)
+                theta, phi = np.radians(elevation), np.radians(azimuth)
+                sight = np.array([np.cos(theta) * np.cos(phi), np.cos(theta) * np.sin(phi), np.sin(theta)])
+                # Rounded: symmetric points tie several views, and rounding errors must not choose among them.
+                hidden[elevation, azimuth] = round(float((scaled @ sight).var()), 12)
     return min(hidden, key=lambda view: hidden[view])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve(View):
-    """A curve through three dims: `points` [point, 3], each with a number that shades it; seen from where
-    most of its variance shows."""
+    """A curve in three dimensions, coloured along its points, seen from the direction of `best_view`."""
 
     kind: ClassVar[str] = "curve"
     on_page: ClassVar[bool] = False
     projection: ClassVar[str | None] = "3d"
     points: Array
+    """Coordinates, float [point, 3]."""
     values: Array
+    """Number that colours each point, float [point]."""
     value_name: str
+    """Label of the colour bar."""
     names: tuple[str, str, str]
+    """Labels of the three axes."""
 
     def __post_init__(self) -> None:
         labels.expect("points", self.points, (len(self.values), 3))
 
     def inches(self) -> tuple[float, float]:
-        """A square, and room for what the shades mean."""
+        """A square with a colour bar; see `View.inches`."""
         return 5.2, 4.2
 
     def draw(self, axes: Any) -> None:
-        """The curve in a box without numbers."""
+        """Draw the curve in a box whose axes have no tick labels."""
         axes.plot(*self.points.T, color=paper.FAINT, lw=0.8, alpha=0.7)
         shades = axes.scatter(*self.points.T, c=self.values, cmap="viridis", s=22, depthshade=False)
         for name, text in zip("xyz", self.names, strict=True):
@@ -374,17 +427,18 @@ class Curve(View):
             side.pane.set_facecolor("#f8f9fb")
             side.pane.set_edgecolor("#d5d8df")
             side.line.set_color("#c5c9d3")
+            # matplotlib has no public setting for the grid of a single 3D axis.
             side._axinfo["grid"].update(color="#e6e8ed", linewidth=0.6)
             side.set_tick_params(length=0, width=0)
-        axes.set_box_aspect(BOX, zoom=0.92)  # names of the axes stand outside of it
+        axes.set_box_aspect(BOX, zoom=0.92)  # the axis labels are outside the box and need space
         elevation, azimuth = best_view(self.points)
         axes.view_init(elev=elevation, azim=azimuth)
-        found = axes.figure.colorbar(shades, ax=axes, fraction=0.035, pad=0.08, shrink=0.7)
-        found.set_label(self.value_name)
-        found.outline.set_visible(False)
+        colour_bar = axes.figure.colorbar(shades, ax=axes, fraction=0.035, pad=0.08, shrink=0.7)
+        colour_bar.set_label(self.value_name)
+        colour_bar.outline.set_visible(False)
 
 
 def _end(values: Array) -> float:
-    """The last of some values that is a number; NaN where none is."""
+    """The last finite value; NaN if there is none."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if finite.size else float("nan")

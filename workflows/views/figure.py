@@ -1,4 +1,4 @@
-"""Several views as one picture: what is seen side by side is compared."""
+"""Figures: several views as the panels of one PNG."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ __all__ = ["Figure", "together"]
 def together(
     name: str, title: str, *panels: View, caption: str = "", beside: Iterable[View] = (), columns: int = 0
 ) -> tuple[View, ...]:
-    """Views, and the figure in which they are side by side.
+    """Views, followed by the figure that shows them side by side.
 
     Arguments:
-        name: of the figure's file, without its ending.
-        title: of the figure.
-        panels: the views.
-        caption: of the figure.
-        beside: further panels, which are shown elsewhere too, such as the claims.
-        columns: panels of a row at most; 0: as many as fit.
+        name: Name of the figure's file, without suffix.
+        title: Title of the figure.
+        panels: The views.
+        caption: Caption of the figure.
+        beside: Further panels that the result lists elsewhere, such as the claims; not returned.
+        columns: Largest number of panels per row; 0 for as many as fit.
+
+    Returns:
+        The views of `panels`, then the figure.
     """
     figure = Figure(name=name, title=title, caption=caption, panels=(*panels, *beside), columns=columns)
     return *panels, figure
@@ -31,31 +34,37 @@ def together(
 
 @dataclass(frozen=True, kw_only=True)
 class Figure(View):
-    """Views as panels of a PNG, in rows as they fit; the caption stands under the title. A panel alone takes
-    both for its own.
+    """A PNG whose panels are views, arranged in rows.
 
-    name: of the file, without its ending.  columns: panels of a row at most; 0: as many as fit.
+    The caption of the figure is below its title. A single panel takes title and caption of the figure in
+    place of its own.
     """
 
     kind: ClassVar[str] = "figure"
     on_page: ClassVar[bool] = False
     name: str
+    """Name of the file, without suffix."""
     panels: tuple[View, ...]
+    """Views to draw, in order."""
     columns: int = 0
+    """Largest number of panels per row; 0 for as many as fit."""
 
     def compose(self, footer: str) -> Any:
-        """The drawing; raises MissingExtra without matplotlib."""
+        """The matplotlib figure, with a footer in its lower right corner; MissingExtra without matplotlib."""
         panels = [view.panel() for view in self.panels]
         if len(panels) == 1:
-            alone = replace(panels[0], title=self.title, caption=self.caption)
-            return paper.compose([alone.panel()], foot=footer)
-        told: dict[str, Any] = {"title": self.title, "told": self.caption, "columns": self.columns}
-        return paper.compose(panels, foot=footer, **told)
+            titled = replace(panels[0], title=self.title, caption=self.caption)
+            # Again, as `panel` may append to the caption, which was replaced.
+            return paper.compose([titled.panel()], foot=footer)
+        return paper.compose(
+            panels, title=self.title, subtitle=self.caption, foot=footer, columns=self.columns
+        )
 
     def body(self) -> str:
-        """See `View`: a PNG of all panels."""
+        """HTML image of all panels; see `View.body`."""
         panels = [view.panel() for view in self.panels]
-        if len(panels) == 1:  # the figure's own title and caption stand around it
+        # The notebook shows title and caption of the figure around the image: not drawn twice.
+        if len(panels) == 1:
             panels = [replace(panels[0], title="", caption="")]
         data = paper.encoded(paper.png(panels))
         return f'<img alt="" src="data:image/png;base64,{data}">'

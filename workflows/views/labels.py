@@ -1,4 +1,4 @@
-"""Labels, names and units of labelled arrays, and the check that they fit the numbers."""
+"""Labels, names and units of labelled arrays as text, and a check of array shapes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 def along(array: xr.DataArray, dim: str) -> tuple[str, ...]:
-    """The labels along a dim, as text."""
+    """Coordinate labels along a dim, as text; floats in short form (`%g`)."""
     return tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in array[dim].values.tolist())
 
 
 def word(dim: str) -> str:
-    """A dim in words: "query position"."""
+    """A dim name as words: "query_position" becomes "query position"."""
     return dim.replace("_", " ")
 
 
 def name(array: xr.DataArray) -> str:
-    """What the numbers are: their `long_name`, else the array's name, else "value"."""
+    """Name of the quantity: the attribute `long_name`, else the array's name, else "value"."""
     return str(array.attrs.get("long_name", "value" if array.name is None else array.name))
 
 
 def unit(array: xr.DataArray) -> str:
-    """Their unit; "" for none."""
+    """Unit of the values, from the attribute `units`; "" if missing or "1"."""
     unit = str(array.attrs.get("units", ""))
     return "" if unit == "1" else unit
 
 
-def expect(called: str, values: Array, shape: tuple[int, ...]) -> None:
-    """ShapeError unless values are of this shape."""
+def expect(label: str, values: Array, shape: tuple[int, ...]) -> None:
+    """Raise ShapeError unless `values` has this shape. label: names the array in the message."""
     if values.shape != shape:
-        raise ShapeError(f"expected {called} of shape {shape}, as its labels say, found {values.shape}")
+        raise ShapeError(f"expected {label} of shape {shape}, as its labels say, found {values.shape}")

@@ -1,11 +1,10 @@
-"""How figures and tables look: colours, type, titles, footers, the layout of panels, PNG files.
+"""Appearance of figures and terminal tables: colours, fonts, titles, footers, layout of panels, PNG files.
 
-Border: numbers and words in, drawings out; knows no workflow and no store, and of a view only that it can say
-how large a panel it wants (`inches`) and draw it (`draw`). Importing this module imports neither matplotlib
-nor rich; drawing without matplotlib raises MissingExtra. Figures are built without pyplot: no global state,
-no window.
+This module depends on no workflow and no store; of a view it uses only the methods of `Panel`. Importing it
+imports neither matplotlib nor rich; drawing without matplotlib raises MissingExtra. Figures are built without
+pyplot, which has global state and may open a window.
 
-Colours are those of a page (report/assets/core.js): a number has the same one wherever it is seen.
+Colours are those of the HTML pages (report/assets/core.js): a number has the same colour in both.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 DRAWING = 10
-"""Moves when figures change their looks, so that files drawn before are drawn anew."""
+"""Version of the drawings: increased when their appearance changes, so that existing files are redrawn."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
 BLUE, RULE = "#1d5b7f", "#d5d8df"
 SHADES = ("#7e22ce", "#4d7c0f", "#0f766e", "#a16207", "#be185d", "#475569")
-"""Of curves and bars that are several, in order: neither blue nor orange, which beside a grid mean a sign."""
+"""Colours of several curves or bars, in order. Without blue and orange, which mean a sign in heatmaps."""
 RAMPS = {
     "sequential": ["#f4f6f8", "#cfe3ed", "#8cbdd5", "#3f86ad", "#123c5a"],
     "diverging": ["#134e6e", "#7db0ca", "#f5f5f3", "#eba47a", "#a63a0c"],
 }
 BELOW, ABOVE = RAMPS["diverging"][0], RAMPS["diverging"][-1]
-"""Of numbers below and above zero, in bars as in grids."""
+"""Colours of numbers below and above zero, in bars as in heatmaps."""
 STYLE: Any = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -55,23 +54,23 @@ STYLE: Any = {
     "ytick.color": SOFT,
     "axes.grid": False,
     "figure.facecolor": "white",
-    # Prompts are prose: a dollar sign is a dollar sign.
+    # A dollar sign in a prompt is text, not the start of a formula.
     "text.parse_math": False,
 }
 LEAST = 12
-"""Characters that a column of text gets, before numbers of a table give way."""
+"""Width, in characters, that each text column of a terminal table keeps while numbers are unwrapped."""
 WIDEST = 17.0
-"""Inches of a row of panels; what does not fit goes into the next one."""
+"""Largest width of a row of panels in inches; further panels go into the next row."""
 MARKS = 6
-"""Numbers along a logarithmic axis, at most."""
+"""Largest number of ticks on a logarithmic axis."""
 NAME_STEP = 0.045
-"""Share of the height of axes that a name at the end of a line takes."""
+"""Height of a curve's name, as a share of the height of the axes."""
 LOG = ", log scale"
-"""Behind the name of such an axis."""
+"""Appended to the label of a logarithmic axis."""
 
 
 class Panel(Protocol):
-    """What a figure needs to know of a view; see `View`."""
+    """The attributes of a view that a figure uses; documented in `View`."""
 
     projection: ClassVar[str | None]
 
@@ -90,40 +89,46 @@ class Panel(Protocol):
 
 
 def compose(
-    panels: Sequence[Panel], *, title: str = "", told: str = "", foot: str = "", columns: int = 0
+    panels: Sequence[Panel], *, title: str = "", subtitle: str = "", foot: str = "", columns: int = 0
 ) -> Figure:
-    """Panels side by side in rows, each as large as it wants to be; a title above, a footer below.
+    """Draw panels in rows, each in the size of its `inches`.
 
-    told: a line under the title.  columns: panels of a row at most; 0: as many as fit.
+    Arguments:
+        panels: Views to draw.
+        title: Title of the figure; "" for none.
+        subtitle: One line below the title, cut to the figure's width; "" for none.
+        foot: Text in the lower right corner.
+        columns: Largest number of panels per row; 0 for as many as fit into WIDEST inches.
     """
     with style():
-        wanted = [panel.inches() for panel in panels]
+        sizes = [panel.inches() for panel in panels]
         rows: list[list[int]] = [[]]
-        for i, (width, _) in enumerate(wanted):
-            held = rows[-1]
-            if held and (len(held) == columns or sum(wanted[j][0] for j in held) + width > WIDEST):
+        for i, (width, _) in enumerate(sizes):
+            row = rows[-1]
+            if row and (len(row) == columns or sum(sizes[j][0] for j in row) + width > WIDEST):
                 rows.append([])
             rows[-1].append(i)
-        wide = min(WIDEST, max(5.5, *(sum(wanted[i][0] for i in row) for row in rows)))
-        heights = [max(wanted[i][1] for i in row) + 0.75 for row in rows]
-        figure = blank(wide, sum(heights) + (0.55 if title else 0) + 0.3)
+        figure_width = min(WIDEST, max(5.5, *(sum(sizes[i][0] for i in row) for row in rows)))
+        heights = [max(sizes[i][1] for i in row) + 0.75 for row in rows]
+        figure = blank(figure_width, sum(heights) + (0.55 if title else 0) + 0.3)
         grid = figure.add_gridspec(len(rows), 1, height_ratios=heights)
-        for line, row in enumerate(rows):
-            widths = [wanted[i][0] for i in row]
-            rest = max(0.01, wide - sum(widths)) if len(rows) > 1 else 0.01  # of a row that others outdo
-            inner = grid[line, 0].subgridspec(1, len(row) + 1, width_ratios=[*widths, rest])
-            shares = [wide * width / (sum(widths) + rest) for width in widths]
-            words = [
+        for row_index, row in enumerate(rows):
+            widths = [sizes[i][0] for i in row]
+            # A row shorter than the widest one ends with an empty column, so that its panels keep their size.
+            unused = max(0.01, figure_width - sum(widths)) if len(rows) > 1 else 0.01
+            inner = grid[row_index, 0].subgridspec(1, len(row) + 1, width_ratios=[*widths, unused])
+            shares = [figure_width * width / (sum(widths) + unused) for width in widths]
+            headings = [
                 wrapped(panels[i], share - panels[i].gutter) for i, share in zip(row, shares, strict=True)
             ]
-            top = max(map(points, words))
+            tallest = max(map(points, headings))
             for column, i in enumerate(row):
                 axes = figure.add_subplot(inner[0, column], projection=panels[i].projection)
                 panels[i].draw(axes)
-                entitle(axes, *words[column], top - points(words[column]))
+                entitle(axes, *headings[column], tallest - points(headings[column]))
         if title:
-            lines = textwrap.wrap(format_text(title), int(9.5 * wide))
-            lines += [fit(format_text(told), int(9.5 * wide))] if told else []
+            lines = textwrap.wrap(format_text(title), int(9.5 * figure_width))
+            lines += [fit(format_text(subtitle), int(9.5 * figure_width))] if subtitle else []
             text = "\n".join(lines) + "\n"
             figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
         footer(figure, foot)
@@ -131,28 +136,40 @@ def compose(
 
 
 def png(panels: Sequence[Panel], *, dpi: int = 100) -> bytes:
-    """Panels as a PNG, for a notebook or a page."""
+    """Panels drawn as a PNG, as bytes, for a notebook or a page. dpi: pixels per inch."""
     file = io.BytesIO()
     with warnings.catch_warnings():
+        # Fonts lack glyphs of many scripts in vocabularies: a missing one is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         compose(panels).savefig(file, dpi=dpi, format="png")
     return file.getvalue()
 
 
 def encoded(data: bytes) -> str:
-    """Base64, as an address holds it."""
+    """Bytes as base64 text, for a data URL."""
     return base64.b64encode(data).decode("ascii")
 
 
 def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
-    """Write a PNG whose metadata names recipe and keys of what it shows; the folder is made if need be.
+    """Write a figure as a PNG, and create its folder.
 
-    Written beside and moved, so that a file under that name is always whole.
+    The file is written under a temporary name and then renamed, so that an interruption leaves no partial
+    file.
+
+    Arguments:
+        figure: The figure.
+        path: File to write.
+        recipe: Digest of the views and settings of the drawing, stored in the metadata of the PNG.
+        footer: Keys of the results that are shown, stored in the metadata.
+
+    Returns:
+        `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, as a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with style(), warnings.catch_warnings():
-        # Vocabularies hold every script of the world, fonts do not; a missing glyph is drawn as a box.
+        # Fonts lack glyphs of many scripts in vocabularies: a missing one is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         metadata = {"Software": "mizarr", "Description": footer, "Comment": f"recipe {recipe}"}
         figure.savefig(temporary, dpi=160, format="png", metadata=metadata)
@@ -164,7 +181,7 @@ def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
 
 
 def style() -> Any:
-    """The context in which everything is drawn."""
+    """Context manager with the rcParams of all drawings; MissingExtra without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -175,75 +192,96 @@ def style() -> Any:
 
 
 def blank(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """An empty figure of a size in inches, with constrained layout."""
+    # Not pyplot.figure, which registers the figure globally and keeps it in memory.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def ramp(name: str) -> Any:
-    """A colour map: "sequential", or "diverging" at zero."""
+    """A matplotlib colour map of RAMPS: "sequential" or "diverging"."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list(name, RAMPS[name])
 
 
 def wrapped(panel: Panel, width: float) -> tuple[list[str], list[str]]:
-    """Lines of the title and of the caption of a panel above so many inches."""
-    names = textwrap.wrap(panel.title, max(20, int(10.5 * width)))
-    return names, textwrap.wrap(panel.caption, max(20, int(14 * width)))
+    """(lines of the title, lines of the caption) of a panel, wrapped to a width in inches."""
+    # Characters per inch at the font sizes of `entitle`.
+    title = textwrap.wrap(panel.title, max(20, int(10.5 * width)))
+    return title, textwrap.wrap(panel.caption, max(20, int(14 * width)))
 
 
-def points(words: tuple[list[str], list[str]]) -> float:
-    """Height of the lines of a title and of a caption."""
-    return 12 * len(words[0]) + 11 * len(words[1])
+def points(heading: tuple[list[str], list[str]]) -> float:
+    """Height, in points, of the lines of a title and a caption."""
+    return 12 * len(heading[0]) + 11 * len(heading[1])
 
 
 def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> None:
-    """Title and caption above axes, raised by so many points: titles of a row begin at one height."""
+    """Write title and caption above axes.
+
+    Arguments:
+        axes: Matplotlib axes.
+        title: Lines of the title.
+        caption: Lines of the caption, which is below the title.
+        lift: Additional distance from the axes in points, so that all titles of a row start at one height.
+    """
     from matplotlib.transforms import offset_copy
 
-    # In points, not in shares of the axes: in tall ones a caption would run into the title.
-    where = offset_copy(axes.transAxes, axes.figure, y=5 + lift, units="points")
+    # In points, not in shares of the axes: in tall axes the caption would overlap the title.
+    transform = offset_copy(axes.transAxes, axes.figure, y=5 + lift, units="points")
+    # `text` of 3D axes takes three data coordinates.
     write = axes.text2D if hasattr(axes, "text2D") else axes.text
-    told = write(0, 1, "\n".join(caption), transform=where, fontsize=8, color=SOFT, va="bottom")
-    # The title above it makes room for its lines; its width may reach beyond the axes, as a title's may.
-    told.set_in_layout(not title)
+    text = write(0, 1, "\n".join(caption), transform=transform, fontsize=8, color=SOFT, va="bottom")
+    # Left out of the layout: the pad of the title already reserves the caption's height, and a caption may be
+    # wider than its axes, as a title may.
+    text.set_in_layout(not title)
     axes.set_title("\n".join(title), pad=8 + 11 * len(caption) + lift)
 
 
 def footer(figure: Any, text: str) -> None:
-    """What a figure was drawn from, in its lower right corner."""
+    """Write a small text into the lower right corner of a figure."""
     text = "\n".join(textwrap.wrap(text, int(20 * figure.get_figwidth())))
     figure.supxlabel(text, x=0.99, ha="right", fontsize=6.5, color=FAINT)
 
 
-def frame(left: float, bottom: float, right: float, top: float) -> Any:
-    """A frame around cells: column and row of its first and last one."""
+def frame(column: float, row: float, last_column: float, last_row: float) -> Any:
+    """A rectangle around the cells between two corner cells, given as columns and rows, both inclusive."""
     from matplotlib.patches import Rectangle
 
-    corner = (min(left, right) - 0.47, min(bottom, top) - 0.45)
-    sides = abs(right - left) + 0.94, abs(top - bottom) + 0.9
+    corner = (min(column, last_column) - 0.47, min(row, last_row) - 0.45)
+    sides = abs(last_column - column) + 0.94, abs(last_row - row) + 0.9
     return Rectangle(corner, *sides, fill=False, ec=ACCENT, lw=1.6)
 
 
 def name_axes(
     axes: Any, x_name: str, y_name: str, unit: str, *, log: bool = False, log_x: bool = False
 ) -> None:
-    """What runs along both axes; long names in several lines."""
-    told = (f"{y_name}, {unit}" if unit else y_name) + LOG * log
-    axes.set(xlabel=x_name + LOG * log_x, ylabel=even(told, 44))
+    """Set the labels of both axes; a long y label is wrapped.
+
+    Arguments:
+        axes: Matplotlib axes.
+        x_name: Label of the x axis.
+        y_name: Label of the y axis.
+        unit: Unit of the y axis; "" for none.
+        log: Whether the y axis is logarithmic, which the label then says.
+        log_x: Whether the x axis is logarithmic.
+    """
+    y_label = (f"{y_name}, {unit}" if unit else y_name) + LOG * log
+    axes.set(xlabel=x_name + LOG * log_x, ylabel=even(y_label, 44))
 
 
 def integers(axis: Any) -> None:
-    """Whole numbers at the ticks."""
+    """Place ticks at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def logarithmic(axis: Any) -> None:
-    """Marks where a page has them, with plain labels: mathematics in text is switched off for all figures."""
+    """Make an axis logarithmic, with the ticks of `log_ticks` and the labels of `mark`, as on a page."""
+    # Own labels: matplotlib's are formulas such as $10^3$, and STYLE switches formulas off.
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     class Marks(LogLocator):
@@ -260,9 +298,16 @@ def logarithmic(axis: Any) -> None:
 
 
 def log_ticks(low: float, high: float, count: int) -> list[float]:
-    """1-2-5 of every decade within low..high, where these are more than `count` the decades alone, and of
-    many decades every second, third, … one. Round numbers in equal steps where 1-2-5 has fewer than three.
-    `lines.js` does the same, as a page alone knows how wide it is.
+    """Tick positions on a logarithmic axis from `low` to `high`.
+
+    1, 2 and 5 times every power of ten; if these are more than `count`, the powers of ten alone, and if these
+    are still too many, every second, third, ... power. If the first rule gives fewer than three ticks, round
+    numbers in equal steps. `lines.js` implements the same rule, because only the browser knows the width.
+
+    Arguments:
+        low: Lower end of the axis, above 0.
+        high: Upper end of the axis.
+        count: Largest number of ticks.
 
     >>> log_ticks(1.0, 60.0, 6), log_ticks(0.001, 1.0, 6), log_ticks(1e-12, 1.0, 5)
     ([1.0, 2.0, 5.0, 10.0, 20.0, 50.0], [0.001, 0.01, 0.1, 1.0], [1e-12, 1e-09, 1e-06, 0.001, 1.0])
@@ -274,14 +319,14 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
         return _in_equal_steps(low, high, count)
     if len(dense) <= count:
         return dense
-    every = 1
-    while len(found := _of_decades(low, high, (1,), every)) > count:
-        every += 1
-    return found
+    stride = 1
+    while len(ticks := _of_decades(low, high, (1,), stride)) > count:
+        stride += 1
+    return ticks
 
 
 def mark(value: float) -> str:
-    """A number at a tick: thousands by commas, very large and small ones by their power of ten.
+    """Label of a tick: commas between thousands; powers of ten below 0.001 and from a million on.
 
     >>> mark(0.02), mark(1.0), mark(131072.0), mark(5e-07), mark(1e6), mark(1.5e8)
     ('0.02', '1', '131,072', '5e-7', '1e6', '1.5e8')
@@ -292,37 +337,45 @@ def mark(value: float) -> str:
     return f"{value + 0.0:,.0f}" if value == round(value) else f"{value:.12g}"
 
 
-def _of_decades(low: float, high: float, steps: Sequence[int], every: int) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    powers = [power for power in range(first, last + 1) if power % every == 0]
-    found = [float(f"{step}e{power}") for power in powers for step in steps]
-    return [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+def _of_decades(low: float, high: float, steps: Sequence[int], stride: int) -> list[float]:
+    """`steps` times the powers of ten whose exponent is a multiple of `stride`, within low..high."""
+    lowest, highest = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    powers = [power for power in range(lowest, highest + 1) if power % stride == 0]
+    # Parsed from text: 10.0 ** -3 * 2 would not be exactly 0.002.
+    ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+    return [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
 
 def _in_equal_steps(low: float, high: float, count: int) -> list[float]:
-    least = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= least * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
+    """Multiples of a round step (1, 2 or 5 times a power of ten) within low..high, about `count` of them."""
+    smallest_step = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(smallest_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= smallest_step * 0.999)
+    start, stop = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{n * step:.12g}") for n in range(start, stop + 1)]
 
 
 def bare(axes: Any) -> None:
-    """Cells need neither ticks nor an outline."""
+    """Remove tick marks and outline of axes, for a heatmap."""
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
 
 
 def bar(axes: Any, image: Any, label: str) -> None:
-    """The colours of an image, and what they mean."""
-    found = axes.figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
-    found.set_label(even(label, 32))
-    found.outline.set_visible(False)
+    """Add a colour bar with a label to the axes of an image."""
+    colour_bar = axes.figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
+    colour_bar.set_label(even(label, 32))
+    colour_bar.outline.set_visible(False)
 
 
 def shades(count: int, *, in_order: bool) -> list[Any]:
-    """Colours to tell things apart by, blue for a thing alone; in order, light to dark as on a page."""
+    """Colours of `count` curves or bars: blue for a single one, else SHADES.
+
+    Arguments:
+        count: Number of colours.
+        in_order: Whether the curves have an order, such as layers: the colours then run from light to dark.
+    """
     if count == 1:
         return [BLUE]
     if not in_order:
@@ -331,7 +384,7 @@ def shades(count: int, *, in_order: bool) -> list[Any]:
 
 
 def tints(colour: str, count: int) -> list[Any]:
-    """A colour, and lighter ones of its hue."""
+    """`count` tints of a colour: the colour itself, then lighter ones."""
     from matplotlib.colors import LinearSegmentedColormap
 
     pale = LinearSegmentedColormap.from_list(colour, [colour, "white"])
@@ -339,7 +392,7 @@ def tints(colour: str, count: int) -> list[Any]:
 
 
 def baselines(axes: Any, names: Sequence[str]) -> None:
-    """A line to stand on for each curve, and its name beside it."""
+    """Draw a baseline for each curve, 2.2 below the previous one, with the curve's name as tick label."""
     for i in range(len(names)):
         axes.axhline(-2.2 * i, color="#e3e5ea", lw=0.8, zorder=0)
     axes.set_yticks([-2.2 * i for i in range(len(names))], names)
@@ -348,71 +401,87 @@ def baselines(axes: Any, names: Sequence[str]) -> None:
 
 
 def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:
-    """Names at the right end of lines, pushed apart so that none covers another and all lie beside the axes.
+    """Write names at the right end of curves, moved apart vertically so that they do not overlap.
 
-    Of more names than there is room for, the uppermost and the lowest line have theirs, and every so many
-    between them.
+    If there is not enough space for all names, only evenly selected curves are named, among them the highest
+    and the lowest.
+
+    Arguments:
+        axes: Matplotlib axes.
+        x: Position of the names on the x axis.
+        ends: (y value, name, colour) of each curve; a NaN value has no name.
     """
-    scale = axes.yaxis.get_transform()  # of a logarithmic axis, equal steps are equal factors
+    # Computed in the coordinates of the scale: on a logarithmic axis equal distances are equal factors.
+    scale = axes.yaxis.get_transform()
     low, high = (float(end) for end in scale.transform(axes.get_ylim()))
     step = NAME_STEP * (high - low)
-    known = sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0])
-    if len(known) > (most := int(1 / NAME_STEP)):
-        known = [known[round(i * (len(known) - 1) / (most - 1))] for i in range(most)]
-    places = [float(scale.transform(y)) for y, _, _ in known]
-    for i in range(1, len(places)):
-        places[i] = min(places[i], places[i - 1] - step)
-    for i in reversed(range(len(places))):  # those pushed below the axes push back
-        least = low if i == len(places) - 1 else places[i + 1] + step
-        places[i] = max(places[i], least)
-    for place, (_, text, colour) in zip(places, known, strict=True):
-        where = x, scale.inverted().transform(place)
-        axes.annotate(f" {text}", where, fontsize=7, va="center", annotation_clip=False, color=colour)
+    finite = sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0])
+    if len(finite) > (most := int(1 / NAME_STEP)):
+        finite = [finite[round(i * (len(finite) - 1) / (most - 1))] for i in range(most)]
+    heights = [float(scale.transform(y)) for y, _, _ in finite]
+    for i in range(1, len(heights)):
+        heights[i] = min(heights[i], heights[i - 1] - step)
+    # Names that this moved below the axes are moved up again, with those above them.
+    for i in reversed(range(len(heights))):
+        lowest = low if i == len(heights) - 1 else heights[i + 1] + step
+        heights[i] = max(heights[i], lowest)
+    for height, (_, text, colour) in zip(heights, finite, strict=True):
+        xy = x, scale.inverted().transform(height)
+        axes.annotate(f" {text}", xy, fontsize=7, va="center", annotation_clip=False, color=colour)
 
 
 def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:
-    """Labels at 0, 1, 2, …: all of them as long as there is room, words aslant below an x axis unless so many
-    characters hold them."""
+    """Set tick labels at 0, 1, 2, ...; of more than 40 numbers only multiples of a round step.
+
+    Arguments:
+        axis: Matplotlib axis. Long labels of an x axis are rotated if they do not fit.
+        labels: Labels, shortened to 14 characters on an x axis, 38 on a y axis.
+        room: Number of characters that fit side by side along the axis.
+    """
     words = [fit(label, 14 if axis.axis_name == "x" else 38) for label in labels]
     places = list(range(len(words)))
     if len(words) > 40 and all(word.isdigit() for word in words):
         step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000) if len(words) <= 10 * step)
         places = [place for place in places if int(words[place]) % step == 0]
     longest = max(map(len, words), default=0)
-    aslant = axis.axis_name == "x" and longest > 3 and len(words) * (longest + 2) > room
-    turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if aslant else {}
-    axis.set_ticks(places, [words[place] for place in places], **turned)
+    is_rotated = axis.axis_name == "x" and longest > 3 and len(words) * (longest + 2) > room
+    rotation = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if is_rotated else {}
+    axis.set_ticks(places, [words[place] for place in places], **rotation)
 
 
 def even(text: str, width: int) -> str:
-    """A text in as few lines of so many characters as it takes, none much longer than the others."""
+    """Wrap a text into the fewest lines of at most `width` characters, of nearly equal length."""
     lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    # The smallest width that needs no further line gives the most even lines.
     while width > 1:
         width -= 1
-        closer = textwrap.wrap(text, width, break_on_hyphens=False)
-        if len(closer) > len(lines):
+        narrower = textwrap.wrap(text, width, break_on_hyphens=False)
+        if len(narrower) > len(lines):
             break
-        lines = closer
+        lines = narrower
     return "\n".join(lines)
 
 
 def fit(text: str, width: int) -> str:
-    """As much of a text as so many characters can hold."""
+    """A text shortened to `width` characters; "…" marks the cut."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 # -- tables in a terminal
 
 
-def rich_table(title: str, caption: str, **told: Any) -> RichTable:
-    """An empty table as the terminal has them."""
+def rich_table(title: str, caption: str, **options: Any) -> RichTable:
+    """An empty terminal table in the common style; `options` are further arguments of `rich.table.Table`."""
     from rich.table import Table
 
-    return Table(title=literal(title), caption=literal(caption), box=None, pad_edge=False, **told)
+    return Table(title=literal(title), caption=literal(caption), box=None, pad_edge=False, **options)
 
 
 def fitted(table: RichTable, width: int) -> RichTable:
-    """The table for a terminal of so many characters: numbers stay whole where there is room for them."""
+    """The table for a terminal `width` characters wide.
+
+    If text columns of LEAST characters do not fit beside unwrapped numbers, numbers may be wrapped, too.
+    """
     if sum((column.min_width or LEAST) + 2 for column in table.columns) > width:
         for column in table.columns:
             column.min_width = None
@@ -420,7 +489,7 @@ def fitted(table: RichTable, width: int) -> RichTable:
 
 
 def literal(text: str) -> str:
-    """Text that rich prints as it stands."""
+    """Escape a text so that rich prints brackets literally instead of reading them as markup."""
     from rich.markup import escape
 
     return escape(text)

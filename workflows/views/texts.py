@@ -1,6 +1,6 @@
-"""Texts and their tokens: shaded by a number, or through the logit lens.
+"""Views of tokens: texts whose tokens are shaded by a number, and the logit lens of a prompt.
 
-Axes: layer position rank. Probabilities have no unit, entropy and KL are in nats.
+Axes: layer, position, rank (0 = most likely token). Entropy and KL divergence are in nats.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ __all__ = ["Lens", "Measure", "Text", "Tokens"]
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens in order, and a number for each, NaN where there is none; label: what is written before them."""
+    """A sequence of tokens with one number per token."""
 
     tokens: tuple[str, ...]
+    """Texts of the tokens, in order."""
     values: Array
+    """Number of each token, float [token]; NaN for none."""
     label: str = ""
+    """Text shown before the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(View):
-    """Texts whose tokens are shaded by a number: probabilities, activations of a feature, losses.
-
-    low, high, diverging: the colour scale, as for a heatmap, common to all texts.
-    """
+    """Texts whose tokens are shaded by a number: probabilities, activations of a feature, losses."""
 
     kind: ClassVar[str] = "tokens"
     is_drawn: ClassVar[bool] = True
     texts: tuple[Text, ...]
+    """The texts, all on the same colour scale."""
     value_name: str
+    """Name of the number."""
     unit: str = ""
+    """Unit of the number."""
     low: float | None = None
+    """Lower end of the colour scale; None for the smallest value."""
     high: float | None = None
+    """Upper end of the colour scale; None for the largest value."""
     diverging: bool = False
+    """Whether the colour scale is symmetric around zero."""
 
     def __post_init__(self) -> None:
         for text in self.texts:
@@ -55,33 +61,40 @@ class Tokens(View):
 
 @dataclass(frozen=True)
 class Measure:
-    """A number per layer and position of a lens, by which cells may be shaded."""
+    """A quantity by which the cells of a logit lens can be shaded."""
 
     name: str
+    """Name of the quantity."""
     unit: str
+    """Unit of the quantity."""
     values: Array
+    """Float [layer, position]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lens(View):
-    """The logit lens of one prompt: what each layer would say next at each position.
-
-    tokens: of the prompt, one per position.  words: strings that `top` [layer, position, rank] points into;
-    probabilities likewise.  target: what does come next, "" where nobody says; its probability and rank
-    (1 = most likely, 0 = no target) are [layer, position].  measures: other numbers to shade by.
-    """
+    """The logit lens of one prompt: the next-token prediction read from each layer at each position."""
 
     kind: ClassVar[str] = "lens"
     is_drawn: ClassVar[bool] = True
     tokens: tuple[str, ...]
+    """Texts of the prompt's tokens [position]."""
     layers: tuple[int, ...]
+    """Layer numbers; layer i reads the residual stream after block i."""
     words: tuple[str, ...]
+    """Distinct texts of the predicted tokens; `top` holds indices into it."""
     top: Array
+    """Most likely tokens, int [layer, position, rank]: index into `words`."""
     probabilities: Array
+    """Probabilities of the tokens in `top`, float [layer, position, rank]."""
     target: tuple[str, ...]
+    """The token that actually comes next [position]; "" if unknown."""
     target_probability: Array
+    """Probability of the target, float [layer, position]."""
     target_rank: Array
+    """Rank of the target, int [layer, position]: 1 = most likely, 0 = no target."""
     measures: tuple[Measure, ...] = ()
+    """Further quantities by which a page can shade the cells."""
 
     def __post_init__(self) -> None:
         grid = (len(self.layers), len(self.tokens))
@@ -93,10 +106,16 @@ class Lens(View):
 
     @classmethod
     def of(cls, lens: xr.Dataset, vocabulary: Sequence[str], *, title: str, caption: str = "") -> Lens:
-        """From what the `logit_lens` stage gives for one prompt, [layer, position, rank] and
-        [layer, position], with the ids of its tokens as `token_id`; vocabulary: strings by token id."""
+        """Build the view from the output of the stage `logit_lens` for one prompt.
+
+        Arguments:
+            lens: Output of the stage, [layer, position, rank] and [layer, position], with `token_id`.
+            vocabulary: Text of each token id.
+            title: Title of the view.
+            caption: Caption of the view.
+        """
         grid = lens.transpose("layer", "position", "rank", ...)
-        known, top = np.unique(grid["top_id"].values, return_inverse=True)
+        word_ids, top = np.unique(grid["top_id"].values, return_inverse=True)
         targets = grid["target_id"].values.tolist()
         return cls(
             title=title,
@@ -104,7 +123,8 @@ class Lens(View):
             sources=("lens",),
             tokens=tuple(format_token(vocabulary[token]) for token in grid["token_id"].values.tolist()),
             layers=tuple(grid["layer"].values.tolist()),
-            words=tuple(format_token(vocabulary[token]) for token in known.tolist()),
+            words=tuple(format_token(vocabulary[token]) for token in word_ids.tolist()),
+            # Reshaped because numpy versions differ in the shape of return_inverse.
             top=top.reshape(grid["top_id"].shape),
             probabilities=np.exp(grid["top_logprob"].values),
             target=tuple(format_token(vocabulary[token]) if token >= 0 else "" for token in targets),
@@ -117,15 +137,16 @@ class Lens(View):
         )
 
     def inches(self) -> tuple[float, float]:
-        """As the heatmap of the likeliest tokens."""
+        """Size of the heatmap of the most likely tokens; see `View.inches`."""
         return self._cells().inches()
 
     def draw(self, axes: Any) -> None:
-        """The likeliest token of each layer and position, shaded by its probability."""
+        """Draw the most likely token of each layer and position, shaded by its probability."""
         self._cells().draw(axes)
 
     def _cells(self) -> Heatmap:
-        right = zip(*np.nonzero(self.target_rank == 1), strict=True)
+        """Heatmap of the most likely tokens; a frame marks cells whose prediction is the target."""
+        correct_cells = zip(*np.nonzero(self.target_rank == 1), strict=True)
         return Heatmap(
             values=self.probabilities[..., 0],
             rows=tuple(map(str, self.layers)),
@@ -137,5 +158,6 @@ class Lens(View):
             high=1.0,
             upward=True,
             texts=tuple(tuple(self.words[i] for i in row) for row in self.top[..., 0]),
-            framed=tuple((int(row), int(column)) * 2 for row, column in right),
+            # A frame is (top, left, bottom, right): a single cell is its own first and last cell.
+            framed=tuple((int(row), int(column)) * 2 for row, column in correct_cells),
         )

@@ -1,10 +1,11 @@
-"""What an answer is said in: a view is one thing that is shown, once, wherever it is shown.
+"""The base class of views, and the simplest views: values, a note, a picture, a choice between views.
 
-A view holds labels, numbers, units, a title and a caption. A terminal prints its `rich()`, a figure has it as
-a panel (`draw`), a page of report/ embeds its fields, a JSON document takes the values under `json`, a
-notebook shows `_repr_html_`. All of them read the same fields, so that they cannot disagree.
+A view is one displayed item of a workflow's result: labels, numbers, units, a title and a caption. A terminal
+prints `rich()`, a figure shows `draw` as a panel, an HTML page of report/ embeds the fields, a JSON document
+takes the values of `json`, a notebook shows `_repr_html_`. All read the same fields, so they cannot disagree.
 
-Border: knows no workflow and no page. matplotlib and rich are imported when something is drawn or printed.
+This module depends on no workflow and no page. matplotlib and rich are imported when a view is drawn or
+printed.
 """
 
 from __future__ import annotations
@@ -28,47 +29,49 @@ __all__ = ["Choice", "Data", "Note", "Picture", "Values", "View"]
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One thing that is shown, with a title above it and a caption below."""
+    """Base class: one displayed item of a result, with a title above it and a caption below."""
 
     kind: ClassVar[str]
-    """Names the macro of report/assets/page.html that writes it, or the script's function that draws it."""
+    """Name of the macro in report/assets/page.html, or of the JavaScript function, that renders the view."""
     is_drawn: ClassVar[bool] = False
-    """Whether a page's script draws it, from its fields as JSON."""
+    """Whether an HTML page draws the view by JavaScript, from its fields as JSON."""
     on_page: ClassVar[bool] = True
-    """Whether a page has it among its results; if not, it is seen there in a figure, or not at all."""
+    """Whether an HTML page lists the view itself; if not, it appears there only as a panel of a figure."""
     projection: ClassVar[str | None] = None
-    """Of its axes in a figure; None: plain ones."""
+    """Projection of its matplotlib axes, such as "3d"; None for plain axes."""
 
     title: str = ""
+    """Heading above the view."""
     caption: str = ""
+    """Explanation below the view."""
     sources: tuple[str, ...] = ()
-    """Names of results of the workflow; none means all of them."""
+    """Names of the workflow's results that the view shows; empty for all results."""
     json: Mapping[str, Any] = field(default_factory=dict, compare=False, metadata={"page": False})
-    """What a JSON document says of this: names of its top level, with arrays, numbers, dicts, lists."""
+    """Top-level entries of the JSON document: arrays, numbers, dicts, lists, or functions that return one."""
 
     def rich(self) -> RichTable | None:
-        """As a terminal shows it; None for what cannot be told in letters."""
+        """The view as a table for the terminal; None for a view that text cannot show."""
         return None
 
     def inches(self) -> tuple[float, float]:
-        """Width and height it wants as a panel of a figure, without title and caption."""
+        """Width and height of the view as a panel of a figure, in inches, without title and caption."""
         raise NotImplementedError(f"{type(self).__name__} has no panel")
 
     @property
     def gutter(self) -> float:
-        """Of these inches, those that names take left of the axes, where title and caption begin."""
+        """Width in inches of the row labels left of the axes; title and caption begin left of them."""
         return 0.0
 
     def draw(self, axes: Any) -> None:
-        """Draw it into matplotlib's axes, inside `paper.style()`."""
+        """Draw the view into matplotlib axes, inside the context `paper.style()`."""
         raise NotImplementedError(f"{type(self).__name__} has no panel")
 
     def panel(self) -> View:
-        """What a figure draws of it."""
+        """The view to draw as a panel of a figure; subclasses adapt title, caption or content."""
         return self
 
     def within(self, room: int) -> View:
-        """This view, or as much of it as takes `room` bytes; if nothing fits, a note that says so."""
+        """This view, reduced to `room` bytes on an HTML page; a `Note` if no part of it fits."""
         needed = size(self)
         if needed <= room:
             return self
@@ -79,7 +82,7 @@ class View:
         )
 
     def body(self) -> str:
-        """HTML of what is between title and caption, for a notebook; a drawing as PNG."""
+        """HTML of the view without title and caption, for a notebook; a drawing is an embedded PNG."""
         picture = paper.png([self]) if type(self).draw is not View.draw else b""
         return f'<img alt="{escape(self.title)}" src="data:image/png;base64,{paper.encoded(picture)}">'
 
@@ -89,25 +92,26 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Data(View):
-    """Values that only a JSON document has: sizes of the model, token ids, settings that were worked out."""
+    """Values for the JSON document only: sizes of the model, token ids, settings that were computed."""
 
     kind: ClassVar[str] = "data"
     on_page: ClassVar[bool] = False
 
     def body(self) -> str:
-        """See `View`: the names of its values alone."""
+        """HTML of the names of the values; see `View.body`."""
         return f"<p>{escape(', '.join(self.json))}</p>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values(View):
-    """Names and values: what a table of one row would say."""
+    """A list of (name, value) pairs."""
 
     kind: ClassVar[str] = "values"
     pairs: tuple[tuple[str, str], ...]
+    """(name, formatted value), in order."""
 
     def rich(self) -> RichTable:
-        """A line per value."""
+        """A terminal table with one line per pair."""
         table = paper.rich_table(self.title, self.caption, show_header=False)
         table.add_column(style="dim", overflow="fold")
         table.add_column(justify="right", overflow="fold")
@@ -116,7 +120,7 @@ class Values(View):
         return table
 
     def body(self) -> str:
-        """See `View`."""
+        """HTML definition list of the pairs; see `View.body`."""
         return f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in self.pairs)}</dl>"
 
 
@@ -126,93 +130,112 @@ class Note(View):
 
     kind: ClassVar[str] = "note"
     text: str
+    """The paragraph."""
 
     def rich(self) -> RichTable:
-        """The paragraph, wrapped."""
+        """The paragraph, wrapped to the terminal's width."""
         table = paper.rich_table(self.title, self.caption, show_header=False)
         table.add_row(paper.literal(self.text))
         return table
 
     def body(self) -> str:
-        """See `View`."""
+        """HTML paragraph; see `View.body`."""
         return f"<p>{escape(self.text)}</p>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture(View):
-    """A PNG that is there already, embedded."""
+    """An existing PNG, embedded."""
 
     kind: ClassVar[str] = "picture"
     png: bytes
+    """Content of the PNG file."""
     alt: str
+    """Text for readers who cannot see the image."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """Width and height in pixels, from the header of the file."""
+        # The IHDR chunk comes first in every PNG: width and height are its bytes 16 to 23, big-endian.
         width, height = struct.unpack(">II", self.png[16:24])
         return width, height
 
     def body(self) -> str:
-        """See `View`: itself."""
+        """HTML image; see `View.body`."""
         data = base64.b64encode(self.png).decode()
         return f'<img alt="{escape(self.alt)}" src="data:image/png;base64,{data}">'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(View):
-    """Several views of which one is shown: prompts, kinds, layers. Without scripts all are, in order.
+    """Several views with a selector that shows one of them: one per prompt, layer or kind.
 
-    name: what is chosen ("prompt").  options: (label, view).  start: index of the one shown first.
+    A page without JavaScript shows all of them, in order.
     """
 
     kind: ClassVar[str] = "choice"
     name: str
+    """What the selector selects, such as "prompt"."""
     options: tuple[tuple[str, View], ...]
+    """(label, view) of each option."""
     start: int = 0
+    """Index of the option shown first."""
 
     @classmethod
-    def of(cls, name: str, labels: Iterable[Any], make: Callable[[Any], View], **told: Any) -> Choice:
-        """A view for each label, as `make` gives it; start, if told, is the label shown first."""
+    def of(cls, name: str, labels: Iterable[Any], make: Callable[[Any], View], **view_fields: Any) -> Choice:
+        """Build a choice with one view per label.
+
+        Arguments:
+            name: What the selector selects.
+            labels: Label of each option; floats are shown in short form.
+            make: Function from a label to its view.
+            view_fields: Other fields of the view; `start` is the label (not the index) shown first.
+        """
         labels = list(labels)
-        told["start"] = labels.index(told.get("start", labels[0]))
+        view_fields["start"] = labels.index(view_fields.get("start", labels[0]))
         options = tuple(
             (f"{label:g}" if isinstance(label, float) else str(label), make(label)) for label in labels
         )
-        return cls(name=name, options=options, **told)
+        return cls(name=name, options=options, **view_fields)
 
     @property
     def chosen(self) -> View:
-        """The one shown first."""
+        """The view of the option shown first."""
         return self.options[self.start][1]
 
     def panel(self) -> View:
-        """The one shown first, under the title of them all."""
-        chosen = self.chosen
-        told = replace(chosen, title=chosen.title or self.title, caption=chosen.caption or self.caption)
-        return told.panel()
+        """The option shown first; a missing title or caption is taken from the choice."""
+        view = self.chosen
+        titled = replace(view, title=view.title or self.title, caption=view.caption or self.caption)
+        return titled.panel()
 
     def within(self, room: int) -> View:
-        """As many options as fit, from the first on; the caption tells what is left out."""
+        """A choice with the leading options that fit into `room` bytes; the caption states their number."""
         sizes = [size(view) for _, view in self.options]
         if sum(sizes) <= room:
             return self
-        kept, taken = 0, 0
-        while taken + sizes[kept] <= room:
-            taken += sizes[kept]
-            kept += 1
-        if not kept:
+        n_options, n_bytes = 0, 0
+        while n_bytes + sizes[n_options] <= room:
+            n_bytes += sizes[n_options]
+            n_options += 1
+        if not n_options:
             return super().within(room)
-        told = (
-            f"{kept} of {len(sizes)} are on this page, which is limited; all are in the store "
+        omission = (
+            f"{n_options} of {len(sizes)} are on this page, which is limited; all are in the store "
             "(mizarr compute --json)."
         )
-        caption = f"{self.caption} {told}".strip()
-        return replace(self, options=self.options[:kept], caption=caption, start=min(self.start, kept - 1))
+        return replace(
+            self,
+            options=self.options[:n_options],
+            caption=f"{self.caption} {omission}".strip(),
+            start=min(self.start, n_options - 1),
+        )
 
     def body(self) -> str:
-        """The one shown first, with its label."""
+        """HTML of the option shown first, with its label; see `View.body`."""
         return f"<p>{escape(self.name)}: {escape(self.options[self.start][0])}</p>{self.chosen.body()}"
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _megabytes(n_bytes: int) -> str:
+    """A number of bytes in MB (10^6 bytes), with one decimal."""
+    return f"{n_bytes / 1e6:.1f} MB"

@@ -16,9 +16,9 @@ from mizarr.store import ResultKey, RunKey, open_store
 from mizarr.workflows.browse import addresses
 from mizarr.workflows.browse.finding import find_news, find_page
 from mizarr.workflows.browse.lineage import Lineage
-from mizarr.workflows.browse.opened import opened
+from mizarr.workflows.browse.opened import open_run
 from mizarr.workflows.browse.page import HarvestProgress, PageLinks, TokenLinks
-from mizarr.workflows.browse.pages.search import look
+from mizarr.workflows.browse.pages.search import search_prompts
 from mizarr.workflows.browse.render import render
 from mizarr.workflows.browse.similar import most_similar, stretches
 from mizarr.workflows.holdings import Holdings
@@ -93,10 +93,10 @@ def test_the_most_similar_tokens_are_those_of_largest_cosine(made, held, token):
 
 def test_a_large_run_is_sampled_and_says_so(made, held, monkeypatch):
     monkeypatch.setattr("mizarr.workflows.browse.similar.SAMPLE_BYTES", 4 * HIDDEN * 120)
-    run = opened(held.store, held.folders[f"data/{made.run[:2]}/{made.run}"])
+    run = open_run(held.store, held.folders[f"data/{made.run[:2]}/{made.run}"])
     found = most_similar(run, "resid_post", 2, 40)
     looked = np.concatenate([np.arange(*each) for each in stretches(made.tokens.n_tokens, 4 * HIDDEN)])
-    assert found.looked == len(looked) == 120 and found.of == made.tokens.n_tokens
+    assert found.n_compared == len(looked) == 120 and found.n_tokens == made.tokens.n_tokens
     assert set(found.tokens) <= set(looked) - {40} and len(set(looked)) == 120
     table = titled(find_page(held, addresses.token(made.run, 40)), "Most similar").options[0][1]
     assert f"120 of {made.tokens.n_tokens} tokens" in table.caption
@@ -220,16 +220,16 @@ def test_what_the_catalog_does_not_list_is_no_page(made, held, address):
 
 
 def test_a_search_finds_words_whatever_their_case_and_goes_on_where_it_stopped(made, held, monkeypatch):
-    assert [hit.prompt for hit in look(held, "NUMBER 6").hits] == [6, *range(60, 70)]
-    found = look(held, "cats")
-    assert len(found.hits) == 69 and found.onward is None and found.without == 1
+    assert [hit.prompt for hit in search_prompts(held, "NUMBER 6").hits] == [6, *range(60, 70)]
+    found = search_prompts(held, "cats")
+    assert len(found.hits) == 69 and found.resume_at is None and found.n_without_texts == 1
     monkeypatch.setattr("mizarr.workflows.browse.pages.search.MOST", 30)
-    first = look(held, "cats")
-    second = look(held, "cats", first.onward)
-    third = look(held, "cats", second.onward)
+    first = search_prompts(held, "cats")
+    second = search_prompts(held, "cats", first.resume_at)
+    third = search_prompts(held, "cats", second.resume_at)
     prompts = [hit.prompt for part in (first, second, third) for hit in part.hits]
-    assert prompts == [0, *range(2, 70)] and third.onward is None
-    assert look(held, "script").hits[0].prompt == 1
+    assert prompts == [0, *range(2, 70)] and third.resume_at is None
+    assert search_prompts(held, "script").hits[0].prompt == 1
 
 
 def test_a_harvest_in_progress_tells_what_stands(made, tmp_path):
@@ -259,7 +259,7 @@ def test_a_harvest_in_progress_tells_what_stands(made, tmp_path):
         assert views(find_page(watching.look(), "index.html"), HarvestProgress)
         write(1)
         assert find_news(watching.look(), address)["progress"][0]["done"] == 2
-    assert "nobody is at it" in find_news(watching.look(), address)["progress"][0]["told"]
+    assert "no process is capturing it" in find_news(watching.look(), address)["progress"][0]["told"]
     for n in range(2, len(entry.segments)):
         write(n)
     entry.publish(cells)

@@ -10,7 +10,7 @@ import pytest
 from mizarr.stages.algzoo.analysis.cones import measure, split
 from mizarr.store.errors import ShapeError
 from mizarr.workflows.views import Cones
-from mizarr.workflows.views.cones import _on_discs, _sector
+from mizarr.workflows.views.cones import _disc_outlines, _sector
 
 
 def area(outline: np.ndarray) -> float:
@@ -26,7 +26,7 @@ def pieces(n: int) -> list[np.ndarray]:
     return parts
 
 
-@pytest.mark.parametrize(("n", "outlines"), [(2, _sector), (3, _on_discs)])
+@pytest.mark.parametrize(("n", "outlines"), [(2, _sector), (3, _disc_outlines)])
 def test_areas_on_the_discs_are_probabilities(n, outlines):
     whole = np.pi if n == 2 else 2 * np.pi
     for rays in pieces(n):
@@ -36,7 +36,7 @@ def test_areas_on_the_discs_are_probabilities(n, outlines):
 
 def test_points_lie_on_the_two_discs():
     for rays in pieces(3):
-        for outline in _on_discs(rays):
+        for outline in _disc_outlines(rays):
             centre = np.array([np.sign(outline[:, 0].mean()) * 1.15, 0.0])
             assert np.linalg.norm(outline - centre, axis=1).max() <= 1 + 1e-9
 

@@ -1,1 +1,1 @@
-"""A file per kind of page: a store in, a page of values out, the same for the server and for files."""
+"""The pages, one file per kind: functions from a snapshot of the store to a `Page`, for server and files."""

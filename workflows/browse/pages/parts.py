@@ -1,7 +1,4 @@
-"""What several pages say alike: links in tables, moments, sizes, pages of a long list, lists of folders.
-
-Border: plain values in, cells and parts of pages out.
-"""
+"""Parts shared by several pages: links in tables, dates, sizes, pages of a long list, tables of entries."""
 
 from __future__ import annotations
 
@@ -19,109 +16,142 @@ from ..page import Link, PageLinks
 __all__ = [
     "cut",
     "digest_of",
+    "entry_links",
     "home",
     "linked",
     "moment",
-    "paged",
+    "page_of",
     "results_table",
     "runs_table",
     "sized",
-    "way_to",
 ]
 
 T = TypeVar("T")
 
 
-def linked(text: str, here: str, there: str, style: str = "") -> Styled:
-    """Text of a table cell that leads to another page."""
-    return Styled(text, style, addresses.to(here, there))
+def linked(text: str, address: str, target: str, style: str = "") -> Styled:
+    """Text of a table cell with a link.
+
+    Arguments:
+        text: The text.
+        address: Address of the page that contains the cell.
+        target: Address of the page that the link leads to.
+        style: Style of the text, see `Styled`.
+    """
+    return Styled(text, style, addresses.relative(address, target))
 
 
-def home(here: str) -> Link:
-    """The way to the first page."""
-    return Link("store", addresses.to(here, addresses.INDEX))
+def home(address: str) -> Link:
+    """Link from a page to the first page."""
+    return Link("store", addresses.relative(address, addresses.INDEX))
 
 
 def digest_of(folder: HeldFolder) -> str:
-    """The name of a run's folder: its digest."""
+    """Digest of a run: the last component of its folder's path."""
     return folder.data.rpartition("/")[2]
 
 
-def way_to(here: str) -> Callable[[HeldFolder], str]:
-    """Of a folder the address of its page, from here; "" for one that has none."""
+def entry_links(address: str) -> Callable[[HeldFolder], str]:
+    """Function from a run or result to the link from the page at `address` to its page; "" for no page."""
 
-    def way(folder: HeldFolder) -> str:
+    def link(folder: HeldFolder) -> str:
         if folder.run is not None:
-            return addresses.to(here, addresses.run(digest_of(folder)))
-        return addresses.to(here, addresses.result(folder.records[0].key)) if folder.records else ""
+            return addresses.relative(address, addresses.run(digest_of(folder)))
+        return addresses.relative(address, addresses.result(folder.records[0].key)) if folder.records else ""
 
-    return way
+    return link
 
 
-def sized(count: float) -> str:
-    """Bytes for people; "0 B" for none."""
-    return human_bytes(int(count)) or "0 B"
+def sized(n_bytes: float) -> str:
+    """A number of bytes with a unit, such as "1.2 MB"; "0 B" for zero."""
+    return human_bytes(int(n_bytes)) or "0 B"
 
 
 def moment(seconds: float) -> str:
-    """A moment as people write it, in UTC, so that a site is the same wherever it was written."""
+    """Date and time, to the minute, of a Unix time in seconds.
+
+    In UTC, so that a written site does not depend on the machine's time zone.
+    """
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def cut(text: str, most: int) -> str:
-    """A text on one line, and no longer than this."""
+    """A text on one line, shortened to `most` characters."""
+    # A long text is cut before its whitespace is normalised, which would read all of it.
     line = " ".join(text[: 4 * most].split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-def paged(
-    items: Sequence[T], number: int, per_page: int, here: str, address: Callable[[int], str]
+def page_of(
+    items: Sequence[T], number: int, per_page: int, address: str, address_of: Callable[[int], str]
 ) -> tuple[Sequence[T], PageLinks | None]:
-    """The items of one page of a list, and the ways to the others; None where there is one page."""
+    """One page of a long list.
+
+    Arguments:
+        items: The whole list.
+        number: Number of the page, from 1.
+        per_page: Number of items per page.
+        address: Address of this page.
+        address_of: Function from a page number to its address.
+
+    Returns:
+        (items of this page, links to other pages); the links are None if the list has one page.
+    """
     pages = max(1, -(-len(items) // per_page))
-    part = items[(number - 1) * per_page : number * per_page]
+    page_items = items[(number - 1) * per_page : number * per_page]
     if pages == 1:
-        return part, None
-    wanted = {1, number - 1, number + 1, pages}
-    way = {to: addresses.to(here, address(to)) for to in wanted if 1 <= to <= pages}
-    return part, PageLinks.of(number, pages, way)
+        return page_items, None
+    targets = {1, number - 1, number + 1, pages}
+    hrefs = {
+        target: addresses.relative(address, address_of(target)) for target in targets if 1 <= target <= pages
+    }
+    return page_items, PageLinks.of(number, pages, hrefs)
 
 
-def runs_table(runs: Sequence[HeldFolder], here: str, *, title: str = "", caption: str = "") -> Table:
-    """A line per run, linked to its page."""
+def runs_table(runs: Sequence[HeldFolder], address: str, *, title: str = "", caption: str = "") -> Table:
+    """Table of runs, one row per run, with links from the page at `address` to their pages."""
     return Table.of(
-        [each for each in runs if each.run is not None],
-        ("run", lambda each: linked(each.run.run[:12], here, addresses.run(digest_of(each)))),
-        ("model", lambda each: model_label(each.run.model)),
-        ("prompts", lambda each: each.run.prompts, ",d"),
-        ("tokens", lambda each: each.run.tokens, ",d"),
-        ("on disk", lambda each: each.usage.bytes, sized),
-        ("written (UTC)", lambda each: moment(each.written)),
-        ("stored as", lambda each: dim(each.run.dtype)),
-        ("hook points", lambda each: ", ".join(each.run.hooks) or "none finished"),
+        [folder for folder in runs if folder.run is not None],
+        ("run", lambda folder: linked(folder.run.run[:12], address, addresses.run(digest_of(folder)))),
+        ("model", lambda folder: model_label(folder.run.model)),
+        ("prompts", lambda folder: folder.run.prompts, ",d"),
+        ("tokens", lambda folder: folder.run.tokens, ",d"),
+        ("on disk", lambda folder: folder.usage.bytes, sized),
+        ("written (UTC)", lambda folder: moment(folder.written)),
+        ("stored as", lambda folder: dim(folder.run.dtype)),
+        ("hook points", lambda folder: ", ".join(folder.run.hooks) or "none finished"),
         title=title,
         caption=caption,
     )
 
 
 def results_table(
-    held: Snapshot,
+    snapshot: Snapshot,
     results: Sequence[HeldFolder],
-    here: str,
+    address: str,
     *,
     names: Mapping[str, str] | None = None,
     title: str = "",
     caption: str = "",
 ) -> Table:
-    """A line per result, linked to its page. names: of the results in their workflow, by folder."""
+    """Table of results, one row per result, with links to their pages.
+
+    Arguments:
+        snapshot: Content of the store.
+        results: Folders of the results.
+        address: Address of the page that shows the table.
+        names: Folder -> name of the result within its workflow; None for no such column.
+        title: Title of the table.
+        caption: Caption of the table.
+    """
     return Table.of(
         results,
-        ("result", lambda each: linked(each.label, here, addresses.result(each.records[0].key))),
-        *([("name", lambda each: names.get(each.data, ""))] if names else ()),
-        ("key", lambda each: dim(each.records[0].short)),
-        ("on disk", lambda each: each.usage.bytes, sized),
-        ("written (UTC)", lambda each: moment(each.written)),
-        ("pinned as", lambda each: held.pin(each) or "–"),
+        ("result", lambda folder: linked(folder.label, address, addresses.result(folder.records[0].key))),
+        *([("name", lambda folder: names.get(folder.data, ""))] if names else ()),
+        ("key", lambda folder: dim(folder.records[0].short)),
+        ("on disk", lambda folder: folder.usage.bytes, sized),
+        ("written (UTC)", lambda folder: moment(folder.written)),
+        ("pinned as", lambda folder: snapshot.pin(folder) or "–"),
         title=title,
         caption=caption,
     )

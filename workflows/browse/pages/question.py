@@ -1,4 +1,4 @@
-"""A workflow that was computed: its settings, its results, and what they were made from."""
+"""Page of a computed workflow: its settings, its results, and the entries that they were computed from."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from .parts import home, moment, results_table, runs_table, sized
 __all__ = ["question_page"]
 
 
-def question_page(held: Snapshot, asked: AskedQuestion) -> Page:
-    """The page of a workflow with its settings: links to each of its results, then to the pieces of these."""
-    question = asked.question
-    here = addresses.question(question.digest)
+def question_page(snapshot: Snapshot, computed: AskedQuestion) -> Page:
+    """Page of a computed workflow: links to its results, then to the entries these were computed from.
+
+    Arguments:
+        snapshot: Content of the store.
+        computed: The workflow with its settings and results.
+    """
+    question = computed.question
+    address = addresses.question(question.digest)
     values = [
         ("model", question.model or "none"),
         ("settings", question.settings_line),
         ("asked (UTC)", moment(question.at)),
-        ("on disk", sized(asked.bytes)),
+        ("on disk", sized(computed.bytes)),
     ]
-    names = {folder.data: name for name, folder in asked.results.items()}
-    runs = [folder for folder in asked.pieces if folder.run is not None]
-    pieces = [folder for folder in asked.pieces if folder.run is None]
+    names = {folder.data: name for name, folder in computed.results.items()}
+    runs = [folder for folder in computed.pieces if folder.run is not None]
+    pieces = [folder for folder in computed.pieces if folder.run is None]
     views: list[View] = [
         Values(pairs=tuple(values)),
-        results_table(held, list(asked.results.values()), here, names=names, title="Results"),
+        results_table(snapshot, list(computed.results.values()), address, names=names, title="Results"),
     ]
     if runs:
-        views.append(runs_table(runs, here, title="Runs that were read"))
+        views.append(runs_table(runs, address, title="Runs that were read"))
     if pieces:
-        views.append(results_table(held, pieces, here, title="Results that were read"))
+        views.append(results_table(snapshot, pieces, address, title="Results that were read"))
     return Page(
-        address=here,
+        address=address,
         title=question.workflow,
         over="computed workflow",
-        up=(home(here),),
+        up=(home(address),),
         views=tuple(views),
     )

@@ -1,4 +1,4 @@
-"""A result: what is in it, as tables, curves and heatmaps; the recipe that made it; its lineage."""
+"""Page of a result: its variables as tables, curves and heatmaps, its recipe, and its lineage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...views import Choice, Heatmap, Line, Lines, Note, Table, Values, View, la
 from .. import addresses
 from ..lineage import lineage
 from ..page import Page
-from .parts import home, sized, way_to
+from .parts import entry_links, home, sized
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -23,47 +23,56 @@ if TYPE_CHECKING:
 __all__ = ["report", "result_page"]
 
 VARIABLES = 12
-"""Variables of a result that are drawn."""
+"""Largest number of variables that are drawn."""
 POINTS, ROWS, COLUMNS, WORDS, SLICES = 2000, 128, 256, 40, 6
-"""Of a curve, of a heatmap, of a list of text; matrices of an array of more dims."""
+"""Largest number of points of a curve, rows and columns of a heatmap, texts of a list, and 2D slices of an
+array with more than two dims."""
 PROMPT_DIMS = ("position", "token", "key_position", "query_position")
-"""Dims along the tokens of a prompt, where position 0 is its first token."""
+"""Dims along the tokens of a prompt, where 0 is its first token."""
 PARAMETERS = 4000
-"""Characters of a parameter that are written out."""
+"""Largest number of characters of a parameter that are shown."""
 
 
-def result_page(held: Snapshot, folder: HeldFolder) -> Page:
-    """The page of a result."""
+def result_page(snapshot: Snapshot, folder: HeldFolder) -> Page:
+    """Page of a result.
+
+    Arguments:
+        snapshot: Content of the store.
+        folder: Folder of the result.
+    """
     record = folder.records[0]
-    here = addresses.result(record.key)
-    views: list[View] = [_facts(held, folder)]
+    address = addresses.result(record.key)
+    views: list[View] = [_facts(snapshot, folder)]
     try:
-        dataset = held.store.open_result(record)
+        dataset = snapshot.store.open_result(record)
         views += [_variables(dataset), *report(dataset)]
     except MizarrError as error:
         views.append(Note(title="Cannot be read", text=str(error)))
-    views += [*_recipe(held, folder), lineage(held, folder, way_to(here))]
+    views += [*_recipe(snapshot, folder), lineage(snapshot, folder, entry_links(address))]
     return Page(
-        address=here,
+        address=address,
         title=record.label,
         over=f"result {record.short}",
-        up=(home(here),),
+        up=(home(address),),
         views=tuple(views),
     )
 
 
 def report(dataset: xr.Dataset) -> Iterator[View]:
-    """What is in a result, drawn; large arrays as far as one can look at them, which they say."""
+    """Views of the variables of a dataset: scalars, texts, curves, heatmaps.
+
+    Only the beginning of a large array is shown; the caption then says how much.
+    """
     names = [str(name) for name in dataset.data_vars if dataset[name].size]
     numbers = []
     for name in names[:VARIABLES]:
         array = dataset[name]
         if array.ndim == 0:
-            numbers.append((labels.name(array), _word(array.values.item())))
+            numbers.append((labels.name(array), _scalar_text(array.values.item())))
         elif array.dtype.kind in "UTO":
             yield _texts(array, name)
         elif array.dtype.kind in "biuf":
-            yield _drawn(array, name)
+            yield _drawing(array, name)
     if numbers:
         yield Values(title="Numbers", pairs=tuple(numbers))
     if len(names) > VARIABLES:
@@ -72,32 +81,34 @@ def report(dataset: xr.Dataset) -> Iterator[View]:
         )
 
 
-def _drawn(array: xr.DataArray, title: str) -> View:
+def _drawing(array: xr.DataArray, title: str) -> View:
+    """Curve, heatmap, or a choice of heatmaps over the leading dims, by the number of dims."""
     if array.ndim == 1:
         return _curve(array, title)
     if array.ndim == 2:
         return _matrix(array, title)
-    front = array.dims[:-2]
-    places = list(np.ndindex(*(array.sizes[dim] for dim in front)))
+    leading_dims = array.dims[:-2]
+    indices = list(np.ndindex(*(array.sizes[dim] for dim in leading_dims)))
     options = []
-    for place in places[:SLICES]:
-        at = dict(zip(front, place, strict=True))
-        label = ", ".join(f"{labels.word(str(dim))} {array[dim].values[i]}" for dim, i in at.items())
-        options.append((label, _matrix(array.isel(at), "")))
-    told = f"The first {SLICES} of {len(places):,}." if len(places) > SLICES else ""
-    return Choice(title=title, name="at", options=tuple(options), caption=told)
+    for index in indices[:SLICES]:
+        selection = dict(zip(leading_dims, index, strict=True))
+        label = ", ".join(f"{labels.word(str(dim))} {array[dim].values[i]}" for dim, i in selection.items())
+        options.append((label, _matrix(array.isel(selection), "")))
+    caption = f"The first {SLICES} of {len(indices):,}." if len(indices) > SLICES else ""
+    return Choice(title=title, name="at", options=tuple(options), caption=caption)
 
 
 def _curve(array: xr.DataArray, title: str) -> View:
+    """A one-dimensional array as a curve; coordinates that do not increase become text labels."""
     dim = str(array.dims[0])
     part = array.isel({dim: slice(0, POINTS)})
     x = part[dim].values.tolist()
-    is_rising = all(isinstance(at, int | float) for at in x) and bool((np.diff(x) > 0).all())
+    is_increasing = all(isinstance(value, int | float) for value in x) and bool((np.diff(x) > 0).all())
     line = Line(title, np.asarray(part.values, np.float64))
     return Lines(
         title=title,
-        caption=_about(array, f"The first {POINTS:,} of {array.size:,}." if array.size > POINTS else ""),
-        x=tuple(map(float, x)) if is_rising else tuple(map(str, x)),
+        caption=_caption(array, f"The first {POINTS:,} of {array.size:,}." if array.size > POINTS else ""),
+        x=tuple(map(float, x)) if is_increasing else tuple(map(str, x)),
         lines=(line,),
         x_name=labels.word(dim),
         y_name=labels.name(array),
@@ -106,48 +117,56 @@ def _curve(array: xr.DataArray, title: str) -> View:
 
 
 def _matrix(array: xr.DataArray, title: str) -> View:
-    down, across = map(str, array.dims)
-    part = array.isel({down: slice(0, ROWS), across: slice(0, COLUMNS)})
-    shape = f"{array.sizes[down]:,} × {array.sizes[across]:,}"
-    told = "" if part.shape == array.shape else f"The first {part.shape[0]} × {part.shape[1]} of {shape}."
+    """A two-dimensional array as a heatmap."""
+    row_dim, column_dim = map(str, array.dims)
+    part = array.isel({row_dim: slice(0, ROWS), column_dim: slice(0, COLUMNS)})
+    shape = f"{array.sizes[row_dim]:,} × {array.sizes[column_dim]:,}"
+    extent = "" if part.shape == array.shape else f"The first {part.shape[0]} × {part.shape[1]} of {shape}."
+    # Read once: the stored array is lazy.
     part = part.copy(data=np.asarray(part.values, np.float64))
     has_both_signs = bool((part.values < 0).any() and (part.values > 0).any())
-    heatmap = Heatmap.of(part, title=title, caption=_about(array, told), diverging=has_both_signs)
-    starts_prompt = across in PROMPT_DIMS and part[across].values.tolist()[:1] in ([0], ["0"])
+    heatmap = Heatmap.of(part, title=title, caption=_caption(array, extent), diverging=has_both_signs)
+    starts_prompt = column_dim in PROMPT_DIMS and part[column_dim].values.tolist()[:1] in ([0], ["0"])
     return heatmap.without_first_token() if starts_prompt else heatmap
 
 
 def _texts(array: xr.DataArray, title: str) -> View:
+    """An array of text as a table with one row per text."""
     words = [
         str(word) for word in array.isel({dim: slice(0, WORDS) for dim in array.dims}).values.ravel()[:WORDS]
     ]
-    told = f"The first {len(words)} of {array.size:,}." if array.size > len(words) else ""
+    caption = f"The first {len(words)} of {array.size:,}." if array.size > len(words) else ""
     return Table.of(
-        list(enumerate(words)), ("", lambda row: row[0], "d"), (title, lambda row: row[1]), caption=told
+        list(enumerate(words)), ("", lambda row: row[0], "d"), (title, lambda row: row[1]), caption=caption
     )
 
 
-def _about(array: xr.DataArray, told: str) -> str:
+def _caption(array: xr.DataArray, extent: str) -> str:
+    """Long name and unit of an array as a sentence, followed by `extent`, which says how much is shown."""
     name = str(array.attrs.get("long_name", ""))
     unit = labels.unit(array)
-    said = f"{name}, {unit}" if name and unit else name
-    return " ".join(part for part in (f"{said[:1].upper()}{said[1:]}." if said else "", told) if part)
+    quantity = f"{name}, {unit}" if name and unit else name
+    sentence = f"{quantity[:1].upper()}{quantity[1:]}." if quantity else ""
+    return " ".join(part for part in (sentence, extent) if part)
 
 
-def _word(value: Any) -> str:
+def _scalar_text(value: Any) -> str:
+    """A scalar as text; floats with six significant digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _facts(held: Snapshot, folder: HeldFolder) -> Values:
+def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
+    """Date, size and pin of a result, and what `mizarr gc` would do with it."""
     pairs = {
         "stored (UTC)": folder.records[0].created[:16].replace("T", " "),
         "on disk": sized(folder.usage.bytes),
-        "pinned as": held.pin(folder) or "–",
+        "pinned as": snapshot.pin(folder) or "–",
     }
-    return Values(pairs=tuple(pairs.items()), caption=f"mizarr gc: it {held.fate(folder)}.")
+    return Values(pairs=tuple(pairs.items()), caption=f"mizarr gc: it {snapshot.fate(folder)}.")
 
 
 def _variables(dataset: xr.Dataset) -> Table:
+    """Table of the variables with dims, dtype, unit and description."""
     rows = [(str(name), array) for name, array in dataset.data_vars.items()]
     return Table.of(
         rows,
@@ -158,32 +177,33 @@ def _variables(dataset: xr.Dataset) -> Table:
         ),
         ("dtype", lambda row: _dtype(row[1].dtype)),
         ("unit", lambda row: labels.unit(row[1]) or "–"),
-        ("what it is", lambda row: str(row[1].attrs.get("long_name", "")) or "–"),
-        title="What it holds",
+        ("description", lambda row: str(row[1].attrs.get("long_name", "")) or "–"),
+        title="Variables",
     )
 
 
 def _dtype(dtype: Any) -> str:
+    """Name of a dtype; "text" for all string types."""
     return "text" if dtype.kind in "UTO" else str(dtype)
 
 
-def _recipe(held: Snapshot, folder: HeldFolder) -> Iterator[View]:
-    """Stage, parameters and what is noted about the computation."""
-    record, asked = folder.records[0], folder.note("request") or {}
-    stage = str(asked.get("stage", "")).partition("/")[0]
+def _recipe(snapshot: Snapshot, folder: HeldFolder) -> Iterator[View]:
+    """Table of key, stage, parameters, inputs, and the noted facts about the computation."""
+    record, request = folder.records[0], folder.note("request") or {}
+    stage = str(request.get("stage", "")).partition("/")[0]
     pairs = [("key", record.key), ("content", record.content)]
-    if asked:
-        pairs.insert(0, ("stage", f"{asked.get('stage')}/{asked.get('version')}"))
-    for name, value in sorted((asked.get("params") or {}).items()):
+    if request:
+        pairs.insert(0, ("stage", f"{request.get('stage')}/{request.get('version')}"))
+    for name, value in sorted((request.get("params") or {}).items()):
         text = json.dumps(value, ensure_ascii=False)
-        cut = f"{text[:PARAMETERS]} … ({len(text):,} characters)" if len(text) > PARAMETERS else text
-        pairs.append((f"parameter {name}", cut))
-    pairs += [(f"input {name}", content) for name, content in sorted((asked.get("inputs") or {}).items())]
-    pairs += [(name, told) for name, told in facts(held.store, record) if name != "content"]
+        shown = f"{text[:PARAMETERS]} … ({len(text):,} characters)" if len(text) > PARAMETERS else text
+        pairs.append((f"parameter {name}", shown))
+    pairs += [(f"input {name}", content) for name, content in sorted((request.get("inputs") or {}).items())]
+    pairs += [(name, text) for name, text in facts(snapshot.store, record) if name != "content"]
     yield Table.of(
         pairs,
         ("", lambda pair: pair[0]),
         ("how it was made", lambda pair: pair[1]),
         title="Recipe",
-        caption=f"mizarr show {record.short} opens it; mizarr stages {stage} tells what the stage does.",
+        caption=f"mizarr show {record.short} prints this result; mizarr stages {stage} describes the stage.",
     )

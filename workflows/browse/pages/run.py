@@ -1,4 +1,4 @@
-"""A run: what it was, its hook points with sizes, how far it is, its prompts, and what was made of it."""
+"""Page of a run: model and dtypes, progress, hook points with sizes, lineage, and the list of prompts."""
 
 from __future__ import annotations
 
@@ -10,62 +10,78 @@ from ...holdings import HeldFolder, Snapshot
 from ...views import Note, Table, Values, View
 from .. import addresses
 from ..lineage import lineage
-from ..opened import Harvest, OpenedRun, harvest, opened
+from ..opened import Harvest, OpenedRun, harvest, open_run
 from ..page import HarvestProgress, Page
-from .parts import cut, digest_of, home, linked, moment, paged, sized, way_to
-from .store import told
+from .parts import cut, digest_of, entry_links, home, linked, moment, page_of, sized
+from .store import progress_text
 
 __all__ = ["PER_PAGE", "progress", "run_page"]
 
 PER_PAGE = 50
-"""Prompts on a page."""
+"""Number of prompts per page."""
 SHOWN = 140
-"""Characters of a prompt in a list."""
+"""Largest number of characters of a prompt in the list."""
 
 
-def run_page(held: Snapshot, folder: HeldFolder, number: int) -> Page | None:
-    """A page of a run; None where it has fewer pages of prompts."""
+def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None:
+    """Page of a run.
+
+    Arguments:
+        snapshot: Content of the store.
+        folder: Folder of the run.
+        number: Number of the page of prompts, from 1; only page 1 shows everything else.
+
+    Returns:
+        The page; None if the run has fewer pages of prompts.
+    """
     assert folder.run is not None
-    run, state = opened(held.store, folder), harvest(held.store, folder)
+    run, state = open_run(snapshot.store, folder), harvest(snapshot.store, folder)
     digest = digest_of(folder)
-    here = addresses.run(digest, number)
-    rows, links = paged(
-        range(folder.run.prompts), number, PER_PAGE, here, lambda to: addresses.run(digest, to)
+    address = addresses.run(digest, number)
+    rows, links = page_of(
+        range(folder.run.prompts),
+        number,
+        PER_PAGE,
+        address,
+        lambda page_number: addresses.run(digest, page_number),
     )
     if not rows:
         return None
-    prompts = _prompts(run, list(rows), here, digest)
+    prompts = _prompts(run, list(rows), address, digest)
     views: list[View] = []
     if number == 1:
-        views += [_facts(held, folder), *progress(folder, state), _hook_points(run)]
-        views += [lineage(held, folder, way_to(here))]
-    views += [each for each in (links, prompts, links) if each is not None]
+        views += [_facts(snapshot, folder), *progress(folder, state), _hook_points(run)]
+        views += [lineage(snapshot, folder, entry_links(address))]
+    views += [view for view in (links, prompts, links) if view is not None]
     return Page(
-        address=here,
+        address=address,
         title=f"{folder.run.model}, {folder.run.prompts:,} prompts",
         over=f"run {digest[:12]}",
-        up=(home(here),),
+        up=(home(address),),
         views=tuple(views),
         live="" if state.is_whole and not state.is_live else f"run/{digest}/live.json",
     )
 
 
 def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
-    """How far a run is; nothing for one that is whole."""
+    """Progress of the capture of a run; no view for a complete run."""
     if not state.is_whole or state.is_live:
-        words = told(state.done, state.total, state.claimed, state.tokens)
         yield HarvestProgress(
-            name=digest_of(folder)[:12], done=state.done, claimed=state.claimed, total=state.total, told=words
+            name=digest_of(folder)[:12],
+            done=state.done,
+            claimed=state.claimed,
+            total=state.total,
+            told=progress_text(state.done, state.total, state.claimed, state.tokens),
         )
 
 
-def _facts(held: Snapshot, folder: HeldFolder) -> Values:
-    """Which passes these were; what was not noted of them is left out."""
+def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
+    """Model, dtypes, device and dates of a run; facts that were not recorded are omitted."""
     assert folder.run is not None
     identity = folder.note("identity") or {}
     hooks = folder.note("hooks") or {}
     interventions = len(hooks.get("interventions", ()))
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": folder.run.model,
         "weights": str(identity.get("weights", "")).removeprefix("sha256:")[:12],
         "computed in": identity.get("dtype"),
@@ -78,12 +94,12 @@ def _facts(held: Snapshot, folder: HeldFolder) -> Values:
         "last written (UTC)": moment(folder.written),
         "first written": str(folder.notes[0].get("at", ""))[:10] if folder.notes else "",
     }
-    pairs = tuple((name, str(value)) for name, value in told.items() if value)
-    return Values(pairs=pairs, caption=f"mizarr gc: it {held.fate(folder)}.")
+    pairs = tuple((name, str(value)) for name, value in values.items() if value)
+    return Values(pairs=pairs, caption=f"mizarr gc: it {snapshot.fate(folder)}.")
 
 
 def _hook_points(run: OpenedRun) -> View:
-    """Variables that are declared, their layers, dims and bytes as published."""
+    """Table of the declared variables with hook point, published layers, dims and bytes."""
     published: dict[str, list[int | None]] = {}
     for variable, layer in run.entry.published():
         published.setdefault(variable, []).append(layer)
@@ -97,10 +113,10 @@ def _hook_points(run: OpenedRun) -> View:
         return rows * spec.row_bytes
 
     def layers(name: str) -> str:
-        held = published.get(name)
-        if not held:
+        published_layers = published.get(name)
+        if not published_layers:
             return "none finished"
-        return ranges(sorted(layer for layer in held if layer is not None)) or "–"
+        return ranges(sorted(layer for layer in published_layers if layer is not None)) or "–"
 
     return Table.of(
         sorted(specs),
@@ -114,26 +130,34 @@ def _hook_points(run: OpenedRun) -> View:
 
 
 def _dims(dims: tuple[str, ...], sizes: Any) -> Iterator[str]:
+    """Each dim with its size, if it is fixed: "token", "hidden 64"."""
     for dim in dims:
         yield f"{dim} {sizes[dim]}" if dim in sizes else dim
 
 
-def _prompts(run: OpenedRun, rows: list[int], here: str, digest: str) -> Table:
-    """A line per prompt of some neighbouring rows, which leads to its page."""
+def _prompts(run: OpenedRun, rows: list[int], address: str, digest: str) -> Table:
+    """Table of consecutive prompts with links to their pages.
+
+    Arguments:
+        run: The run.
+        rows: Indices of the prompts.
+        address: Address of the page that shows the table.
+        digest: Digest of the run.
+    """
     packed = run.entry.tokens
 
     def text(row: int) -> str:
         if packed.texts is not None:
             return cut(packed.texts[row], SHOWN) or "(empty)"
+        # Without stored texts, the first 40 tokens are joined.
         start = int(packed.row_start[row])
         return cut(run.passage(range(start, start + min(40, int(packed.row_size[row])))), SHOWN)
 
-    first, last = rows[0], rows[-1]
     return Table.of(
         rows,
-        ("prompt", lambda row: linked(str(row), here, addresses.prompt(digest, row))),
+        ("prompt", lambda row: linked(str(row), address, addresses.prompt(digest, row))),
         ("tokens", lambda row: int(packed.row_size[row]), ",d"),
         ("text", text),
         title="Prompts",
-        caption=f"Prompts {first:,} to {last:,} of {packed.n_prompts:,}; long ones are cut.",
+        caption=f"Prompts {rows[0]:,} to {rows[-1]:,} of {packed.n_prompts:,}; long texts are shortened.",
     )

@@ -1,4 +1,4 @@
-"""Prompts that have some words, over all runs; a question that takes long is answered in parts."""
+"""Page that searches the prompts of all runs for a text; a long search is split over several pages."""
 
 from __future__ import annotations
 
@@ -15,121 +15,166 @@ from .. import addresses
 from ..page import Link, Links, Page, SearchForm
 from .parts import cut, digest_of, home, linked
 
-__all__ = ["Hit", "Looked", "look", "search_page"]
+__all__ = ["Hit", "SearchResult", "search_page", "search_prompts"]
 
 MOST = 100
-"""Prompts found per page."""
+"""Largest number of matching prompts per page."""
 SECONDS = 0.5
-"""Of looking per page; a longer search goes on by a link."""
+"""Time limit of the search for one page in seconds; a link continues a longer search."""
 AROUND = 70
-"""Characters shown before and behind what was found."""
+"""Number of characters shown before and after a match."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A prompt that has the words. start, stop: where in its text."""
+    """A prompt that contains the searched text."""
 
     digest: str
+    """Digest of the run."""
     model: str
+    """Name of the run's model."""
     prompt: int
+    """Index of the prompt in the run."""
     text: str
+    """Text of the prompt."""
     start: int
+    """Character offset of the first match in the text."""
     stop: int
+    """Character offset after the first match."""
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What was found. onward: (run, prompt) where the search goes on, None at the end. runs, prompts: looked
-    at. without: runs whose prompts have no texts."""
+class SearchResult:
+    """Matching prompts, and how much of the store was searched."""
 
     hits: tuple[Hit, ...]
-    onward: tuple[int, int] | None
-    runs: int
-    prompts: int
-    without: int
+    """The matching prompts."""
+    resume_at: tuple[int, int] | None
+    """(run index, prompt index) from which a following search continues; None at the end of the store."""
+    n_runs: int
+    """Number of completely searched runs."""
+    n_prompts: int
+    """Number of searched prompts."""
+    n_without_texts: int
+    """Number of runs that have no texts to search."""
 
 
 def search_page(
-    held: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, is_static: bool = False
+    snapshot: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, is_static: bool = False
 ) -> Page:
-    """Prompts with some words. start: run and prompt to begin at. is_static: of files, which cannot
-    answer; the first prompts are listed, and a script filters them."""
-    here = addresses.SEARCH
-    action = addresses.to(here, addresses.SEARCH)
+    """Page with the search form and the matching prompts.
+
+    Arguments:
+        snapshot: Content of the store.
+        words: Text to search for, case-insensitive; "" shows the form only.
+        start: Indices of the run and the prompt at which to start.
+        is_static: Whether the page is written to a file. It then lists the first prompts of the store, and a
+            script filters them, as there is no server.
+    """
+    address = addresses.SEARCH
+    action = addresses.relative(address, addresses.SEARCH)
     views: list[View] = [SearchForm(action=action, words=words, filters=is_static)]
     if words.strip() or is_static:
-        found = look(held, words.strip(), start, seconds=float("inf") if is_static else SECONDS)
-        views += _answer(found, here, words.strip(), is_static=is_static)
+        seconds = float("inf") if is_static else SECONDS
+        result = search_prompts(snapshot, words.strip(), start, seconds=seconds)
+        views += _result_views(result, address, words.strip(), is_static=is_static)
     return Page(
-        address=here,
+        address=address,
         title=f"Prompts with {cut(words, 60)!r}" if words.strip() else "Search prompts",
         over="mizarr store",
-        up=(home(here),),
+        up=(home(address),),
         views=tuple(views),
     )
 
 
-def look(held: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, seconds: float = SECONDS) -> Looked:
-    """Prompts whose text has the words, whatever their case; at most `MOST`, in about `seconds`."""
-    wanted, until = words.casefold(), time.monotonic() + seconds
+def search_prompts(
+    snapshot: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, seconds: float = SECONDS
+) -> SearchResult:
+    """Search the texts of all prompts, case-insensitively.
+
+    Arguments:
+        snapshot: Content of the store.
+        words: Text to search for.
+        start: Indices of the run and the prompt at which to start.
+        seconds: Time limit. The search also stops after MOST matches.
+    """
+    pattern, deadline = words.casefold(), time.monotonic() + seconds
     hits: list[Hit] = []
-    prompts = without = number = 0
-    runs = held.runs
-    for number in range(start[0], len(runs)):
-        folder = runs[number]
+    n_prompts = n_without_texts = 0
+    runs = snapshot.runs
+    for run_index in range(start[0], len(runs)):
+        folder = runs[run_index]
         try:
-            texts = read_texts(held.store.files, folder.data)
+            texts = read_texts(snapshot.store.files, folder.data)
         except MizarrError:
             texts = None
         if texts is None:
-            without += 1
+            n_without_texts += 1
             continue
-        for prompt in range(start[1] if number == start[0] else 0, len(texts)):
-            if len(hits) == MOST or (prompt % 64 == 0 and time.monotonic() > until):
-                return Looked(tuple(hits), (number, prompt), number - start[0], prompts, without)
+        for prompt in range(start[1] if run_index == start[0] else 0, len(texts)):
+            # The clock is read for every 64th prompt only.
+            if len(hits) == MOST or (prompt % 64 == 0 and time.monotonic() > deadline):
+                n_runs = run_index - start[0]
+                return SearchResult(tuple(hits), (run_index, prompt), n_runs, n_prompts, n_without_texts)
             text = texts[prompt]
-            prompts += 1
-            at = _found(text, wanted)
-            if at >= 0:
+            n_prompts += 1
+            offset = _match_offset(text, pattern)
+            if offset >= 0:
                 assert folder.run is not None
-                hits.append(Hit(digest_of(folder), folder.run.model, prompt, text, at, at + len(words)))
-    return Looked(tuple(hits), None, len(runs) - start[0], prompts, without)
+                stop = offset + len(words)
+                hits.append(Hit(digest_of(folder), folder.run.model, prompt, text, offset, stop))
+    return SearchResult(tuple(hits), None, len(runs) - start[0], n_prompts, n_without_texts)
 
 
-def _found(text: str, wanted: str) -> int:
-    """Where a text has the words, -1 for nowhere; its beginning where folding the case moved characters."""
+def _match_offset(text: str, pattern: str) -> int:
+    """Character offset of the first match in a text, -1 for none. pattern: case-folded text.
+
+    Case folding can change the length of a text ("ß" becomes "ss"), which shifts offsets: then it is 0.
+    """
     folded = text.casefold()
-    at = folded.find(wanted)
-    return at if at < 0 or len(folded) == len(text) else 0
+    offset = folded.find(pattern)
+    return offset if offset < 0 or len(folded) == len(text) else 0
 
 
-def _answer(found: Looked, here: str, words: str, *, is_static: bool) -> Iterator[View]:
-    told = f"{len(found.hits):,} found in {found.prompts:,} prompts of {found.runs:,} runs"
+def _result_views(result: SearchResult, address: str, words: str, *, is_static: bool) -> Iterator[View]:
+    """Table of the matching prompts, and the link that continues the search.
+
+    Arguments:
+        result: Result of the search.
+        address: Address of the page.
+        words: The text that was searched for.
+        is_static: Whether the page is written to a file.
+    """
+    summary = f"{len(result.hits):,} found in {result.n_prompts:,} prompts of {result.n_runs:,} runs"
     if is_static:
-        told = f"The first {len(found.hits):,} prompts of the store; mizarr browse searches all of them"
-    if found.without:
-        told += f"; {found.without:,} runs have no texts to search"
-    if found.hits:
+        summary = f"The first {len(result.hits):,} prompts of the store; mizarr browse searches all of them"
+    if result.n_without_texts:
+        summary += f"; {result.n_without_texts:,} runs have no texts to search"
+    if result.hits:
         yield Table.of(
-            found.hits,
-            ("prompt", lambda hit: linked(f"{hit.prompt:,}", here, addresses.prompt(hit.digest, hit.prompt))),
-            ("run", lambda hit: linked(hit.digest[:12], here, addresses.run(hit.digest))),
+            result.hits,
+            (
+                "prompt",
+                lambda hit: linked(f"{hit.prompt:,}", address, addresses.prompt(hit.digest, hit.prompt)),
+            ),
+            ("run", lambda hit: linked(hit.digest[:12], address, addresses.run(hit.digest))),
             ("model", lambda hit: hit.model),
-            ("text", _shown),
-            caption=f"{told}.",
+            ("text", _excerpt),
+            caption=f"{summary}.",
         )
     else:
-        yield Note(text=f"{told}.")
-    if found.onward is not None and not is_static:
-        run, prompt = found.onward
+        yield Note(text=f"{summary}.")
+    if result.resume_at is not None and not is_static:
+        run, prompt = result.resume_at
         query = urlencode({"q": words, "run": run, "prompt": prompt})
-        yield Links(links=(Link("go on searching", f"{addresses.to(here, here)}?{query}"),))
+        yield Links(links=(Link("continue the search", f"{addresses.relative(address, address)}?{query}"),))
 
 
-def _shown(hit: Hit) -> tuple[Styled, ...]:
-    """The text around what was found, which stands out."""
-    before, behind = hit.text[max(0, hit.start - AROUND) : hit.start], hit.text[hit.stop : hit.stop + AROUND]
-    parts = (("…" if hit.start > AROUND else "") + before, hit.text[hit.start : hit.stop], behind)
-    left, middle, right = (part.replace("\n", " ") for part in parts)
-    end = "…" if hit.stop + AROUND < len(hit.text) else ""
-    return Styled(left), Styled(middle, "bold"), Styled(right + end)
+def _excerpt(hit: Hit) -> tuple[Styled, ...]:
+    """The text around a match, with the match in bold."""
+    before = ("…" if hit.start > AROUND else "") + hit.text[max(0, hit.start - AROUND) : hit.start]
+    match = hit.text[hit.start : hit.stop]
+    after = hit.text[hit.stop : hit.stop + AROUND]
+    before, match, after = (text.replace("\n", " ") for text in (before, match, after))
+    ellipsis = "…" if hit.stop + AROUND < len(hit.text) else ""
+    return Styled(before), Styled(match, "bold"), Styled(after + ellipsis)

@@ -1,4 +1,4 @@
-"""The first page: what a store holds by model, its runs and results; and the long lists behind it."""
+"""The first page: totals, models, newest runs and results of a store; and the pages of the complete lists."""
 
 from __future__ import annotations
 
@@ -11,111 +11,127 @@ from ...views import Note, Table, Values, View, dim
 from .. import addresses
 from ..opened import harvest
 from ..page import HarvestProgress, Link, Links, Page, SearchForm
-from .parts import cut, digest_of, home, linked, moment, paged, results_table, runs_table, sized
+from .parts import cut, digest_of, home, linked, moment, page_of, results_table, runs_table, sized
 
-__all__ = ["PER_PAGE", "harvests", "listing", "lists", "reading", "store_page"]
+__all__ = ["PER_PAGE", "harvests", "listing", "lists", "progress_text", "reading", "store_page"]
 
 FIRST, PER_PAGE = 20, 100
-"""Lines of a list on the first page, and on pages of its own."""
+"""Number of rows of a list on the first page, and on each page of the complete list."""
 _TITLES = {
     "questions": "Computed workflows",
     "runs": "Runs",
     "results": "Results",
-    "cells": "Pieces of results",
+    "cells": "Partial results",
 }
+"""Headings of the lists."""
 SETTINGS = 120
-"""Characters of the settings of a workflow in a table."""
+"""Largest number of characters of a workflow's settings in a table."""
 LOOKED_AT = 8
-"""Runs, of those written last, that are asked whether somebody is at them."""
+"""Number of the most recently written runs that are checked for a capture in progress."""
 
 
-def store_page(held: Snapshot) -> Page:
-    """The first page: sums, what is being computed or damaged, models, and the first runs and results."""
-    here = addresses.INDEX
-    whole = lists(held)["results"]
-    tokens = sum(each.run.tokens for each in held.runs if each.run)
+def store_page(snapshot: Snapshot) -> Page:
+    """The first page: totals, captures in progress, damaged entries, models, newest runs and results."""
+    address = addresses.INDEX
+    results = lists(snapshot)["results"]
     values = Values(
         pairs=(
-            ("runs", f"{len(held.runs):,}"),
-            ("prompts", f"{sum(each.run.prompts for each in held.runs if each.run):,}"),
-            ("tokens", f"{tokens:,}"),
-            ("results", f"{len(whole):,}"),
-            ("on disk", sized(sum(each.usage.bytes for each in held.folders.values()))),
+            ("runs", f"{len(snapshot.runs):,}"),
+            ("prompts", f"{sum(folder.run.prompts for folder in snapshot.runs if folder.run):,}"),
+            ("tokens", f"{sum(folder.run.tokens for folder in snapshot.runs if folder.run):,}"),
+            ("results", f"{len(results):,}"),
+            ("on disk", sized(sum(folder.usage.bytes for folder in snapshot.folders.values()))),
         ),
-        caption=_freed(held),
+        caption=_freed(snapshot),
     )
     views: list[View] = [
-        SearchForm(action=addresses.to(here, addresses.SEARCH)),
+        SearchForm(action=addresses.relative(address, addresses.SEARCH)),
         values,
-        *reading(held),
-        *harvests(held, here),
-        *_damaged(held),
+        *reading(snapshot),
+        *harvests(snapshot, address),
+        *_damaged(snapshot),
     ]
-    if held.runs:
-        runs = held.asked_runs
-        views.append(_models(held))
-        views.append(runs_table(runs[:FIRST], here, title="Captured runs", caption=_some(len(runs))))
+    if snapshot.runs:
+        runs = snapshot.asked_runs
+        views.append(_models(snapshot))
+        views.append(runs_table(runs[:FIRST], address, title="Captured runs", caption=_shown_rows(len(runs))))
     else:
         views.append(Note(title="Captured runs", text="None yet: `mizarr capture MODEL PROMPTS` makes one."))
-    if questions := held.questions:
-        caption = _some(len(questions))
-        views.append(_questions(questions[:FIRST], here, title=_TITLES["questions"], caption=caption))
-    if others := held.other_results:
-        caption = _some(len(others))
-        views.append(results_table(held, others[:FIRST], here, title="Other results", caption=caption))
-    views.append(_all_of(held, here))
+    if questions := snapshot.questions:
+        caption = _shown_rows(len(questions))
+        views.append(_questions(questions[:FIRST], address, title=_TITLES["questions"], caption=caption))
+    if other_results := snapshot.other_results:
+        caption = _shown_rows(len(other_results))
+        views.append(
+            results_table(snapshot, other_results[:FIRST], address, title="Other results", caption=caption)
+        )
+    views.append(_list_links(snapshot, address))
     return Page(
-        address=here,
-        title=held.store.address.rstrip("/").rpartition("/")[2],
+        address=address,
+        title=snapshot.store.address.rstrip("/").rpartition("/")[2],
         over="mizarr store",
         views=tuple(views),
         live="live.json",
     )
 
 
-def lists(held: Snapshot) -> dict[str, list[Any]]:
-    """The long lists by name: of questions as AskedQuestion, all others of HeldFolder."""
+def lists(snapshot: Snapshot) -> dict[str, list[Any]]:
+    """The complete lists by name: "questions" holds `AskedQuestion`, the other lists `HeldFolder`."""
     return {
-        "questions": held.questions,
-        "runs": held.runs,
-        "results": [each for each in held.results if not each.is_cell],
-        "cells": [each for each in held.results if each.is_cell],
+        "questions": snapshot.questions,
+        "runs": snapshot.runs,
+        "results": [folder for folder in snapshot.results if not folder.is_cell],
+        "cells": [folder for folder in snapshot.results if folder.is_cell],
     }
 
 
-def listing(held: Snapshot, name: str, number: int) -> Page | None:
-    """A page of a long list; None where there is none."""
-    here, items = addresses.listing(name, number), lists(held)[name]
-    part, links = paged(items, number, PER_PAGE, here, lambda to: addresses.listing(name, to))
-    if not part and number != 1:
+def listing(snapshot: Snapshot, name: str, number: int) -> Page | None:
+    """Page of a complete list.
+
+    Arguments:
+        snapshot: Content of the store.
+        name: Key of `lists`.
+        number: Number of the page, from 1.
+
+    Returns:
+        The page; None if the list has fewer pages.
+    """
+    address, items = addresses.listing(name, number), lists(snapshot)[name]
+    page_items, links = page_of(
+        items, number, PER_PAGE, address, lambda page_number: addresses.listing(name, page_number)
+    )
+    if not page_items and number != 1:
         return None
     if name == "questions":
-        table = _questions(part, here)
+        table = _questions(page_items, address)
+    elif name == "runs":
+        table = runs_table(page_items, address)
     else:
-        table = runs_table(part, here) if name == "runs" else results_table(held, part, here)
-    views = [each for each in (links, table, links) if each is not None]
+        table = results_table(snapshot, page_items, address)
+    views = [view for view in (links, table, links) if view is not None]
     return Page(
-        address=here,
+        address=address,
         title=f"{_TITLES[name]}, {len(items):,}",
         over="mizarr store",
-        up=(home(here),),
-        views=tuple(views if len(part) > FIRST else views[:2] if links else views),
+        up=(home(address),),
+        # A short page has its links above the table only.
+        views=tuple(views if len(page_items) > FIRST else views[:2] if links else views),
     )
 
 
-def reading(held: Snapshot) -> Iterator[HarvestProgress]:
-    """How much of a store was looked at, right after the start."""
-    if held.unread:
-        found, total = len(held.folders), len(held.folders) + held.unread
-        words = f"{found:,} of {total:,} runs and results so far, the newest first"
-        yield HarvestProgress(name="Reading the store", done=found, claimed=0, total=total, told=words)
+def reading(snapshot: Snapshot) -> Iterator[HarvestProgress]:
+    """Progress of reading the store after the server has started; no view once all entries are read."""
+    if snapshot.unread:
+        n_read, total = len(snapshot.folders), len(snapshot.folders) + snapshot.unread
+        text = f"{n_read:,} of {total:,} runs and results so far, the newest first"
+        yield HarvestProgress(name="Reading the store", done=n_read, claimed=0, total=total, told=text)
 
 
-def harvests(held: Snapshot, here: str) -> Iterator[HarvestProgress]:
-    """Runs that somebody is at, of those written to last."""
-    for folder in [each for each in held.runs if each.run][:LOOKED_AT]:
+def harvests(snapshot: Snapshot, address: str) -> Iterator[HarvestProgress]:
+    """Progress of the captures that a process is working on, among the LOOKED_AT last written runs."""
+    for folder in [folder for folder in snapshot.runs if folder.run][:LOOKED_AT]:
         assert folder.run is not None
-        state = harvest(held.store, folder)
+        state = harvest(snapshot.store, folder)
         if not state.is_live:
             continue
         yield HarvestProgress(
@@ -123,29 +139,33 @@ def harvests(held: Snapshot, here: str) -> Iterator[HarvestProgress]:
             done=state.done,
             claimed=state.claimed,
             total=state.total,
-            told=told(state.done, state.total, state.claimed, state.tokens),
-            href=addresses.to(here, addresses.run(digest_of(folder))),
+            told=progress_text(state.done, state.total, state.claimed, state.tokens),
+            href=addresses.relative(address, addresses.run(digest_of(folder))),
         )
 
 
-def told(done: int, total: int, claimed: int, tokens: int) -> str:
-    """How far a harvest is, in words."""
-    whole = f"{done:,} of {total:,} segments committed ({tokens:,} tokens)"
+def progress_text(done: int, total: int, claimed: int, tokens: int) -> str:
+    """Progress of a capture in words; arguments as the fields of `Harvest`."""
+    committed = f"{done:,} of {total:,} segments committed ({tokens:,} tokens)"
     if claimed:
-        return f"{whole}, {claimed:,} being computed"
-    return whole if done == total else f"{whole}; nobody is at it, the same capture goes on from here"
+        return f"{committed}, {claimed:,} being computed"
+    if done == total:
+        return committed
+    return f"{committed}; no process is capturing it, the same `mizarr capture` command continues it"
 
 
-def _models(held: Snapshot) -> Table:
-    """A line per model: by the digest of its weights and configuration, as two may share a name."""
+def _models(snapshot: Snapshot) -> Table:
+    """Table of models, grouped by name and by digest of weights and configuration, as names can repeat."""
     groups: dict[tuple[str, str], list[HeldFolder]] = {}
-    for each in held.runs:
-        if each.run is not None:
-            groups.setdefault((each.run.model, each.model), []).append(each)
-    rows = sorted(groups.items(), key=lambda group: -sum(each.usage.bytes for each in group[1]))
+    for folder in snapshot.runs:
+        if folder.run is not None:
+            groups.setdefault((folder.run.model, folder.model), []).append(folder)
+    rows = sorted(groups.items(), key=lambda group: -sum(folder.usage.bytes for folder in group[1]))
 
     def hooks(group: Sequence[HeldFolder]) -> str:
-        names = {hook.partition(" ")[0] for each in group for hook in (each.run.hooks if each.run else ())}
+        names = {
+            hook.partition(" ")[0] for folder in group for hook in (folder.run.hooks if folder.run else ())
+        }
         return ", ".join(sorted(names)) or "none finished"
 
     return Table.of(
@@ -153,64 +173,74 @@ def _models(held: Snapshot) -> Table:
         ("model", lambda row: model_label(row[0][0])),
         ("digest", lambda row: dim(row[0][1][:12])),
         ("runs", lambda row: len(row[1]), ",d"),
-        ("prompts", lambda row: sum(each.run.prompts for each in row[1] if each.run), ",d"),
-        ("tokens", lambda row: sum(each.run.tokens for each in row[1] if each.run), ",d"),
-        ("on disk", lambda row: sum(each.usage.bytes for each in row[1]), sized),
+        ("prompts", lambda row: sum(folder.run.prompts for folder in row[1] if folder.run), ",d"),
+        ("tokens", lambda row: sum(folder.run.tokens for folder in row[1] if folder.run), ",d"),
+        ("on disk", lambda row: sum(folder.usage.bytes for folder in row[1]), sized),
         ("hook points", lambda row: hooks(row[1])),
         title="Models",
     )
 
 
-def _questions(questions: Sequence[AskedQuestion], here: str, *, title: str = "", caption: str = "") -> Table:
-    """A line per workflow that was computed, linked to its page."""
+def _questions(
+    questions: Sequence[AskedQuestion], address: str, *, title: str = "", caption: str = ""
+) -> Table:
+    """Table of computed workflows with links from the page at `address` to their pages."""
     return Table.of(
         questions,
         (
             "workflow",
-            lambda asked: linked(asked.question.workflow, here, addresses.question(asked.question.digest)),
+            lambda computed: linked(
+                computed.question.workflow, address, addresses.question(computed.question.digest)
+            ),
         ),
-        ("model", lambda asked: model_label(asked.question.model)),
-        ("settings", lambda asked: cut(asked.question.settings_line, SETTINGS)),
-        ("results", lambda asked: len(asked.results), ",d"),
-        ("on disk", lambda asked: asked.bytes, sized),
-        ("asked (UTC)", lambda asked: moment(asked.question.at)),
+        ("model", lambda computed: model_label(computed.question.model)),
+        ("settings", lambda computed: cut(computed.question.settings_line, SETTINGS)),
+        ("results", lambda computed: len(computed.results), ",d"),
+        ("on disk", lambda computed: computed.bytes, sized),
+        ("asked (UTC)", lambda computed: moment(computed.question.at)),
         title=title,
         caption=caption,
     )
 
 
-def _some(count: int) -> str:
-    """What stands below the first lines of a list."""
-    return (
-        f"All {count:,}, the one written last first."
-        if count <= FIRST
-        else f"The {FIRST} written last of {count:,}."
-    )
+def _shown_rows(count: int) -> str:
+    """Caption of a list on the first page: which of its `count` entries are shown."""
+    return f"All {count:,}, newest first." if count <= FIRST else f"The newest {FIRST} of {count:,}."
 
 
-def _all_of(held: Snapshot, here: str) -> Links:
-    """The ways to the long lists."""
+def _list_links(snapshot: Snapshot, address: str) -> Links:
+    """Links to the complete lists."""
     links = [
-        Link(f"all {len(items):,} {_TITLES[name].lower()}", addresses.to(here, addresses.listing(name)))
-        for name, items in lists(held).items()
+        Link(
+            f"all {len(items):,} {_TITLES[name].lower()}",
+            addresses.relative(address, addresses.listing(name)),
+        )
+        for name, items in lists(snapshot).items()
         if items
     ]
-    caption = "From pieces of results a computation that was stopped goes on." if lists(held)["cells"] else ""
+    caption = (
+        "An interrupted computation continues from its partial results." if lists(snapshot)["cells"] else ""
+    )
     return Links(title="Everything", links=tuple(links), caption=caption)
 
 
-def _freed(held: Snapshot) -> str:
-    """What gc would free, over all."""
-    gone = [each for each in held.folders.values() if held.fate(each).startswith("goes:")]
-    room = [each for each in held.folders.values() if held.fate(each).startswith("goes when")]
-    now = f"mizarr gc would free {sized(sum(each.usage.bytes for each in gone))} now"
-    return f"{now}, and with a quota up to {sized(sum(each.usage.bytes for each in room))} more."
+def _freed(snapshot: Snapshot) -> str:
+    """Sentence with the bytes that `mizarr gc` would free now, and at most with a quota."""
+
+    def total_bytes(fate: str) -> str:
+        folders = [folder for folder in snapshot.folders.values() if snapshot.fate(folder).startswith(fate)]
+        return sized(sum(folder.usage.bytes for folder in folders))
+
+    # The beginnings of the phrases of `Snapshot.fate`.
+    now, with_quota = total_bytes("goes:"), total_bytes("goes when")
+    return f"mizarr gc would free {now} now, and with a quota up to {with_quota} more."
 
 
-def _damaged(held: Snapshot) -> Iterator[Note]:
-    if held.damaged:
-        told = "; ".join(held.damaged[:3])
+def _damaged(snapshot: Snapshot) -> Iterator[Note]:
+    """Note with the first three damaged entries; no view if there are none."""
+    if snapshot.damaged:
+        examples = "; ".join(snapshot.damaged[:3])
         yield Note(
-            title=f"{len(held.damaged)} unreadable",
-            text=f"{told}. They are left out here; `mizarr verify` lists what is damaged.",
+            title=f"{len(snapshot.damaged)} unreadable",
+            text=f"{examples}. They are not listed on these pages; `mizarr verify` lists damaged files.",
         )

@@ -1,1 +1,1 @@
-"""Commands about a store as it is: what it holds, in and out of it, and what may go."""
+"""Commands on a store: list, show, browse, export, import, copy, merge, verify, pin, remove."""

@@ -1,4 +1,4 @@
-"""`mizarr browse` and `mizarr site`: a store as pages, served to this machine or written as files."""
+"""`mizarr browse` and `mizarr site`: a store as HTML pages, served to this machine or written as files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ..options import json_option, print_json, quiet_option, store_option
 def browse(store_path: str, port: int, no_open: bool) -> None:
     """Show a store in a browser.
 
-    What it holds by model, prompts and hook points; a run's prompts and tokens, and of a token norms, most
-    similar tokens, what a lens reads and which features are active; every result with its recipe and lineage;
-    harvests in progress, live. Nothing is changed. The pages are served to this machine alone, at an address
-    that is printed and holds a random word; Ctrl-C ends it. Needs the extra `browse`.
+    The pages list runs by model, prompts and hook points; the prompts and tokens of a run; the norms, most
+    similar tokens, lens predictions and active features of a token; each result with its settings and
+    lineage; and captures in progress, live. The store is not changed. The pages are served to this machine
+    only, at a printed address that contains a random word; Ctrl-C stops the server. Needs the extra `browse`.
     """
     from ....stages.extras import require
     from ....store import open_store
@@ -40,31 +40,33 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
     from ...browse.connections import redirecting_file
 
     store = open_store(store_path, mode="r")
-    with listening(port) as held:
+    with listening(port) as server_socket:
         word = new_word()
-        answers = application(store, word, held.getsockname()[1])
-        address = address_of(held.getsockname()[1], word)
+        app = application(store, word, server_socket.getsockname()[1])
+        address = address_of(server_socket.getsockname()[1], word)
         echo(address)
         echo("Ctrl-C ends it", err=True)
         with contextlib.ExitStack() as stack:
             if not no_open:
-                stack.enter_context(_ended_orderly())
+                stack.enter_context(_exit_on_signals())
+                # A file that redirects to the address: as an argument of the browser's process, the address
+                # with its secret word could be read by every user of the machine.
                 click.launch(str(stack.enter_context(redirecting_file(address))))
-            serve(answers, held)
+            serve(app, server_socket)
 
 
 @contextlib.contextmanager
-def _ended_orderly() -> Iterator[None]:
-    """Signals that end the process let it clean up before."""
+def _exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the redirecting file is removed."""
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -100,10 +102,10 @@ def _ended_orderly() -> Iterator[None]:
 def site(
     folder: Path, store_path: str, pages: int, prompts: int, tokens: int, as_json: bool, quiet: bool
 ) -> None:
-    """Write the pages of `mizarr browse` into FOLDER, to open them or to serve them.
+    """Write the pages of `mizarr browse` into FOLDER as static files.
 
-    Links beyond the limits lead to a page that says what was left out. A site that is there is replaced when
-    the new one is whole; a folder with other things in it is refused.
+    A link beyond the limits leads to a page that says what was left out. An existing site in FOLDER is
+    replaced when the new one is complete; a folder with other files is refused.
     """
     from ....pipeline.progress import Progress
     from ....store import open_store
@@ -113,12 +115,12 @@ def site(
     with Progress(quiet=quiet) as bars:
         task = bars.task("writing", unit="pages")
 
-        def seen(done: int, known: int) -> None:
-            task.total = known
-            task.advance(done - task.done)
+        def show_progress(n_written: int, n_known: int) -> None:
+            task.total = n_known
+            task.advance(n_written - task.done)
 
         limits = Limits(pages, prompts, tokens)
-        written = write_site(open_store(store_path, mode="r"), folder, limits, seen)
+        written = write_site(open_store(store_path, mode="r"), folder, limits, show_progress)
     if as_json:
         print_json({"site": str(folder / "index.html"), **vars(written)})
         return

@@ -1,6 +1,4 @@
-"""Commands that exchange arrays with other programs: `export` and `import`. Neither needs a model or
-torch.
-"""
+"""Commands that exchange arrays with other programs: `export` and `import`. Neither imports torch."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from ..options import json_option, print_json, store_option
 @click.option(
     "--format",
     "kind",
-    help="netcdf, zarr, parquet, safetensors or npz, where the name does not say; or datasets, saelens, "
-    "sparsify: folders that `datasets` opens.",
+    help="netcdf, zarr, parquet, safetensors or npz; default by the suffix of FILE. Or datasets, saelens, "
+    "sparsify: folders that the library `datasets` opens.",
 )
 @click.option(
     "--variables", metavar="NAMES", help="Variables to export, such as resid_post,mlp_out; default all."
@@ -54,8 +52,9 @@ def export(
 ) -> None:
     """Write one array, result or run to a file for another program.
 
-    KEY is any unique start of a key printed by `mizarr ls`, or of its DATA: then the whole run. Labels and
-    provenance go along. Written in pieces, and under its name only when whole.
+    KEY is any unique start of a key printed by `mizarr ls`, or of its DATA, which exports the whole run.
+    Labels and provenance are included. Data is streamed into a temporary file, which is renamed when it is
+    complete.
     """
     from ....store import open_store
     from ....store.exchange.exports import export_key
@@ -112,10 +111,11 @@ def import_(
     store_path: str,
     as_json: bool,
 ) -> None:
-    """Import activations that were harvested elsewhere as a run.
+    """Import activations that another program captured, as a run.
 
     FILE is .safetensors or .npz; its arrays are named after hook points (blocks.5.hook_resid_post), or mapped
-    to them. The model is what you declare, and the run is never taken for one computed here.
+    to them by --map. The model name is stored as you declare it; an imported run has a key of its own and is
+    never used in place of a run that mizarr captured.
     """
     from ...exchange import import_activations
 
@@ -142,31 +142,35 @@ def import_(
 
 
 def _names(pairs: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    """Array name -> hook point, from the values of --map; UsageError for a broken or repeated one."""
+    hook_by_array: dict[str, str] = {}
     for pair in pairs:
         name, equals, hook = pair.partition("=")
         if not equals or not name or not hook:
             raise click.UsageError(f"expected --map ARRAY=HOOK, found {pair!r}")
-        if name in found:
-            raise click.UsageError(f"expected one hook point of {name!r}, found {found[name]!r} and {hook!r}")
-        found[name] = hook
-    return found
+        if name in hook_by_array:
+            raise click.UsageError(
+                f"expected one hook point of {name!r}, found {hook_by_array[name]!r} and {hook!r}"
+            )
+        hook_by_array[name] = hook
+    return hook_by_array
 
 
 def _prompts(source: str | None) -> tuple[Any, Any]:
-    """(token ids, texts) of a file of prompts, one of them None."""
+    """(token ids, texts) read from a file of prompts: one is None; both are None without a file."""
     if source is None:
         return None, None
     from ..prompts import read_prompts
 
-    found = read_prompts([source])
-    return (None, found) if isinstance(found[0], str) else (found, None)
+    prompts = read_prompts([source])
+    return (None, prompts) if isinstance(prompts[0], str) else (prompts, None)
 
 
 def _layers(text: str) -> list[int]:
-    """Layers of "0-5,11"; UsageError for what is not written so."""
+    """Layer numbers of a text such as "0-5,11", both ends included; UsageError for any other form."""
     layers: list[int] = []
     for part in text.split(","):
+        # At most four digits: a mistyped range must not fill the memory.
         match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise click.UsageError(f"expected --layers as 0-5,11, found {text!r:.80}")

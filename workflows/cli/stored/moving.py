@@ -1,4 +1,4 @@
-"""Commands that bring what one store holds into another: `copy`, `merge`. Neither needs a model or torch."""
+"""Commands that copy runs and results between stores: `copy` and `merge`. Neither imports torch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 @click.option(
     "--codec",
     type=click.Choice(["zstd", "none"]),
-    help="Compress shards of runs in TARGET, to the same numbers and keys, or make them plain again; default "
-    "as they are. What is compressed is decoded when it is read, not mapped.",
+    help="Compress the shards of runs in TARGET (zstd), or store them uncompressed (none); default as in "
+    "SOURCE. Numbers and keys stay the same. Compressed shards are decoded on access, not memory-mapped.",
 )
 @json_option
 @quiet_option
@@ -51,16 +51,16 @@ def copy(
     """Copy SOURCE into TARGET, an existing or a new store.
 
     Both are folders or URLs such as s3://bucket/prefix. Every file is compared with its recorded digest. What
-    TARGET has already stays; a copy that was cut off goes on where it was.
+    TARGET already holds stays; after an interruption the same command continues.
     """
     from ....store import open_store
     from ....store.store import requested_store
 
     store = open_store(source, mode="r")
-    _require_other([source], target)
-    records = _chosen(store, runs, results)
-    with requested_store(target) as opened:
-        _tell(_copied([store], opened, [records], quiet, codec), as_json)
+    _require_distinct([source], target)
+    records = _selected_records(store, runs, results)
+    with requested_store(target) as target_store:
+        _print_copied(_copy_all([store], target_store, [records], quiet, codec), as_json)
 
 
 @click.command(epilog="Example: mizarr merge of-monday of-tuesday activations")
@@ -71,27 +71,35 @@ def copy(
 def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> None:
     """Merge all SOURCES into TARGET.
 
-    Where two hold the same key with other contents the first stays, TARGET's before all; those keys are told.
+    If two stores hold the same key with different contents, TARGET's content is kept, else that of the first
+    source; these keys are printed.
     """
     from ....store import open_store
     from ....store.store import requested_store
 
-    _require_other(sources, target)
+    _require_distinct(sources, target)
     stores = [open_store(source, mode="r") for source in sources]
     records = [list(store.records()) for store in stores]
-    with requested_store(target) as opened:
-        _tell(_copied(stores, opened, records, quiet), as_json)
+    with requested_store(target) as target_store:
+        _print_copied(_copy_all(stores, target_store, records, quiet), as_json)
 
 
-def _require_other(sources: Sequence[str], target: str) -> None:
-    """Raise UsageError for a source that is the target."""
+def _require_distinct(sources: Sequence[str], target: str) -> None:
+    """Raise UsageError if a source and the target are the same store."""
     for source in sources:
+        # The first comparison is for URLs, which are not paths.
         if source.rstrip("/") == target.rstrip("/") or Path(source).absolute() == Path(target).absolute():
             raise click.UsageError(f"expected a target beside its sources, found {target!r} twice")
 
 
-def _chosen(store: Store, runs: str | None, results: str | None) -> list[Record]:
-    """The records asked for; all where nothing is."""
+def _selected_records(store: Store, runs: str | None, results: str | None) -> list[Record]:
+    """Records of the runs and results named by --runs and --results; all records if both are None.
+
+    Arguments:
+        store: The source.
+        runs: Comma-separated prefixes of run digests.
+        results: Comma-separated prefixes of keys.
+    """
     if runs is None and results is None:
         return list(store.records())
     for text, option in ((runs, "--runs"), (results, "--results")):
@@ -102,35 +110,47 @@ def _chosen(store: Store, runs: str | None, results: str | None) -> list[Record]
     return [record for record in store.records() if record.data in folders or record.key in keys]
 
 
-def _copied(
+def _copy_all(
     stores: Sequence[Store],
     target: Store,
     records: Sequence[Sequence[Record]],
     quiet: bool,
     codec: str | None = None,
 ) -> list[Copied]:
+    """Copy records of several stores into one, with a progress bar each.
+
+    Arguments:
+        stores: The sources.
+        target: The store to copy into.
+        records: Per source, the records to copy.
+        quiet: Show no progress bars.
+        codec: "zstd" or "none" for the copied shards; None leaves them as they are.
+    """
     from ....pipeline.progress import Progress
 
-    found = []
+    summaries = []
     with Progress(quiet=quiet) as bars:
-        for store, asked in zip(stores, records, strict=True):
+        for store, store_records in zip(stores, records, strict=True):
             bar = bars.task(f"copying from {store.address}", unit="B")
 
-            def advance(done: int, bar: Bar = bar) -> None:
-                bar.advance(done - bar.done)
+            # `bar` is bound as a default: a closure would see the bar of a later source.
+            def advance(bytes_done: int, bar: Bar = bar) -> None:
+                bar.advance(bytes_done - bar.done)
 
-            found.append(store.copy_to(target, asked, advance, codec))
-    return found
+            summaries.append(store.copy_to(target, store_records, advance, codec))
+    return summaries
 
 
-def _tell(found: Sequence[Copied], as_json: bool) -> None:
+def _print_copied(summaries: Sequence[Copied], as_json: bool) -> None:
+    """Print numbers of copied and present keys, and the keys whose contents differ."""
     from ....pipeline.plan import human_bytes
 
     if as_json:
-        print_json([asdict(each) for each in found])
+        print_json([asdict(summary) for summary in summaries])
         return
-    copied, present = sum(len(each.copied) for each in found), sum(len(each.present) for each in found)
-    size = human_bytes(sum(each.bytes for each in found)) or "nothing"
-    echo(f"{copied} keys copied ({size}), {present} were there")
-    for key in (key for each in found for key in each.different):
+    n_copied = sum(len(summary.copied) for summary in summaries)
+    n_present = sum(len(summary.present) for summary in summaries)
+    size = human_bytes(sum(summary.bytes for summary in summaries)) or "nothing"
+    echo(f"{n_copied} keys copied ({size}), {n_present} were there")
+    for key in (key for summary in summaries for key in summary.different):
         echo(f"{key[:12]} is there with another content, which stays", err=True)

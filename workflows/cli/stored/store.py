@@ -1,4 +1,4 @@
-"""Commands about a store: `ls`, `show`, `verify`, `gc`, `pin`. None needs a model, weights or torch."""
+"""Commands on a store: `ls`, `show`, `verify`, `gc`, `pin`. None needs a model or imports torch."""
 
 from __future__ import annotations
 
@@ -29,33 +29,32 @@ if TYPE_CHECKING:
     from ...holdings import AskedQuestion, HeldFolder, Snapshot
 
 DAMAGED = 1
-_LONGEST, _ROWS = 200, 16
-"""Characters of settings and rows of a dataset that `show` prints."""
-_IN_TABLE = 80
-"""Characters of settings in a table of workflows."""
+"""Exit code of `verify` if any file is damaged."""
+_SETTINGS_CHARACTERS, _DATASET_ROWS = 200, 16
+"""Longest text of settings, and rows of a dataset, that `show` prints."""
+_SETTINGS_COLUMN = 80
+"""Longest text of settings, in characters, in the table of workflows of `ls`."""
 
 
 @click.command(epilog="Example: mizarr ls --store activations")
 @store_option
-@click.option(
-    "--all", "has_pieces", is_flag=True, help="List every run and result, also those that only serve others."
-)
+@click.option("--all", "has_pieces", is_flag=True, help="List every run and result, also intermediate ones.")
 @click.option("--keys", "by_key", is_flag=True, help="List one line per key; a run has one key per layer.")
 @json_option
 def ls(store_path: str, has_pieces: bool, by_key: bool, as_json: bool) -> None:
-    """List what was captured and computed in a store, the newest first.
+    """List the captured runs and computed workflows of a store, newest first.
 
-    A line for each run that was captured and for each workflow that was computed. Runs and results that only
-    serve others are listed by --all. RUN and KEY are what `mizarr show` and `mizarr export` take; KEY of a
-    workflow is that of its first result. With --keys one line per layer of a captured variable, and per
-    result: what `mizarr pin` takes; lines with equal DATA share a run, and CONTENT digests the values: equal
-    contents are equal numbers.
+    Prints a line per captured run and per computed workflow; --all adds intermediate runs and results. RUN
+    and KEY are the argument of `mizarr show` and `mizarr export`; KEY of a workflow is the key of its first
+    result. --keys prints a line per layer of a captured variable and per result, with the KEY that `mizarr
+    pin` takes. Lines with equal DATA belong to the same run; equal CONTENT, a digest of the values, means
+    equal numbers.
     """
     from ....store import open_store
 
     store = open_store(store_path, mode="r")
     if not by_key and not as_json:
-        _list_for_people(store, has_pieces)
+        _print_tables(store, has_pieces)
         return
     pins = {key: name for name, key in store.pins().items()}
     rows = [asdict(record) | {"pin": pins.get(record.key)} for record in store.records()]
@@ -76,18 +75,24 @@ def ls(store_path: str, has_pieces: bool, by_key: bool, as_json: bool) -> None:
     print_table(["KEY", "LABEL", "DATA", "CONTENT", "CREATED", "PIN"], short)
 
 
-def _list_for_people(store: Store, has_pieces: bool) -> None:
-    """Tables of captured runs, of computed workflows, and of results that belong to none."""
+def _print_tables(store: Store, has_pieces: bool) -> None:
+    """Print tables of captured runs, of computed workflows, and of results that belong to no workflow.
+
+    Arguments:
+        store: The store to list.
+        has_pieces: Also list the runs and results that are intermediate steps of workflows.
+    """
     from ....pipeline.plan import human_bytes
     from ...holdings import Holdings
 
-    held = Holdings(store).look()
-    runs = held.runs if has_pieces else held.asked_runs
-    results = held.results if has_pieces else held.other_results
+    # One look at all folders, so that the three tables are consistent while other processes write.
+    snapshot = Holdings(store).look()
+    runs = snapshot.runs if has_pieces else snapshot.asked_runs
+    results = snapshot.results if has_pieces else snapshot.other_results
     tables = [
         (_RUN_COLUMNS, [_run_row(folder) for folder in runs]),
-        (_QUESTION_COLUMNS, [_question_row(held, asked) for asked in held.questions]),
-        (_RESULT_COLUMNS, [_result_row(held, folder) for folder in results]),
+        (_QUESTION_COLUMNS, [_question_row(snapshot, question) for question in snapshot.questions]),
+        (_RESULT_COLUMNS, [_result_row(snapshot, folder) for folder in results]),
     ]
     for number, (columns, rows) in enumerate(table for table in tables if table[1]):
         if number:
@@ -97,12 +102,12 @@ def _list_for_people(store: Store, has_pieces: bool) -> None:
     if not any(rows for _, rows in tables):
         echo("nothing is stored yet", err=True)
     listed = {folder.data for folder in (*runs, *results)}
-    listed |= {folder.data for asked in held.questions for folder in asked.results.values()}
-    left_out = [folder for data, folder in held.folders.items() if data not in listed]
-    if left_out and not has_pieces:
-        size = human_bytes(sum(folder.usage.bytes for folder in left_out))
-        echo(f"{len(left_out):,} pieces of these, {size}, are listed by --all", err=True)
-    for damage in held.damaged:
+    listed |= {folder.data for question in snapshot.questions for folder in question.results.values()}
+    unlisted = [folder for data, folder in snapshot.folders.items() if data not in listed]
+    if unlisted and not has_pieces:
+        size = human_bytes(sum(folder.usage.bytes for folder in unlisted))
+        echo(f"{len(unlisted):,} intermediate runs and results, {size}, are listed by --all", err=True)
+    for damage in snapshot.damaged:
         echo(f"unreadable: {damage}", err=True)
 
 
@@ -112,6 +117,7 @@ _RESULT_COLUMNS = ("KEY", "RESULT", "SIZE", "WRITTEN", "PIN")
 
 
 def _run_row(folder: HeldFolder) -> dict[str, Any]:
+    """Table row of a captured run."""
     from ....pipeline.plan import human_bytes
     from ....pipeline.progress import short
     from ....store.upkeep.listing import model_label
@@ -131,34 +137,36 @@ def _run_row(folder: HeldFolder) -> dict[str, Any]:
     return dict(zip(_RUN_COLUMNS, values, strict=True))
 
 
-def _question_row(held: Snapshot, asked: AskedQuestion) -> dict[str, Any]:
+def _question_row(snapshot: Snapshot, computed: AskedQuestion) -> dict[str, Any]:
+    """Table row of a computed workflow."""
     from ....pipeline.plan import human_bytes
     from ....store.upkeep.listing import model_label
     from ...views.paper import fit
 
-    question, first = asked.question, next(iter(asked.results.values()))
+    question, first_result = computed.question, next(iter(computed.results.values()))
     values = (
         next(iter(question.results.values()))[:12],
         question.workflow,
         model_label(question.model),
-        fit(question.settings_line, _IN_TABLE),
-        human_bytes(asked.bytes),
+        fit(question.settings_line, _SETTINGS_COLUMN),
+        human_bytes(computed.bytes),
         _minute(question.at),
-        held.pin(first) or None,
+        snapshot.pin(first_result) or None,
     )
     return dict(zip(_QUESTION_COLUMNS, values, strict=True))
 
 
-def _result_row(held: Snapshot, folder: HeldFolder) -> dict[str, Any]:
+def _result_row(snapshot: Snapshot, folder: HeldFolder) -> dict[str, Any]:
+    """Table row of a result that belongs to no workflow."""
     from ....pipeline.plan import human_bytes
 
-    size, pin = human_bytes(folder.usage.bytes), held.pin(folder) or None
+    size, pin = human_bytes(folder.usage.bytes), snapshot.pin(folder) or None
     values = folder.records[0].short, folder.label, size, _minute(folder.written), pin
     return dict(zip(_RESULT_COLUMNS, values, strict=True))
 
 
 def _minute(seconds: float) -> str:
-    """A moment as people write it, in local time."""
+    """Local date and time, to the minute, of a Unix time in seconds."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
@@ -167,10 +175,10 @@ def _minute(seconds: float) -> str:
 @store_option
 @json_option
 def show(key: str, store_path: str, as_json: bool) -> None:
-    """Show one run, array or result, and how it was made.
+    """Show one run, array or result with its provenance.
 
-    KEY is any unique start of a key or of a run printed by `mizarr ls`. With --json the whole recipe, and all
-    that was noted: versions, parameters, parents, memory.
+    KEY is any unique start of a key or of a run printed by `mizarr ls`. --json prints the complete
+    provenance: versions, parameters, parents, memory.
     """
     from ....store import open_store
 
@@ -180,7 +188,7 @@ def show(key: str, store_path: str, as_json: bool) -> None:
     if as_json:
         print_json({"dataset": _shape(dataset), "provenance": provenance})
         return
-    for name, text in _about(provenance):
+    for name, text in _provenance_lines(provenance):
         echo(f"{name:<10}{text}")
     echo(f"{'open it':<10}mizarr.open_store({store_path!r})[{key!r}]")
     echo()
@@ -188,8 +196,12 @@ def show(key: str, store_path: str, as_json: bool) -> None:
         echo(repr(dataset))
 
 
-def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What stands in notes, a line each: how the data was made, by which workflows, and in what time."""
+def _provenance_lines(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(heading, text) of the lines that `show` prints: workflows, model, settings, inputs, time and versions.
+
+    Arguments:
+        provenance: Notes of an entry, as `Store.provenance` returns them, oldest first.
+    """
     from ....pipeline.plan import human_bytes
     from ....pipeline.progress import clock
     from ....store.upkeep.listing import model_label
@@ -197,19 +209,24 @@ def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]
     from ...views.paper import fit
 
     for question in filter(None, map(Question.of_note, provenance)):
-        told = f"{question.workflow} {model_label(question.model)} {fit(question.settings_line, _LONGEST)}"
-        yield "asked by", f"{told}, {_minute(question.at)}"
+        settings = fit(question.settings_line, _SETTINGS_CHARACTERS)
+        asked_by = f"{question.workflow} {model_label(question.model)} {settings}"
+        yield "asked by", f"{asked_by}, {_minute(question.at)}"
     if model := next((note["model"] for note in provenance if note.get("model")), None):
         yield "model", str(model)
-    if made := next((note for note in provenance if "request" in note), None):
-        request = made["request"]
+    if request_note := next((note for note in provenance if "request" in note), None):
+        request = request_note["request"]
         if request.get("params"):
-            yield "settings", fit(json.dumps(request["params"], ensure_ascii=False, default=str), _LONGEST)
-        if inputs := made.get("parents") or request.get("inputs"):
+            yield (
+                "settings",
+                fit(json.dumps(request["params"], ensure_ascii=False, default=str), _SETTINGS_CHARACTERS),
+            )
+        if inputs := request_note.get("parents") or request.get("inputs"):
             yield "made from", ", ".join(inputs)
-    timed = [note for note in provenance if "seconds" in note]
-    if timed:
-        last = timed[-1]
+    timed_notes = [note for note in provenance if "seconds" in note]
+    if timed_notes:
+        # Notes are sorted by time: the last one describes the latest computation.
+        last = timed_notes[-1]
         peak = human_bytes(last.get("memory", {}).get("resident", {}).get("peak", 0))
         words = [f"{last['at'][:16].replace('T', ' ')} UTC", f"in {clock(last['seconds'])}"]
         words += [f"{peak} of memory"] if peak else []
@@ -220,12 +237,12 @@ def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]
 
 
 def _short_repr() -> AbstractContextManager[None]:
-    """Makes xarray print a dataset on less than a screen."""
+    """Context in which xarray prints a dataset with at most _DATASET_ROWS rows per section."""
     import xarray as xr
 
     width = shutil.get_terminal_size().columns
     return xr.set_options(  # type: ignore[no-untyped-call]
-        display_expand_attrs=False, display_max_rows=_ROWS, display_width=width
+        display_expand_attrs=False, display_max_rows=_DATASET_ROWS, display_width=width
     )
 
 
@@ -247,13 +264,13 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
 
     store = open_store(store_path, mode="a" if quarantine else "r")
     with Progress(quiet=quiet) as bars:
-        read = bars.task("verifying", unit="B")
+        bar = bars.task("verifying", unit="B")
 
-        def seen(done: int, total: int) -> None:
-            read.total = total
-            read.advance(done - read.done)
+        def show_progress(bytes_done: int, bytes_total: int) -> None:
+            bar.total = bytes_total
+            bar.advance(bytes_done - bar.done)
 
-        damage = store.verify(quick=quick, progress=seen)
+        damage = store.verify(quick=quick, progress=show_progress)
     for item in damage if quarantine else ():
         store.quarantine(item)
     if as_json:
@@ -296,12 +313,13 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
         return
     for name in (*report.leftovers, *report.removed):
         echo(name)
-    done = "would be removed" if dry_run else "removed"
-    gone, kept = human_bytes(report.bytes) or "nothing", human_bytes(report.kept_bytes) or "nothing"
-    echo(f"{gone} {done}, {kept} stays", err=True)
+    action = "would be removed" if dry_run else "removed"
+    removed = human_bytes(report.bytes) or "nothing"
+    remaining = human_bytes(report.kept_bytes) or "nothing"
+    echo(f"{removed} {action}, {remaining} stays", err=True)
     if report.over_quota:
-        over = human_bytes(report.over_quota)
-        echo(f"{over} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
+        excess = human_bytes(report.over_quota)
+        echo(f"{excess} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
 
 
 @click.command(epilog="Example: mizarr pin figure-3 3f9a0c --store activations")
@@ -312,8 +330,9 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
 def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
     """Protect KEY, and everything it was computed from, from gc.
 
-    NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
+    NAME is any name that you choose; KEY is any unique start of a key printed by `mizarr ls`.
     """
+    # Exactly one of KEY and --remove.
     if remove == (key is not None):
         raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")
     store = existing_store(store_path)

@@ -1,1 +1,1 @@
-"""Attribution graphs as a view: what a page is given, what is drawn, and what is said of features."""
+"""View of attribution graphs: data for the page, drawing for figures, and notes on features."""

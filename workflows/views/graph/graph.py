@@ -1,11 +1,11 @@
-"""The attribution graph: pruned, looked into, pinned and grouped on a page, drawn in a figure.
+"""View of an attribution graph: interactive on a page (pruning, pinning, grouping), drawn in a figure.
 
-Border: a graph of stages/graph, and what is known of its features, in; arrays that a page can hold out. The
-page prunes by the same rule as `AttributionGraph.prune`, with the same counts: of the nodes that are embedded
-it has all edges among them, and a threshold that keeps more nodes cannot be chosen.
+The view holds the arrays that a page embeds. The page prunes by the same rule as `AttributionGraph.prune` and
+gets the same counts, because it has all edges among the embedded nodes; its slider cannot select a threshold
+that would keep more nodes than these.
 
-Axes: node, edge, and those of features.py. Weights are in units of the edge's target (pre-activation,
-or logits); influence and probabilities have none.
+Axes: node, edge, and those of features.py. Weights are in units of the edge's target (pre-activation of a
+feature, or logit); influence and probabilities are dimensionless.
 """
 
 from __future__ import annotations
@@ -34,59 +34,73 @@ if TYPE_CHECKING:
 __all__ = ["EDGES", "Graph"]
 
 KINDS = (FEATURE, ERROR, TOKEN, LOGIT)
+"""Names of the kinds of nodes; `Graph.kinds` holds indices into this tuple."""
 EDGES = 1 << 17
-"""Edges embedded at most: about 1.4 MB of a page."""
+"""Largest number of embedded edges: about 1.4 MB of a page."""
 BLOCK_BYTES = 1 << 26
-"""Of rows of the graph that are read at a time."""
+"""Bytes of adjacency rows that are read at a time."""
 NODES = 2000
-"""Features and errors among which edges are looked up: what a person can look at, and more."""
+"""Largest number of embedded features and errors; more than a person can look at."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph(View):
-    """Nodes by layer and position, and the edges among them, strongest first.
-
-    tokens: of the prompt.  layers: of the model.  kinds: index into KINDS [node]; layer: -1 for tokens, the
-    number of layers for logits; number: a feature's index, a token's id, -1 for errors; activation: NaN for
-    all but features; probability: NaN for all but logits, whose texts are `logits`, in their order, last of
-    all nodes.  influence, cumulative: as `prune` has them.  row: a feature's row in `notes`, -1 for none.
-    source, target: nodes of each edge.  n_nodes: of the whole graph.  n_edges: among the nodes here, embedded
-    or not.  share: largest threshold that keeps no node but those here.  node_threshold, edge_threshold:
-    where the sliders stand.
-    pinned, supernodes: names of nodes as circuit-tracer's viewer saves them, what the page begins with.
-    called: (name, label) of features that people named, such as ("L3:17", "capitals").
-    pruned: the kept part, of which a figure draws what carries most.  strongest: features it numbers
-    and names.
-    """
+    """Nodes of an attribution graph by layer and position, and the edges among them, strongest first."""
 
     kind: ClassVar[str] = "graph"
     is_drawn: ClassVar[bool] = True
     tokens: tuple[str, ...]
+    """Texts of the prompt's tokens [position]."""
     layers: int
+    """Number of layers of the model."""
     kinds: Array
+    """Kind of each node, uint8 [node]: index into KINDS. Logits are the last nodes."""
     layer: Array
+    """Layer of each node, int [node]; -1 for tokens, the number of layers for logits."""
     position: Array
+    """Position of each node, int [node]."""
     number: Array
+    """Feature index or token id of each node, int [node]; -1 for errors."""
     activation: Array
+    """Activation of each feature, float [node]; NaN for other nodes."""
     influence: Array
+    """Influence of each node on the logits, float [node], as `AttributionGraph.prune` computes it."""
     cumulative: Array
+    """Share of the total influence of a node and all stronger ones, float [node]."""
     probability: Array
+    """Probability of each logit node, float [node]; NaN for other nodes."""
     logits: tuple[str, ...]
+    """Texts of the logit nodes' tokens, in the order of the nodes."""
     source: Array
+    """Node that each edge starts at, int [edge]."""
     target: Array
+    """Node that each edge ends at, int [edge]."""
     weight: Array
+    """Weight of each edge, float [edge], in units of the target."""
     row: Array
+    """Row of each feature in `notes`, int [node]; -1 for none."""
     notes: FeatureNotes
+    """Logit effects and examples of the features."""
     n_nodes: int
+    """Number of nodes of the whole graph."""
     n_edges: int
+    """Number of edges among the nodes of this view, embedded or not."""
     share: float
+    """Largest node threshold that keeps only nodes of this view."""
     node_threshold: float
+    """Initial node threshold of the page's slider."""
     edge_threshold: float
+    """Initial edge threshold of the page's slider."""
     pinned: tuple[str, ...] = ()
+    """Names of initially pinned nodes, in the format that circuit-tracer's viewer saves."""
     supernodes: tuple[tuple[str, ...], ...] = ()
+    """Initial groups of nodes in the same format: the name of the group, then names of nodes."""
     called: tuple[tuple[str, str], ...] = ()
+    """(feature, label) of features that people labelled, such as ("L3:17", "capitals")."""
     pruned: PrunedGraph = field(compare=False, metadata={"page": False})
+    """The pruned graph, whose most influential part a figure draws."""
     strongest: tuple[StrongFeature, ...] = field(default=(), metadata={"page": False})
+    """Features that a figure numbers and names."""
 
     def __post_init__(self) -> None:
         for name in (*_BY_NODE, "kinds"):
@@ -103,46 +117,51 @@ class Graph(View):
         effects: xr.Dataset | None = None,
         examples: Mapping[int, xr.Dataset] | None = None,
         edges: int = EDGES,
-        **told: Any,
+        **view_fields: Any,
     ) -> Graph:
-        """From a graph, pruned where the sliders are to stand.
+        """Build the view from a graph.
 
-        effects: as the stage `logit_effects` gives them for it.  examples: layer -> what
-        `features.examples.contexts` gives; features it does not have show none.  vocabulary: strings by token
-        id, for both.  edges: how many are embedded at most.  told: other fields.
+        Arguments:
+            pruned: The graph, pruned by the thresholds at which the sliders start.
+            vocabulary: Text of each token id, for `effects` and `examples`.
+            effects: Output of the stage `logit_effects` for the graph; None for none.
+            examples: Layer -> output of `features.examples.contexts`; None for none.
+            edges: Largest number of embedded edges.
+            view_fields: Other fields of the view; they override those of the graph.
         """
         graph, score = pruned.graph, pruned.kept.influence
-        whole, cumulative, known = graph.dataset, pruned.kept.cumulative, graph.nodes
-        rows = GraphRows.of(whole)
-        chosen = _candidates(score, rows)
-        inner = chosen[chosen < rows.counts.token_nodes.start]
+        dataset, cumulative, nodes = graph.dataset, pruned.kept.cumulative, graph.nodes
+        rows = GraphRows.of(dataset)
+        indices = _candidates(score, rows)
+        # Features and errors come before the token nodes.
+        inner = indices[indices < rows.counts.token_nodes.start]
         is_all = len(inner) == np.count_nonzero(score[: rows.counts.token_nodes.start])
-        kinds = known["kind"].values[chosen]
-        source, target, weight = _edges_among(rows, chosen)
+        kinds = nodes["kind"].values[indices]
+        source, target, weight = _edges_among(rows, indices)
         probability = np.full(len(score), np.nan)
         probability[rows.counts.sources :] = graph.logit_probabilities
-        row, notes = notes_of(graph, chosen, vocabulary, effects, examples or {})
-        own: dict[str, Any] = {
+        row, notes = notes_of(graph, indices, vocabulary, effects, examples or {})
+        graph_fields: dict[str, Any] = {
             "tokens": tuple(
-                format_token(str(text)) or f"#{i}"  # files of other programs may hold ids alone
-                for text, i in zip(whole["input_text"].values, graph.input_tokens.tolist(), strict=True)
+                format_token(str(text)) or f"#{i}"  # graphs of other programs may have token ids only
+                for text, i in zip(dataset["input_text"].values, graph.input_tokens.tolist(), strict=True)
             ),
             "layers": rows.counts.layers,
             "kinds": np.array([KINDS.index(str(kind)) for kind in kinds], np.uint8),
-            **{name: known[name].values[chosen] for name in ("layer", "position")},
-            "number": known["feature"].values[chosen],
-            "activation": known["activation"].values[chosen],
-            "influence": score[chosen],
-            "cumulative": cumulative[chosen],
-            "probability": probability[chosen],
+            **{name: nodes[name].values[indices] for name in ("layer", "position")},
+            "number": nodes["feature"].values[indices],
+            "activation": nodes["activation"].values[indices],
+            "influence": score[indices],
+            "cumulative": cumulative[indices],
+            "probability": probability[indices],
             "logits": tuple(map(format_token, graph.logit_tokens)),
             "n_nodes": rows.counts.nodes,
             "share": 1.0 if is_all else float(cumulative[inner].max()),
             "node_threshold": pruned.node_threshold,
             "edge_threshold": pruned.edge_threshold,
         }
-        made = cls(
-            **{**own, **told},
+        view = cls(
+            **{**graph_fields, **view_fields},
             source=source,
             target=target,
             weight=weight,
@@ -151,51 +170,61 @@ class Graph(View):
             notes=notes,
             pruned=pruned,
         )
-        return made.limited(edges)
+        return view.limited(edges)
 
     def inches(self) -> tuple[float, float]:
-        """Room for positions, layers, and the names of the strongest features."""
+        """Size of the drawing with its list of features; see `View.inches`."""
         return Drawing(self.pruned, self.strongest).inches()
 
     def draw(self, axes: Any) -> None:
-        """The part that carries most, and the names of the strongest features beside it."""
+        """Draw the most influential part, and the list of the strongest features beside it."""
         Drawing(self.pruned, self.strongest).draw(axes)
 
     def limited(self, edges: int) -> Graph:
-        """As many of the most influential nodes as have at most so many edges among them, but no fewer than
-        node_threshold keeps: where these have more, the weakest edges are left out. Edges strongest first."""
+        """The view with at most `edges` edges, sorted by the magnitude of their weight.
+
+        Keeps as many of the most influential nodes as have at most `edges` edges among them, but at least the
+        nodes that `node_threshold` keeps; if these have more edges, those with least influence through them
+        are omitted.
+        """
         rank = self._ranks()
-        entry = np.maximum(rank[self.source], rank[self.target])
-        among = np.bincount(entry + 1, minlength=len(rank) + 1).cumsum()  # edges among the nodes up to a rank
-        least = self.influence[self.cumulative >= self.node_threshold].max(initial=0)
-        needed = int(rank[self.influence >= least].max(initial=-1))
-        last = max(int(np.searchsorted(among, edges, side="right")) - 2, needed)
-        nodes, kept = rank <= last, entry <= last
-        chosen = np.flatnonzero(kept)
-        n_edges = self.n_edges if nodes.all() else len(chosen)
-        if len(chosen) > edges:
-            chosen = chosen[np.argsort(-self._scores()[chosen], kind="stable")[:edges]]
-        chosen = chosen[np.lexsort((self.source[chosen], self.target[chosen], -abs(self.weight[chosen])))]
-        place = np.cumsum(nodes) - 1
+        # An edge exists as soon as both of its nodes are kept.
+        edge_rank = np.maximum(rank[self.source], rank[self.target])
+        # Number of edges among the nodes up to each rank, from rank -1 on.
+        n_edges_by_rank = np.bincount(edge_rank + 1, minlength=len(rank) + 1).cumsum()
+        lowest_influence = self.influence[self.cumulative >= self.node_threshold].max(initial=0)
+        required_rank = int(rank[self.influence >= lowest_influence].max(initial=-1))
+        last_rank = max(int(np.searchsorted(n_edges_by_rank, edges, side="right")) - 2, required_rank)
+        nodes = rank <= last_rank
+        indices = np.flatnonzero(edge_rank <= last_rank)
+        n_edges = self.n_edges if nodes.all() else len(indices)
+        if len(indices) > edges:
+            indices = indices[np.argsort(-self._scores()[indices], kind="stable")[:edges]]
+        order = np.lexsort((self.source[indices], self.target[indices], -abs(self.weight[indices])))
+        indices = indices[order]
+        new_index = np.cumsum(nodes) - 1
         row, notes = self.row[nodes], self.notes
         if len(row) < len(self.row):
-            some = np.unique(row[row >= 0])
-            row, notes = np.where(row >= 0, np.searchsorted(some, row), -1), notes.rows(some)
+            used_rows = np.unique(row[row >= 0])
+            row, notes = np.where(row >= 0, np.searchsorted(used_rows, row), -1), notes.rows(used_rows)
         return replace(
             self,
             **{name: getattr(self, name)[nodes] for name in _BY_NODE if name != "row"},
             kinds=self.kinds[nodes],
             row=row,
             notes=notes,
-            source=place[self.source[chosen]],
-            target=place[self.target[chosen]],
-            weight=self.weight[chosen],
+            source=new_index[self.source[indices]],
+            target=new_index[self.target[indices]],
+            weight=self.weight[indices],
             n_edges=n_edges,
             share=self.share if nodes.all() else float(self.cumulative[nodes & (rank >= 0)].max(initial=0)),
         )
 
     def within(self, room: int) -> View:
-        """Without examples, then with fewer nodes and edges; the page tells how many there are."""
+        """The view in at most `room` bytes: first without examples, then with fewer nodes and edges.
+
+        The page shows the numbers of nodes and edges of the whole graph.
+        """
         if size(self) <= room:
             return self
         bare = replace(self, notes=self.notes.without_examples())
@@ -207,50 +236,72 @@ class Graph(View):
         return bare.limited(edges) if edges > 0 else super().within(room)
 
     def _ranks(self) -> Array:
-        """Place of every feature and error by influence, 0 first; -1 for tokens and logits: always here."""
+        """Rank of each feature and error by influence, int [node], 0 = strongest.
+
+        Tokens and logits have rank -1, as they are always kept.
+        """
         inner = np.flatnonzero(self.kinds < KINDS.index(TOKEN))
         rank = np.full(len(self.kinds), -1, np.int64)
         rank[inner[np.argsort(self.cumulative[inner], kind="stable")]] = np.arange(len(inner))
         return rank
 
     def _scores(self) -> Array:
-        """Influence that runs through each edge, as pruning scores it."""
+        """Influence through each edge, float [edge], by the rule of pruning."""
         magnitude = np.abs(self.weight.astype(np.float64))
-        entering = np.bincount(self.target, magnitude, len(self.kinds))
+        total_input = np.bincount(self.target, magnitude, len(self.kinds))
         onward = self.influence + np.nan_to_num(self.probability)
-        found: Array = magnitude * (onward / np.maximum(entering, 1e-10))[self.target]
-        return found
+        # As in pruning, a target without input is not divided by zero.
+        scores: Array = magnitude * (onward / np.maximum(total_input, 1e-10))[self.target]
+        return scores
 
 
 _BY_NODE = (
     *("layer", "position", "number", "activation", "influence", "cumulative", "probability"),
     "row",
 )
+"""Fields [node] of `Graph`, besides `kinds`."""
 
 
 def _candidates(score: Array, rows: GraphRows) -> Array:
-    """Nodes [node] that may be shown: tokens, logits, and the most influential others, in their order."""
+    """Node indices that the view embeds: tokens, logits, and the NODES most influential features and errors.
+
+    Arguments:
+        score: Influence of each node.
+        rows: The graph's adjacency rows.
+
+    Returns:
+        Int [node], in increasing order.
+    """
     counts = rows.counts
     inner = np.argsort(-score[: counts.token_nodes.start], kind="stable")[:NODES]
-    inner = inner[score[inner] > 0]  # without influence, no threshold keeps a node
-    found: Array = np.concatenate([np.sort(inner), np.arange(counts.token_nodes.start, counts.nodes)])
-    return found
+    inner = inner[score[inner] > 0]  # no threshold keeps a node without influence
+    indices: Array = np.concatenate([np.sort(inner), np.arange(counts.token_nodes.start, counts.nodes)])
+    return indices
 
 
-def _edges_among(rows: GraphRows, chosen: Array) -> tuple[Array, Array, Array]:
-    """source, target (indices into `chosen`) and weight of every edge among these nodes, row by row."""
+def _edges_among(rows: GraphRows, indices: Array) -> tuple[Array, Array, Array]:
+    """All edges among some nodes, ordered by target.
+
+    Arguments:
+        rows: The graph's adjacency rows, read in blocks of BLOCK_BYTES.
+        indices: Indices of the nodes.
+
+    Returns:
+        (source, target, weight) of each edge; source and target are indices into `indices`.
+    """
     counts = rows.counts
-    place = np.full(counts.nodes, -1)
-    place[chosen] = np.arange(len(chosen))
-    columns = chosen[chosen < counts.sources]
-    wanted = place[counts.target_nodes] >= 0
+    new_index = np.full(counts.nodes, -1)
+    new_index[indices] = np.arange(len(indices))
+    columns = indices[indices < counts.sources]
+    is_selected = new_index[counts.target_nodes] >= 0
     step = max(1, BLOCK_BYTES // (4 * max(1, counts.sources)))
-    parts = []
+    blocks = []
     for start in range(0, counts.targets, step):
-        here = np.flatnonzero(wanted[start : start + step])
-        if len(here):
-            block = np.asarray(rows.weights[start : start + step].values, np.float32)[np.ix_(here, columns)]
+        selected = np.flatnonzero(is_selected[start : start + step])
+        if len(selected):
+            weights = np.asarray(rows.weights[start : start + step].values, np.float32)
+            block = weights[np.ix_(selected, columns)]
             row, column = np.nonzero(block)
-            parts.append((columns[column], counts.target_nodes[start + here[row]], block[row, column]))
-    source, target, weight = (np.concatenate([part[i] for part in parts]) for i in range(3))
-    return place[source], place[target], weight
+            blocks.append((columns[column], counts.target_nodes[start + selected[row]], block[row, column]))
+    source, target, weight = (np.concatenate([block[i] for block in blocks]) for i in range(3))
+    return new_index[source], new_index[target], weight
