@@ -172,7 +172,7 @@ class PathPatchingTrace(TaskWorkflow):
         """
         text = (
             f"{before}{receiver.task}: {sender['sender']}, {rank}, corrupted on its path to "
-            f"{receiver.receiver}, changes the logit difference of right and wrong answer by "
+            f"{receiver.receiver}, changes the difference of right and wrong answer by "
             f"{sender['effect']:+.3g} {receiver.unit}"
         )
         text += "; excess over random changes of the same norm" if receiver.has_controls else ""
@@ -192,7 +192,7 @@ class PathPatchingTrace(TaskWorkflow):
             yield Figure(
                 name=f"path_patching_{task}",
                 title=f"Path patching in {self.subject.name}: {task}",
-                caption="logit difference of right and wrong answer in the clean run: "
+                caption="difference of right and wrong answer in the clean run: "
                 f"{of_task[-1].clean:+.3g} {of_task[-1].unit}",
                 panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
@@ -214,7 +214,7 @@ class PathPatchingTrace(TaskWorkflow):
         layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
         return Heatmap(
             title=f"{receiver.task}: effects of senders through {receiver.receiver}",
-            caption=f"change of the logit difference ({receiver.unit}) when one sender is corrupted on its "
+            caption=f"change of the difference ({receiver.unit}) when one sender is corrupted on its "
             f"path to {receiver.receiver}, mean over {receiver.pairs} held-out pairs{of_embedding}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
@@ -241,7 +241,7 @@ class PathPatchingTrace(TaskWorkflow):
             "norm, median and 95 % of them",
             x=tuple(sender["sender"] for sender in listed),
             x_name="sender",
-            y_name="change of the logit difference",
+            y_name="change of the difference",
             unit=receiver.unit,
             lines=(
                 Line(
@@ -272,7 +272,7 @@ class PathPatchingTrace(TaskWorkflow):
             *(CONTROL_COLUMNS if receiver.has_controls else ()),
             strong=lambda sender: sender["is_beyond_chance"],
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption=f"Change of the logit difference of right and wrong answer in {receiver.unit}, which is "
+            caption=f"Change of the difference of right and wrong answer in {receiver.unit}, which is "
             f"{receiver.clean:+.3g} in the clean run; chosen among {receiver.senders} senders, "
             f"{receiver.heads} of them heads, on other pairs. Random: changes of the same norm, on the same "
             "path. Excess: effect, signed as on the other pairs, minus the mean absolute effect of random "

@@ -1,7 +1,7 @@
 """Tasks for workflows on circuits and paths: pairs to choose edges or senders on, and held-out pairs.
 
-Claims are only made about tasks that the model does: on the held-out pairs, the logit of the right answer is
-above that of the wrong one more often than chance explains (a one-sided sign test).
+Claims are only made about tasks that the model does: on the held-out pairs, the right answer has a higher
+logit, or probability, than the wrong one more often than chance explains (a one-sided sign test).
 
 Border: texts, token ids and results; loads no model and never imports torch.
 """
@@ -131,8 +131,8 @@ class TaskWorkflow(ModelWorkflow):
         if not tasks:
             return ""
         return (
-            f"The model does not do {' and '.join(tasks)}: the logit of the right answer is above that of "
-            "the wrong one in no more pairs than by chance, so that nothing is claimed of it."
+            f"The model does not do {' and '.join(tasks)}: the right answer is above the wrong one in "
+            "no more pairs than by chance, so that nothing is claimed of it."
         )
 
 
