@@ -242,7 +242,7 @@ def test_the_matrix_is_that_of_plain_passes_with_the_vector_added(pushes, model)
                 float(torch.cosine_similarity(one[p][0, -1].double(), steered[p][0, -1].double(), dim=0))
                 for p in (f"blocks.{read}.hook_resid_post" for read in range(3))
             ]
-            found = pushes.found().sel(layer=layer, strength=strength)
+            found = pushes.push_effects().sel(layer=layer, strength=strength)
             np.testing.assert_allclose(found["similarity"], similarity, atol=1e-5)
             if strength == 1.0:
                 np.testing.assert_allclose(document["convergence_matrix"][layer], similarity, atol=1e-5)
