@@ -402,11 +402,11 @@ class PushedStatesCases(ModelWorkflow):
         low, last = float(cosines.min()), cosines.sizes["read_layer"] - 1
 
         def grid(strength: float) -> Heatmap:
-            at_strength = cosines.sel(strength=strength).transpose("pushed_at", "read_layer")
-            absorbed = [fates[layer, strength].layer for layer in at_strength["pushed_at"].values.tolist()]
+            shown = cosines.sel(strength=strength).transpose("pushed_at", "read_layer")
+            absorbed = [fates[layer, strength].layer for layer in shown["pushed_at"].values.tolist()]
             framed = tuple((row, start, row, last) for row, start in enumerate(absorbed) if start is not None)
             return Heatmap.of(
-                at_strength, low=low, high=1.0, upward=True, row_name="layer pushed", column_name="layer read",
+                shown, low=low, high=1.0, upward=True, row_name="layer pushed", column_name="layer read",
                 framed=framed, frame_name="absorbed",
             )  # fmt: skip
 
