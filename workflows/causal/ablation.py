@@ -94,7 +94,7 @@ class AblationOfEachSettings(DataSettings, FactSettings):
 
 
 class AblationOfEach(KnownWorkflow):
-    """Ablation of every head, and of the attention and the MLP of every layer, one at a time."""
+    """Single ablations: every head, and the attention and MLP output of every layer."""
 
     name = "ablation"
     question = "Which heads and layers does the answer depend on?"

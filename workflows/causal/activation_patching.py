@@ -63,7 +63,8 @@ MEASURES = {
 """Quantity that recovery is a share of, by value of the setting `metric`."""
 
 ROLES = ("the subject's last token", "the last token")
-"""Positions that every pair has, so that a place chosen on some pairs can be scored on others."""
+"""Token roles that exist in every pair, so that a (layer, role) chosen on some pairs can be scored on held-
+out ones."""
 
 
 class ActivationPatchingTrace(KnownWorkflow):
@@ -79,7 +80,7 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of activations that are patched: the setting, or the usual kinds that every layer has."""
+        """Hook-point kinds to patch: the setting, or by default those of USUAL that all layers have."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def plan(self) -> Nodes:
@@ -143,7 +144,7 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def claimed_kinds(self) -> list[str]:
-        """Kinds that a claim is made about: those that are patched by position."""
+        """Hook-point kinds with a claim: those patched by position."""
         return [kind for kind in self.kinds if not _by_head(kind)]
 
     claim_sources = CONTROLS
@@ -158,7 +159,7 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def makes_claims(self) -> bool:
-        """Whether any kind is patched by position; claims are only made about these."""
+        """Whether `kinds` has one that is patched by position; grids by head make no claims."""
         return bool(self.claimed_kinds)
 
     def claims(self) -> Iterator[Claim]:
@@ -172,7 +173,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         yield self._claim(kinds[0], first, first.quietest, "for comparison, ")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: how many pairs each place was chosen and scored on."""
+        """Caption of the claims: rule by which layer and position were chosen, and numbers of pairs and
+        donors."""
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         return (
             f"Of each kind, the layer and position with the largest mean recovery on {counts[0]} other "
@@ -298,7 +300,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         return fields
 
     def views(self) -> Iterator[View]:
-        """Per pair: a heatmap of recovery for each kind, and a table of the best place of each layer."""
+        """Per pair: heatmaps of recovery, one per hook-point kind, and a table of the best position or head
+        per layer."""
         yield Data(json={"results": [self.document(i) for i in range(len(self.traced))]})
         for i, pair in enumerate(self.traced):
             put = f"'{format_text(pair.clean)}' patched into '{format_text(pair.corrupted)}'"
@@ -381,12 +384,12 @@ class ActivationPatchingTrace(KnownWorkflow):
 
 
 def _is_recurrent_state(kind: str) -> bool:
-    """Whether a kind is the recurrent state of a layer, kept after each token."""
+    """Whether a hook-point kind is a recurrent state sequence (of RWKV, Mamba, mLSTM or linear attention)."""
     return kind.endswith("state_seq")
 
 
 def _by_head(kind: str) -> bool:
-    """Whether a kind is patched by head, at all positions, and not by position."""
+    """Whether a hook-point kind is patched head by head at all positions, instead of by position."""
     return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_recurrent_state(kind))
 
 

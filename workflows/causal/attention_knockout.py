@@ -75,7 +75,8 @@ class AttentionKnockout(EdgeWorkflow):
         return nodes
 
     def _swept_keys(self) -> list[int]:
-        """Keys whose edges are knocked out: all, or, without a sweep, candidates and those for controls."""
+        """Key positions whose edges are knocked out: all with `sweep`, else candidates and random
+        controls."""
         every = range(self.query + 1)
         if self.settings.sweep:
             return list(every)

@@ -58,7 +58,8 @@ IN_WINDOWS = ("attn_out", "mlp_out")
 """Kinds that are restored in a window of layers, as the output of a single layer carries little."""
 
 ROLES = ("the subject's last token", "the token after it", "the last token")
-"""Positions that every fact has, so that a place chosen on some facts can be scored on others."""
+"""Token roles that exist in every fact, so that a (layer, role) chosen on some facts can be scored on held-
+out ones."""
 OTHERS = 3
 """Number of further positions of each other fact, drawn at random among those that the noise reaches."""
 
@@ -106,7 +107,7 @@ class Recalled:
     answer: int
     """First token id of the answer."""
     positions: tuple[int, ...] | None = None
-    """Positions at which activations are restored; None for all."""
+    """Token positions at which activations are restored, one run each; None for every position."""
 
 
 class CausalTrace(KnownWorkflow):
@@ -148,7 +149,7 @@ class CausalTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of activations that are restored: the setting, or the usual kinds that every layer has."""
+        """Hook-point kinds to restore: the setting, or by default those of USUAL that all layers have."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
@@ -250,8 +251,9 @@ class CausalTrace(KnownWorkflow):
         return float(grid["unpatched"].sel(run="clean", metric="rank")) == 0
 
     def claims(self) -> Iterator[Claim]:
-        """For each kind, the chosen layer and role on held-out facts; for comparison, the place with the
-        smallest effect; then the chosen places in the prompt shown, if the model knows its answer."""
+        """Per kind of activation, the chosen (layer, role) on held-out facts; for comparison, the (layer,
+        role) with the mean rise nearest to 0; then the chosen ones in the prompt shown, if the model knows
+        its answer."""
         best = {kind: candidates.best for kind, candidates in self.candidates.items()}
         for kind, place in best.items():
             yield self._on_others(kind, place)
@@ -262,7 +264,8 @@ class CausalTrace(KnownWorkflow):
                 yield claim
 
     def claims_caption(self) -> str:
-        """Caption of the claims: how many known facts the layer and position of each kind were chosen on."""
+        """Caption of the claims: rule by which the (layer, role) of each kind was chosen, and numbers of
+        known facts."""
         known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
             "Of each kind, the layer and position with the largest mean rise of the answer's probability on "
@@ -407,7 +410,7 @@ def is_state(kind: str) -> bool:
 
 
 def _differing(ids: Sequence[int], other_ids: Sequence[int]) -> tuple[int, ...]:
-    """Positions of a prompt that lie between what it shares with the start and the end of another."""
+    """Token positions of the span in which two prompts differ, without their common prefix and suffix."""
     start, end = common_ends(ids, other_ids)
     return tuple(range(start, len(ids) - end))
 

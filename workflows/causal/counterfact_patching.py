@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
 TYPES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
-"""Types of tokens in captions: in the fact, the last one of the fact, and in the text after the fact."""
+"""Token types in captions: inside the fact, last token of the fact, text after the fact."""
 PAIRS = 12
 """Largest number of pairs that a page offers to select from."""
 
@@ -62,7 +62,8 @@ class CounterFactPatches(PairWorkflow):
     """Result of patching, [patch], with variables of pairs beside, in memory."""
 
     def plan(self) -> Nodes:
-        """Patches of every position of every pair, and for claims of its subject, in every block."""
+        """Single-position patches in every block of layers, per pair; for claims also patches of the whole
+        subject."""
         shared = self.read_pairs()
         nodes: Nodes = {"patches": self.on_model(CounterFactPatching(**shared))}
         if controls := self.control_nodes():
@@ -92,8 +93,8 @@ class CounterFactPatches(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The block that changes the answer most often on other pairs, and, for comparison, the one that
-        changes it least often."""
+        """Claims about the block of layers in which patching the subject changes the prediction most often on
+        other pairs, and, for comparison, least often."""
         shares = self.candidates.mean
         # Of several blocks with equally few changes the last one: it is farthest from the first block.
         weakest = len(shares) - 1 - int(shares[::-1].argmin())

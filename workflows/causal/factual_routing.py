@@ -59,7 +59,7 @@ class Routing(PairWorkflow):
     settings: RoutingSettings
 
     def plan(self) -> Nodes:
-        """Patches of the subject of every pair in every block, and of controls."""
+        """Subject patches in every block of layers, per pair, and control nodes."""
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
@@ -77,8 +77,9 @@ class Routing(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Change of attention by the block with the largest sum over heads; then in the head of that block
-        with the largest change and, for comparison, in one with the smallest."""
+        """Claims about attention to the fact: its change summed over heads, for the most effective block of
+        layers; then its change in that block's most effective head and, for comparison, in its least
+        effective one."""
         heads, of = self.candidates, "the states of an unrelated prompt of the same length"
         assert heads.controls is not None  # by_donor gives them
         blocks = CandidateEffects(
@@ -166,7 +167,12 @@ class Routing(PairWorkflow):
         }
 
     def _block_json(self, routing: xr.Dataset, block: int) -> dict[str, Any]:
-        """One block of a pair for the JSON document, from its part of `routing`."""
+        """Record of one patched block of layers for the JSON document.
+
+        Arguments:
+            routing: part of `routing` for one pair and block.
+            block: index of the block.
+        """
         size = abs(routing["delta"])
         columns = {"baseline_attn": "baseline_attention", "patched_attn": "attention"}
         return {

@@ -160,8 +160,8 @@ class PatchedPairs:
         ]
 
     def others(self, shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs that are not shown and fit the model, at most 2 * settings.others: further pairs of `data`,
-        or shipped ones if it has none."""
+        """Pairs to choose and to score a place on, at most 2 * settings.others: further pairs of `data`, or
+        shipped facts if it has none; without pairs that are shown or do not fit the model."""
         settings = self.settings
         few = 4 * settings.others + len(shown)
         fitting = self._fitting(pair_records(self.subject, settings.data)[:few], shown)
@@ -212,7 +212,8 @@ class PatchedPairs:
         return clean
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
-        """Arguments that all experiments on a pair of these kinds of activations have in common."""
+        """Arguments of patching experiments on one pair: prompts, hook-point kinds, window of layers and read
+        position."""
         at = self.read_at(pair)
         return {
             "clean": pair.clean_ids,

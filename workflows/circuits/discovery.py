@@ -52,7 +52,7 @@ class CircuitDiscoverySettings(CircuitSettings):
 
 
 class CircuitDiscovery(CircuitWorkflow):
-    """The circuit of each task and its faithfulness on held-out pairs."""
+    """Circuit discovery per task: edge scores, circuit, and faithfulness on held-out pairs."""
 
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
@@ -70,7 +70,7 @@ class CircuitDiscovery(CircuitWorkflow):
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Number of edges of the circuit: the setting, else a tenth of all edges and at least one."""
+        """Circuit size in edges: the setting, else a tenth of the graph's edges, at least 1."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Nodes:

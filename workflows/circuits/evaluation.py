@@ -1,4 +1,5 @@
-"""How much of a task does a circuit do, how much is left without it, and which of its edges does it need?
+"""Faithfulness, completeness and minimality: how much of a task does a circuit do, and which edges does it
+need?
 
 Circuits of growing size are selected on some pairs of a task and run on held-out pairs with every other edge
 ablated (stages/circuits/evaluation.py):

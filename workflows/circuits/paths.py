@@ -131,7 +131,7 @@ class PathPatchingTrace(TaskWorkflow):
                 yield from self._claims(receiver)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: how senders were chosen, or which tasks the model does not do."""
+        """Caption of the claims: selection and scoring of senders, or tasks that the model does not do."""
         count = self.settings.pairs
         return self.not_done or (
             f"Senders were chosen on {count} pairs of each task, among all with a path to the receiver, and "

@@ -121,12 +121,12 @@ class TaskWorkflow(ModelWorkflow):
 
     @cached_property
     def done(self) -> list[str]:
-        """Names of the tasks that the model does; claims are made about these only."""
+        """Task names that pass the sign test; claims are restricted to these."""
         return [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
 
     @property
     def not_done(self) -> str:
-        """Sentence about the tasks that the model does not do; "" if it does all of them."""
+        """Caption that names tasks on which the model fails the sign test; "" if it passes on all."""
         tasks = [task for task in self.tasks if task not in self.done]
         if not tasks:
             return ""
@@ -193,7 +193,7 @@ class CircuitWorkflow(TaskWorkflow):
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
-        """The claim of each task that the model does."""
+        """One claim per task that passes the sign test (`done`)."""
         return map(self.claim, self.done)
 
     def claims_caption(self) -> str:

@@ -156,7 +156,7 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def ranked_labels(self) -> dict[str, FeatureLabels]:
-        """Labels of the ranked features of each kind."""
+        """Feature labels by arm ("clt", "plt"): promoted token, and token that the feature fires on."""
         labels = {}
         for arm in self.arms:
             trace = self.opened[f"{arm}_trace"]
@@ -340,7 +340,7 @@ class CltVsPlt(ExchangeWorkflow):
         }
 
     def _protocol(self, arm: str, name: str) -> dict[str, Any]:
-        """Record of one protocol of a kind."""
+        """JSON record of one sweep; arm: "clt" or "plt", name: key of PROTOCOLS."""
         features = self._features(f"{arm}_{name}")
         # The injected feature is the last one of the sweep; all others are suppressed.
         inject = features.pop() if PROTOCOLS[name][1] else None

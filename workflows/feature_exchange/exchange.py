@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["FeatureExchange", "changes", "probabilities"]
 
 HELD_OUT = 8
-"""Largest number of held-out texts of the same kind that an exchange is scored on."""
+"""Upper limit of held-out prompts per exchange."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class FeatureExchange:
 
     @property
     def preset_doses(self) -> tuple[Dose, ...]:
-        """Doses of the suppressed features, then of the injected one, all scaled by the strength of the
-        run."""
+        """Doses with negative factors for suppressed features, then the injected one; factors multiply the
+        run's strength."""
         suppressed = [Dose(feature.layer, feature.index, factor=-1.0) for feature in self.suppress]
         return (*suppressed, Dose(self.inject.layer, self.inject.index, factor=1.0))
 
@@ -124,7 +124,7 @@ class FeatureExchange:
 
     @cached_property
     def site(self) -> int | None:
-        """Position of the exchange; None if the preset has no site."""
+        """Token position at which features are exchanged; None if the preset has no site."""
         return None if self.preset.site == "" else position_of(str(self.preset.site), self.tokens)
 
     @cached_property
@@ -134,7 +134,7 @@ class FeatureExchange:
 
     @property
     def every_position(self) -> list[Place]:
-        """The prompt with each of its positions in turn as the position of the exchange."""
+        """One (token ids, position) per token of the prompt: features are exchanged at each in turn."""
         return [(self.ids, position) for position in range(len(self.ids))]
 
     @property
@@ -171,8 +171,8 @@ class FeatureExchange:
 
     @cached_property
     def tried(self) -> list[tuple[Dose, ...]]:
-        """Exchanges in the order of the axis "exchange": all doses; all doses but the last, if there are
-        several; then each random feature in place of the last."""
+        """Exchanges along the axis "exchange": full exchange; suppression alone, if features are suppressed;
+        then one exchange per random feature, injected instead of the last dose."""
         company = self.doses[:-1]
         return [self.doses, *([company] if company else []), *((*company, dose) for dose in self.random)]
 
@@ -188,12 +188,13 @@ class FeatureExchange:
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Held-out texts of the same kind, each with its position of the exchange."""
+        """Held-out prompts of the same kind: token ids, and the position at which features are exchanged."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
     def elsewhere(self) -> list[Place]:
-        """Random facts of other kinds, each with its position of the exchange."""
+        """Random shipped facts of other relations: token ids, and the position at which features are
+        exchanged."""
         facts = strangers(self.preset.prompt)
         order = chosen_at_random(facts, len(facts), seed=self.settings.seed)
         return self._placed([(prompt, None) for prompt in order], self.settings.controls)

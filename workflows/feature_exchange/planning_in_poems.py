@@ -138,8 +138,8 @@ class PlanningInPoems(ExchangeWorkflow):
 
 
 def _mark(probability: float, baseline: float) -> str:
-    """Mark of the table: "***" for a rise of more than 10 times the baseline, "*" of more than the baseline,
-    else ""."""
+    """Table mark of a rise in probability: "***" above 10 times the baseline, "*" above the baseline, ""
+    below."""
     rise = probability - baseline
     if rise <= SMALLEST:
         return ""

@@ -295,7 +295,7 @@ class PlanningPairs(Workflow):
 
     @cached_property
     def results_against(self) -> list[PairResult]:
-        """The results of the pairs with the other preset; empty without one."""
+        """Results of the pairs with the second preset (`against`); empty without one."""
         return [] if self.other is None else self._read(self.other, "against")
 
     def _read(self, pairs: PairSet, prefix: str) -> list[PairResult]:
@@ -382,7 +382,8 @@ class PlanningPairs(Workflow):
         return jaccard(works, works_against), random
 
     def _against_json(self) -> dict[str, Any] | None:
-        """The comparison with the other preset for the JSON document; None without one."""
+        """JSON fields of the second preset: Jaccard index and records of its pairs; None without a second
+        preset."""
         if self.other is None:
             return None
         overlap = self.overlap[0]
@@ -395,7 +396,8 @@ class PlanningPairs(Workflow):
         }
 
     def _table(self) -> Table:
-        """Table of the pairs, with controls and the other dictionary where there are any."""
+        """Table of pairs: P(injected word) before and with the exchange, control median, p-value, and whether
+        the pair works."""
         rows, columns = self.records, list[tuple[Any, ...]]()
         if self.settings.controls:
             columns += [

@@ -67,9 +67,9 @@ class FeaturePreset:
     inject: str
     """Feature that is injected."""
     suppress_word: str
-    """The word that the suppressed features stand for."""
+    """Expected word, which the suppressed features promote; its probability is measured."""
     inject_word: str
-    """The word that the injected feature stands for."""
+    """Word that the injected feature promotes; its probability is measured."""
     site: int | str
     """Position of the exchange, or the token there; negative positions count from the end, "" is none."""
     strength: float = 10.0
@@ -79,19 +79,20 @@ class FeaturePreset:
     correct: str = ""
     """Feature of the correction, injected into later layers; "" for none."""
     correct_word: str = ""
-    """The word that the feature of the correction stands for."""
+    """Word whose probability the correcting feature raises."""
     correct_from_layer: int = 0
     """First layer that the correction is written to."""
     per_layer: str = ""
     """Per-layer transcoders to compare with: directory or org/repo; "" for none."""
     kind: str = "poem"
-    """Kind of text, such as "poem" or "couplet", by which held-out texts are found."""
+    """Genre of the prompt, such as "poem" or "couplet"; selects held-out texts (material/samples/kin.py)."""
     looked_at: int = 1
-    """Number of features tried on this prompt before the injected one was chosen."""
+    """Number of candidate features run on this prompt to choose the injected one; it corrects the p-value."""
     correct_looked_at: int = 1
-    """Number of features tried on this prompt before that of the correction was chosen."""
+    """Number of candidate features run on this prompt to choose the correcting one; it corrects the
+    p-value."""
     found: str = AS_PUBLISHED
-    """How the features were chosen, in a sentence."""
+    """Sentence on the selection of features, for captions of claims."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +104,33 @@ class ExchangePair:
     suppress: tuple[str, ...]
     """Features that are suppressed, "layer:index"."""
     suppress_word: str
-    """The word that the suppressed features stand for."""
+    """Expected word, which the suppressed features promote; its probability is measured."""
     inject: str
     """Feature that is injected, "layer:index"."""
     inject_word: str
-    """The word that the injected feature stands for."""
+    """Word that the injected feature promotes; its probability is measured."""
     site: int | str = -1
     """Position at which the word is assumed to be decided, or the token there; of equal tokens the first."""
 
 
 @dataclass(frozen=True)
 class PairPreset:
-    """Many exchanges for one model and its dictionary."""
+    """Feature exchanges in several prompts, for one model and dictionary."""
 
     model: str
     """Hub id or directory of the model."""
     dictionary: str
     """Transcoders: directory or org/repo."""
     pairs: tuple[ExchangePair, ...]
-    """The exchanges, in the order in which they are run."""
+    """Exchanges in running order; `limit` counts from the first."""
     strength: float = 10.0
     """Multiple of the decoder vectors that is added and subtracted."""
     ending: str = ""
     """Text appended to each prompt before its last word is predicted."""
     against: str = ""
-    """Preset of another model or dictionary with the same pairs, to compare with; "" for none."""
+    """Name of a preset with the same pairs on another model or dictionary, for comparison; "" for none."""
     found: str = AS_PUBLISHED
-    """How the features were chosen, in a sentence."""
+    """Sentence on the selection of features, for captions of claims."""
 
     def of(self, pair: ExchangePair) -> FeaturePreset:
         """One pair as the preset of a single exchange."""

@@ -85,7 +85,7 @@ class ExchangeWorkflow(Workflow):
 
     @cached_property
     def sweep(self) -> xr.Dataset:
-        """The exchange at each strength and place, [strength, place], in memory."""
+        """Sweep of the exchange, [strength, place] with place = (prompt, position), in memory."""
         return self.result("sweep").load().isel(exchange=0)
 
     @cached_property
@@ -118,7 +118,7 @@ class ExchangeWorkflow(Workflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about the effect in this prompt, and its mean over held-out texts of the same kind."""
+        """Claims about the change of P(first word): in this prompt, and its mean over held-out prompts."""
         controls = self.result("controls")
         yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
@@ -153,7 +153,7 @@ class ExchangeWorkflow(Workflow):
     # -- views
 
     def opening(self) -> Iterator[View]:
-        """The views that every exchange workflow begins with: tables of the features and of parts of the
+        """Opening views of all exchange workflows: tables of exchanged features and of parts of the
         exchange."""
         yield self.features_table()
         if self.exchange.words:

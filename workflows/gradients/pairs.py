@@ -46,7 +46,7 @@ class AttributionSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class AttributedPair:
-    """A clean and a corrupted prompt with as many tokens, and their answers."""
+    """Clean and corrupted prompt of equal token count, with answers, as text and token ids."""
 
     texts: tuple[str, str]
     """Clean and corrupted prompt."""

@@ -166,7 +166,7 @@ class CoupletPatches:
         )
 
     def _seed_of(self, pair: CoupletPair, draw: int) -> int:
-        """Seed of one draw of a pair; it does not depend on which other pairs there are."""
+        """Random seed of draw `draw` for a pair; independent of the selection of pairs."""
         return int(digest("couplets", self._seed, pair.text(pair.end), pair.other, draw)[:8], 16)
 
     # -- texts

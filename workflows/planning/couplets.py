@@ -264,7 +264,8 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: unit of the effects, and pairs on which the state was chosen and scored."""
+        """Caption of the claims: meaning of pp, numbers of scored pairs, and selection of layer and
+        position."""
         chosen_on, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
         return (
             "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
@@ -368,8 +369,8 @@ class CoupletPlanning(ModelWorkflow):
         return means | {"p": finding.null.share_as_large(finding.effect)}
 
     def _roles_tables(self) -> Iterator[Table]:
-        """Tables of every role at the layer chosen on other pairs: effects on the end, and on tokens before
-        it."""
+        """Tables by role, each at the layer chosen on other pairs: change of P(rhymes) at the end, and KL of
+        next tokens within line 2."""
         records = [
             {
                 "role": name,

@@ -139,7 +139,7 @@ class Case:
 
 
 class PushedStatesCases(ModelWorkflow):
-    """Pushes of one prompt, or of every prompt of a batch, at every layer and strength."""
+    """Steering pushes of one prompt, or of each prompt of a batch file, by layer and strength."""
 
     name = "steering_convergence"
     question = "Does the residual stream return after it was pushed?"

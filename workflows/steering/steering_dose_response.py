@@ -293,7 +293,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
 
 def _or(factor: float | None, otherwise: str) -> str:
-    """A factor as text, or other words for None."""
+    """Factor as text ("1.5x"), or `otherwise` for None."""
     return otherwise if factor is None else f"{factor:.3g}x"
 
 
