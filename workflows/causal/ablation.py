@@ -157,6 +157,7 @@ class AblationOfEach(KnownWorkflow):
         return {
             "kinds": (self._kind,),
             "over": "head",
+            # None is the default for all layers: equal experiments then have equal cache keys.
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
@@ -169,6 +170,7 @@ class AblationOfEach(KnownWorkflow):
         settings, limit = self.settings, self.subject.config.context_length
         if not settings.controls:
             return {}
+        # The first MANY shipped facts are the references of the mean, and are not scored.
         facts = facts_of(settings.data)[0 if settings.data else MANY :]
         tokens = ((tuple(self.subject.tokenizer.encode(fact.prompt).ids), fact) for fact in facts)
         fitting = (
@@ -223,6 +225,7 @@ class AblationOfEach(KnownWorkflow):
         yield self.candidates.claim(text(most), self.candidates.best, of, settings, unit="nats")
         kl_here = self.units["kl"].transpose("layer", self.unit).values
         prompt = f"in '{format_text(self.prompt)}'"
+        # The least effective unit is a negative control: its effect should be no more than chance.
         for unit, before in ((most, prompt), (least, "for comparison")):
             yield Claim.among(
                 f"{before}, {text(unit)}",
@@ -260,6 +263,7 @@ class AblationOfEach(KnownWorkflow):
             texts = settings.references or tuple(fact["prompt"] for fact in shipped_facts()[:count])
             references = tuple(tuple(encoded(self.subject, text).ids) for text in texts)
             return {"how": "mean", "references": references}
+        # Prompts with the same answer would leave in what the ablation has to remove.
         donor_ids = self._unrelated.to(tokens, min(count, SAMPLES), seed=settings.seed, targets=(target,))
         return {
             "how": "resample",
@@ -275,6 +279,7 @@ class AblationOfEach(KnownWorkflow):
     def views(self) -> Iterator[View]:
         """Heatmaps of KL and of the change of the target's probability, and a table of the units with the
         largest KL."""
+        # With one kind (a model without MLPs in every layer) the result has no axis "kind".
         layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
         names = ["attention", "MLP"][: layers.sizes["kind"]]
         layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)

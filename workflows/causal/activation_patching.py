@@ -104,6 +104,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         Raises ConfigError without any other pair."""
         settings, unrelated, pairs = self.settings, Unrelated(self.subject), self.pairs
         other_pairs = pairs.others(self.traced)
+        # With too few pairs for both halves, the one to choose on is the larger.
         half = settings.others if len(other_pairs) >= 2 * settings.others else -(-len(other_pairs) // 2)
         chosen_on, held_out = other_pairs[:half], other_pairs[half : half + settings.others]
         if not chosen_on:
@@ -152,8 +153,10 @@ class ActivationPatchingTrace(KnownWorkflow):
     def candidates(self, kind: str) -> CandidateEffects:
         """Recovery in percent by (layer, role) for one kind, [pair, layer, role], with one control per
         donor."""
+        # The residual state at the last token determines the answer; no later token reads a recurrent one.
         roles = 1 if kind.startswith("resid") or _is_recurrent_state(kind) else 2
         choice, scored, controls = (self._recovered(name, kind)[..., :roles] for name in self.CONTROLS)
+        # Along "draw", donors of a pair are neighbours.
         by_donor = controls.reshape(len(scored), self.num_donors, *scored.shape[1:])
         return CandidateEffects(choice, scored, by_donor)
 
@@ -210,6 +213,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         grid = 100 * self.result(name).load()["recovery"]
         grid = grid.sel(kind=kind) if "kind" in grid.dims else grid
         recovered, counted = values_of(grid, "draw", "layer", "position"), self.counts(name)
+        # One row per pair, or for controls one per donor of each pair.
         return recovered[counted.repeat(len(recovered) // len(counted))]
 
     def _claim(
@@ -327,6 +331,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         """Heatmap of recovery for one kind, by layer and position or head; a frame marks where the prompts
         differ."""
         best, (start, last) = _best(kind, percent), pair.subject
+        # With grouped-query attention, k and v have fewer heads than q and z.
         options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
         where = f"head {best.get('head')}"
         if "position" in best:

@@ -130,6 +130,7 @@ class AttentionKnockout(EdgeWorkflow):
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
             low=0.0,
+            # A frame is (top row, left column, bottom row, right column): here a single cell.
             framed=((self.edges["layer"].values.tolist().index(self.layer), key) * 2,),
             frame_name="the edge in the table",
             json={"sweep": {"query": query, "keys": self.edges["key"], **_sweep_json(self.edges)}},
@@ -178,6 +179,7 @@ class AttentionKnockout(EdgeWorkflow):
             "ablated_p_target": np.exp(selected["target_logprob"]),
         }
         return fields | (
+            # candle-mi names this field after the target of its own example.
             {"paris_logit_diff": selected["logit_diff"]} if self.target.strip() == "Paris" else {}
         )
 

@@ -123,6 +123,7 @@ class CausalTrace(KnownWorkflow):
         settings = self.settings
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
+        # ROME restores windows of 10 of the 48 layers of GPT-2 XL, about a fifth.
         self.window = settings.window or max(1, round(self.subject.config.num_layers / 5))
         shown = Recalled(self.tokens, self.noised, self.pieces[0])
         grids: Nodes = {
@@ -185,6 +186,7 @@ class CausalTrace(KnownWorkflow):
             roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
             has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
             if has_room and ids != self.tokens and (limit is None or len(ids) <= limit):
+                # Another seed for each fact, so that facts draw independent positions.
                 drawn = chosen_at_random(reached, OTHERS, seed=settings.seed + len(facts), without=roles)
                 answer = answer_pieces(self.subject, text, record["gt_original_target"])[0]
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
@@ -228,6 +230,7 @@ class CausalTrace(KnownWorkflow):
         for kind in self.kinds:
             choice, scored = self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED)
             if is_state(kind):
+                # The last role goes; the random positions after the roles stay as controls.
                 scored = np.delete(scored, len(ROLES) - 1, axis=2)
             by_kind[kind] = CandidateEffects(choice[..., : len(ROLES) - is_state(kind)], scored)
         return by_kind
@@ -290,6 +293,7 @@ class CausalTrace(KnownWorkflow):
         settings, grid, length = self.settings, self.grids[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
         layer, position = place[0], roles_of(self.noised[-1], length)[place[1]]
+        # A residual state at the last token would be a trivial control, as it determines the answer.
         last = length - is_state(kind)
         rise = grid["probability"].transpose("layer", "position").values - noised
         rows, columns = rise.shape
@@ -300,6 +304,7 @@ class CausalTrace(KnownWorkflow):
         spread = None
         if "probability_std" in grid:
             deviation = grid["probability_std"].transpose("layer", "position").values[layer, position]
+            # The stored standard deviation is over samples of noise, not over prompts.
             spread = interval_of_mean(float(rise[layer, position]), float(deviation), settings.samples)
         word = format_token(named(self.subject, self.pieces[:1])[0])
         return Claim.among(
@@ -345,6 +350,7 @@ class CausalTrace(KnownWorkflow):
                 columns=tuple(f"{text} ({place})" for place, text in enumerate(texts)),
                 column_name="token",
                 value_name=f"probability of {word!r}",
+                # Noise may also raise the probability of the answer.
                 low=min(clean, noised),
                 high=max(clean, noised),
                 framed=((0, start, grid.sizes["layer"] - 1, end),),

@@ -75,6 +75,7 @@ class CounterFactPatches(PairWorkflow):
     def candidates(self) -> CandidateEffects:
         """Whether patching the subject in one block makes the model predict the next token of the
         counterfactual prompt: 0 or 1, [pair, block], for pairs that the model knows."""
+        # `AtOnce` adds an axis "draw", of one experiment here.
         choice = self.result("choice").load().isel(draw=0)
         predicts, patched, controls = (
             values_of(by_block, "pair", "block")
@@ -211,6 +212,7 @@ class CounterFactPatches(PairWorkflow):
             name="pair",
             options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
         )
+        # If prompts end with their fact, patching its last token patches the prediction itself.
         names = TYPES | ({"fact_final": "its last token,\nwhich predicts"} if self.predicts else {})
         often = Bars(
             title="How often the next token changes",

@@ -111,6 +111,7 @@ class ExpertRouting(AblationOfEach):
         settings, subject = self.settings, self.subject
         prose, facts = shipped_prose(), shipped_facts()
         starts = range(0, len(prose) - PIECE, PIECE)
+        # Characters are cut without regard to words; a cut word is a few odd tokens in a few dozen.
         pieces = [prose[start : start + PIECE] for start in starts][: settings.pieces]
         completed_facts = [f"{fact['prompt']} {fact['target'].strip()}" for fact in facts[: settings.pieces]]
         texts = settings.texts or (*pieces, *completed_facts)
@@ -174,6 +175,7 @@ class ExpertRouting(AblationOfEach):
         chance = use["chance"].transpose("layer", "draw").values
         shuffled: tuple[Line, ...] = ()
         if self.settings.controls:
+            # The central 95 % of shuffles, for a two-sided test at level CHANCE.
             ends = np.quantile(chance, [CHANCE / 2, 1 - CHANCE / 2], axis=1)
             shuffled = (Line("shuffled", chance.mean(1), control=True, band=ends),)
         return Lines(

@@ -135,10 +135,12 @@ class Routing(PairWorkflow):
             {
                 "layer": i // size.shape[3],
                 "head": i % size.shape[3],
+                # Field names are those of candle-mi.
                 "appearances_in_top10": int(count[i]),
                 "pct_of_blocks": 100 * int(count[i]) / len(flat),
                 "avg_abs_delta": float(total[i] / count[i]),
             }
+            # `lexsort` sorts by its last key first: by -count, then by -mean.
             for i in np.lexsort((-total / np.maximum(count, 1), -count)).tolist()
             if count[i]
         ]

@@ -163,6 +163,7 @@ class PatchedPairs:
         """Pairs to choose and to score a place on, at most 2 * settings.others: further pairs of `data`, or
         shipped facts if it has none; without pairs that are shown or do not fit the model."""
         settings = self.settings
+        # More records than needed, as some do not fit; all of a large file would take long to tokenize.
         few = 4 * settings.others + len(shown)
         fitting = self._fitting(pair_records(self.subject, settings.data)[:few], shown)
         if settings.data and not fitting:

@@ -95,6 +95,7 @@ class CircuitDiscovery(CircuitWorkflow):
             if not self.settings.by_position:
                 experiments["effects"] = EdgeEffects(pairs=chosen_on)
             for experiment in experiments.values():
+                # Raises for a circuit that is too large, before anything runs.
                 experiment.check(self.subject.config)
             nodes |= {f"{task}_{name}": self.on_model(e) for name, e in experiments.items()}
         return nodes
@@ -108,6 +109,7 @@ class CircuitDiscovery(CircuitWorkflow):
         denominator."""
         result = self.result(f"{task}_circuit").load()
         clean, empty = (result[name].values for name in ("clean", "empty"))
+        # One denominator for all pairs, as in `faithfulness`: that of a single pair may be near 0.
         faithfulness: Floats = 100 * (result["value"].values[0] - empty) / float((clean - empty).mean())
         return faithfulness
 
@@ -223,6 +225,7 @@ class CircuitDiscovery(CircuitWorkflow):
         by_destination = np.where(circuit.chosen, np.abs(scores), 0.0).sum(1)
         layers = [self.layout.layer_of(column) for column in range(by_destination.shape[1])]
         summed = np.zeros((self.layout.num_layers + 1, len(by_destination)))
+        # `np.add.at` sums entries of equal layer; `summed[layers] += ...` would keep only the last.
         np.add.at(summed, layers, by_destination.T)
         names = [*map(str, range(self.layout.num_layers)), "logits"]
         unit = self.result(f"{task}_scores")["score"].attrs["units"]
@@ -237,6 +240,7 @@ class CircuitDiscovery(CircuitWorkflow):
 def _agreement(scores: Floats, effects: Floats) -> dict[str, float | None]:
     """Agreement of scores with exact effects over all edges: Pearson and rank correlation, the largest
     difference, and the share of equal signs among the tenth of edges with the largest |effect|."""
+    # Argsort of an argsort gives ranks.
     ranks = [np.argsort(np.argsort(values)) for values in (scores, effects)]
     strongest = np.argsort(-np.abs(effects), kind="stable")[: max(1, len(effects) // 10)]
     signs = np.sign(scores[strongest]) == np.sign(effects[strongest])

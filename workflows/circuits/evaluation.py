@@ -122,6 +122,7 @@ class CircuitEvaluation(CircuitWorkflow):
         """Faithfulness in percent: "circuit" [size], "complement", the model without it, [size], and "random"
         [size, draw]."""
         circuits = self.result(f"{task}_circuits").load()
+        # `faithfulness` reads the variable "value".
         complements = circuits.drop_vars("value").rename(complement="value")
         return {
             "circuit": 100 * faithfulness(circuits),

@@ -143,6 +143,7 @@ class PathPatchingTrace(TaskWorkflow):
         strong = [sender for sender in receiver.listed if sender["role"] != QUIETEST]
         heads = [sender for sender in strong if sender["role"] == HEAD]
         candidates = heads if heads and not receiver.is_back else strong
+        # Chosen by the effects on the other pairs; the claim is about held-out ones.
         strongest = max(candidates, key=lambda sender: abs(sender["chosen_effect"]))
         total = f"{receiver.heads} heads" if candidates is heads else f"{receiver.senders} senders"
         yield self._beyond(receiver, strongest, f"the strongest of {total}")
@@ -175,6 +176,7 @@ class PathPatchingTrace(TaskWorkflow):
             f"{receiver.receiver}, changes the difference of right and wrong answer by "
             f"{sender['effect']:+.3g} {receiver.unit}"
         )
+        # Without controls, `beyond` is the signed effect itself.
         text += "; excess over random changes of the same norm" if receiver.has_controls else ""
         return receiver.claim(text, receiver.beyond(sender))
 
@@ -204,6 +206,7 @@ class PathPatchingTrace(TaskWorkflow):
         values = np.full((self.layout.num_layers, heads + 1), np.nan)
         for name, effect in receiver.effects.items():
             if name != INPUT:
+                # Names are "a3.h0" for head 0 of layer 3, and "m3" for the MLP of layer 3.
                 row, _, column = name[1:].partition(".h")
                 values[int(row), int(column) if column else heads] = effect
         embedding = receiver.effects.get(INPUT)

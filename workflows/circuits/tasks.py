@@ -208,5 +208,6 @@ class CircuitWorkflow(TaskWorkflow):
 
 def by_sign(values: Floats) -> float:
     """p-value of a one-sided sign test: probability of as many positive values [pair] under a fair coin."""
+    # Exact binomial tail: no normal approximation, as there are few pairs.
     count, positive = len(values), int((np.asarray(values) > 0).sum())
     return float(sum(comb(count, k) for k in range(positive, count + 1)) / 2**count)

@@ -132,6 +132,7 @@ class AttentionRouting(ExchangeWorkflow):
         yield self.claim_here(largest_change, text)
         yield self.claim_here(total, f"{cause} (sum of |change| over all heads)")
         if exchange.held_out:
+            # Signed by the change in this prompt: a head that changes the other way does not confirm it.
             direction = np.sign(change.isel(place=0, exchange=0, layer=layer, head=head).item())
             held_out = _changes(self.result("held_out")).isel(layer=layer, head=head).values * direction
             text = f"the same injection changes head {head} of layer {layer} in the same direction in"

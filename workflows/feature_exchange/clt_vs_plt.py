@@ -234,6 +234,7 @@ class CltVsPlt(ExchangeWorkflow):
         yield from super().claims()
         word = self.preset.inject_word
         for arm in self.arms:
+            # The ranked exchange and each control take their best position, if no site is set.
             effects = changes(self.opened[f"{arm}_controls"]).max(axis=0)
             text = (
                 f"{arm}: suppressing the five features that write most along {word!r} and injecting the "
@@ -290,6 +291,7 @@ class CltVsPlt(ExchangeWorkflow):
     def _gates(self, highest: float) -> dict[str, Any]:
         """Comparison of the highest P(word) with the published one; empty if the preset was changed."""
         expected = REFERENCE.get(self.settings.preset)
+        # A preset with changed fields has no published number to compare with.
         if expected is None or self.preset != PRESETS[self.settings.preset]:
             return {}
         return {

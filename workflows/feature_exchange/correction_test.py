@@ -80,6 +80,7 @@ class Correction(FeatureExchange):
     def doses(self) -> tuple[Dose, ...]:
         """Doses of the commitment at fixed strength, then of the correction at the strength of the run."""
         strength, from_layer = self.preset.strength, self.preset.correct_from_layer
+        # A fixed dose does not grow with the strength of the run, which is that of the correction.
         commitment = [replace(dose, fixed=dose.factor * strength, factor=0.0) for dose in self.preset_doses]
         correct = Dose(self.correct.layer, self.correct.index, factor=1.0, from_layer=from_layer)
         return (*commitment, correct)
@@ -125,6 +126,7 @@ class CorrectionTest(ExchangeWorkflow):
     def effects(self, result: xr.Dataset) -> Floats:
         """Change of P(word of the correction) from the commitment alone, [place, exchange]."""
         probability = probabilities(result)
+        # Index 1 of the axis "exchange" is the commitment alone; see `FeatureExchange.tried`.
         return probability - probability[:, [1]]
 
     @property

@@ -178,6 +178,7 @@ class FeatureExchange:
 
     def of_random(self, values: Floats) -> Floats:
         """The part of values [..., exchange] that belongs to random features, [..., draw]; see `tried`."""
+        # Index 0 is the full exchange, index 1 the suppression alone, if there is one.
         start = 2 if self.doses[:-1] else 1
         return values[..., start : start + len(self.random)]
 
@@ -233,6 +234,7 @@ class FeatureExchange:
         if self.held_out:
             nodes["held_out"] = self.node(self.held_out, self.tried)
         if self.words and self.elsewhere:
+            # One exchange without controls: these facts show whether the effect needs this kind of text.
             nodes["elsewhere"] = self.node(self.elsewhere, [self.doses])
         features = [FeatureId(dose.layer, dose.index) for dose in self.doses]
         return nodes | named_nodes(self.subject, self.dictionary, self.ids, features)

@@ -144,6 +144,7 @@ class PairResult:
     def peaks(self) -> Floats:
         """1 if the change of P(injected word) is largest at the site, else 0: all doses, then random
         features, [exchange]."""
+        # The suppression alone is no control of the injection.
         largest = np.delete(self.change.argmax(axis=0), SUPPRESSION)
         return np.where(largest == self.site, 1.0, 0.0)
 
@@ -334,6 +335,7 @@ class PlanningPairs(Workflow):
         peaks = np.array([result.peaks for result in results])
         # The features of the specimen's pairs were chosen on other prompts; of other pairs this is unknown.
         is_held_out = not settings.pairs and self.preset.model == "specimen"
+        # The runs give `controls` features per pair; their combinations over pairs give far more means.
         draws = Controls(1000, settings.seed)
         controls = "another feature of the same layer in each pair, with the same write norm"
         over = f"over {len(results)} pairs of {self.subject.name}"
@@ -432,6 +434,7 @@ class PlanningPairs(Workflow):
         """Heatmap of the change of P(injected word) by pair and position relative to the site, and curves of
         its mean over pairs and that of random features."""
         results = self.results
+        # Sites differ between pairs, so that columns are aligned at the site and padded with NaN.
         before = max(result.site for result in results)
         after = max(result.exchange.last - result.site for result in results)
         offsets = tuple(range(-before, after + 1))

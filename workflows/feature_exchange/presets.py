@@ -369,6 +369,7 @@ def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
     implied: dict[str, Any] = {}
     if "prompt" in overrides:
         implied = {"kind": "prompt", "looked_at": 1, "correct_looked_at": 1, "found": ""}
+        # The site of the preset is a token of its own prompt.
         implied |= {} if keep_site else {"site": ""}
     if "inject" in overrides:
         implied |= {"looked_at": 1, "found": ""}

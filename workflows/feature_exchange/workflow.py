@@ -138,10 +138,12 @@ class ExchangeWorkflow(Workflow):
             text: cause and effect; see `Claim`.
             after: probability under the exchange, [place], where the effect is its change; None otherwise.
         """
+        # Each control takes its own best position too, so that the null includes the choice of position.
         best, exchange = effects.max(axis=0), self.exchange
         fields: dict[str, Any] = {"looked_at": exchange.looked_at}
         if after is not None:
             reached = float(after[effects[:, 0].argmax()])
+            # The probability before is that after minus the change, at the same position.
             fields["levels"] = (reached - float(best[0]), reached)
         return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
 
@@ -203,6 +205,7 @@ class ExchangeWorkflow(Workflow):
             return {"done": intervention, **medians, "largest": float(change.max()), "draws": change.size}
 
         prob, change = probabilities(controls), changes(controls)
+        # Without a site: the position at which the full exchange has the largest effect.
         best = int(change[:, 0].argmax())
         yield record("nothing", np.exp(controls["baseline_logprob"].values[best, 0]), np.zeros(1))
         names = {0: exchange.cause}

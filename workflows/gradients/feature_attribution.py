@@ -161,6 +161,7 @@ class FeatureAttributionTrace(AttributedPairs):
     def claims_caption(self) -> str:
         """Caption of the claims: pairs that count, the largest error of an estimate, and why no pairs are
         held out."""
+        # Over all patched cells, random ones included.
         worst = max(float(np.abs(a - b).max()) for a, b in map(self._checked, self.counted))
         errors, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify
         return (
@@ -262,6 +263,7 @@ class FeatureAttributionTrace(AttributedPairs):
         rows = np.flatnonzero((pair["feature"].values == REST) == (cells == "rests"))
         layers, positions = (pair[name].values[rows] for name in ("layer", "position"))
         sums = np.zeros((self.subject.config.num_layers, len(tokens)))
+        # `np.add.at` sums several features of one cell; `sums[...] += ...` would keep only the last.
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[rows])
         array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
         where = "that features read" if cells == "features" else "that is written to"

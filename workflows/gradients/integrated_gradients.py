@@ -82,6 +82,7 @@ class IntegratedGradientsTrace(AttributedPairs):
     def facts(self) -> list[xr.Dataset]:
         """Result of each fact, restricted to positions whose embedding differs from the baseline's."""
         results = [self.result(f"fact_{number}").load() for number in range(len(self.read))]
+        # Where the embeddings are equal, the attribution is exactly 0.
         return [fact.isel(position=np.flatnonzero(fact["attribution"].values != 0)) for fact in results]
 
     @cached_property

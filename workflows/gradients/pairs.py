@@ -81,6 +81,7 @@ class AttributedPairs(KnownWorkflow):
                 pair of facts that fits the model.
         """
         settings, subject = self.settings, self.subject
+        # Models that fill in masks have no next token to predict.
         require_next(subject)
         if settings.prompt:
             texts, answers = (settings.prompt, settings.corrupted), (settings.answer, wrong)

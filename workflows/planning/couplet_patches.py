@@ -175,6 +175,7 @@ class CoupletPatches:
     def _tokens(self) -> Mapping[str, int]:
         """Token id of each rhyming word that is a single token when it follows another word."""
         words = [word for family in FAMILIES for word in family]
+        # After other words, so that the token includes the leading space.
         pieces = {word: self._subject.answer_pieces("and they heard", word) for word in words}
         return {word: ids[0] for word, ids in pieces.items() if len(ids) == 1}
 
@@ -187,6 +188,7 @@ class CoupletPatches:
         encoding = encoded(self._subject, pair.text(pair.end))
         ids, start = tuple(encoding.ids), len(pair.text(pair.end)) - len(pair.second)
         other_ids = self._encoded(pair, pair.other)
+        # Unequal lengths are refused below, hence strict=False.
         differing = [i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b]
         line_2 = [i for i, (begin, end) in enumerate(encoding.offsets) if start <= begin < end]
         if len(ids) != len(other_ids) or len(differing) != 1 or len(line_2) < len(ROLES) - 2:

@@ -154,6 +154,7 @@ class CoupletPlanning(ModelWorkflow):
         A draw of the null picks, in each pair, the other couplet or one of its donors. With fewer pairs, more
         than CHANCE / 2 of the draws would pick the other couplet in all of them, and equal the effect
         itself."""
+        # Each draw picks the other couplet with probability 1 / (1 + donors) in each pair.
         return math.ceil(math.log(2 / CHANCE) / math.log(1 + min(self.patches.donors.values())))
 
     @cached_property
@@ -430,6 +431,7 @@ class CoupletPlanning(ModelWorkflow):
     def _example(self) -> Tokens:
         """Effects by token and layer in one pair, the one whose whole effect is nearest to the mean."""
         read = self.read["scored"]
+        # Pairs that do not count are NaN, which `nanargmin` leaves out.
         total = np.where(read.is_known, read.total, np.nan)
         row = int(np.nanargmin(np.abs(total - np.nanmean(total))))
         placed, effects = self.patches.scored[row], read.effects[row]

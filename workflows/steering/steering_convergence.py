@@ -178,6 +178,7 @@ class PushedStatesCases(ModelWorkflow):
             total, index = self.dictionary.n_features, experiment.feature[1]
             drawn = chosen_at_random(range(total), settings.controls, seed=settings.seed, without=[index])
             return Draws(tuple(RandomFeaturePushes(**shared, **about, draw=feature) for feature in drawn))
+        # Independent seeds, so that neighbouring settings.seed share no draws.
         seeds = np.random.SeedSequence(settings.seed).generate_state(settings.controls)
         return Draws(tuple(RandomPushes(**shared, draw=int(draw)) for draw in seeds))
 
@@ -236,6 +237,7 @@ class PushedStatesCases(ModelWorkflow):
             (position,),
             (other_position,),
             position=position,
+            # Strength 1 is always run: the table by layer and the choice of the best layer use it.
             strengths=tuple(sorted({1.0, *self.sweep})),
             target=pieces,
         )
@@ -398,6 +400,7 @@ class PushedStatesCases(ModelWorkflow):
     def _matrix(self, i: int, label: str) -> Choice:
         """Heatmaps of the cosines of case `i` by layer pushed and layer read, one per strength."""
         cosines, fates = self.push_effects(i)["similarity"].rename(layer="pushed_at"), self.fates[i].of_all
+        # A push after a layer cannot change the states before it.
         cosines = cosines.where(cosines["read_layer"] >= cosines["pushed_at"])
         low, last = float(cosines.min()), cosines.sizes["read_layer"] - 1
 

@@ -91,6 +91,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         if not settings.controls:
             return nodes
         controls = tuple(
+            # Controls need KL and logits, not the most changed tokens.
             DoseResponse(edges=((self.query, key),), doses=(max(settings.doses),), **shared | {"top_k": 1})
             for key in range(self.query + 1)
         )
@@ -139,6 +140,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         )
         cell = key * self.strongest.sizes["layer"] + layer
         distance = weight_distance(weights, cell)
+        # The edge itself is at distance inf, and so comes last.
         near = np.argsort(distance, kind="stable")[: min(self.settings.controls, len(distance) - 1)]
         low, high = weights[near].min(), weights[near].max()
         attention = f"({low:.2g} to {high:.2g}; this edge {weights[cell]:.2g})"
