@@ -62,8 +62,7 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
 
     Raises:
         ConfigError: only one of the clean and the corrupted prompt is set, an answer is set without a prompt,
-            the
-            metric needs answers that are not set, or a kind does not exist.
+            the metric needs answers that are not set, or a kind does not exist.
     """
 
     prompt: str = setting("", "clean prompt; none: the first pairs of data, shipped facts or candle-mi's")
@@ -243,8 +242,7 @@ class PatchedPairs:
 
         Raises:
             ConfigError: no candidate has as many tokens, the prompts do not differ, or the answers do not
-                suit
-                settings.answer_piece or settings.metric.
+                suit settings.answer_piece or settings.metric.
         """
         ids = tuple(self._encoded(clean).ids)
         ids_of = {text: tuple(self._encoded(text).ids) for text in candidates}

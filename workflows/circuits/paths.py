@@ -124,8 +124,7 @@ class PathPatchingTrace(TaskWorkflow):
     def claims(self) -> Iterator[Claim]:
         """Per receiver: the strongest sender against random changes. For receivers that the settings name
         also the strongest head against other heads, and, for comparison, the weakest head. No claims about
-        tasks
-        that the model does not do."""
+        tasks that the model does not do."""
         for receiver in self.receivers:
             if receiver.task in self.done:
                 yield from self._claims(receiver)
@@ -182,7 +181,7 @@ class PathPatchingTrace(TaskWorkflow):
 
     def views(self) -> Iterator[View]:
         """Per receiver: a heatmap of the effects of all senders, and a table and bars of the strongest."""
-        yield Data(json={**self.subject.about, "paths": [each.to_json() for each in self.receivers]})
+        yield Data(json={**self.subject.about, "paths": [receiver.to_json() for receiver in self.receivers]})
         for task in self.tasks:
             panels: list[View] = []
             of_task = [receiver for receiver in self.receivers if receiver.task == task]
@@ -217,8 +216,8 @@ class PathPatchingTrace(TaskWorkflow):
         layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
         return Heatmap(
             title=f"{receiver.task}: effects of senders through {receiver.receiver}",
-            caption=f"change of the difference ({receiver.unit}) when one sender is corrupted on its "
-            f"path to {receiver.receiver}, mean over {receiver.pairs} held-out pairs{of_embedding}",
+            caption=f"change of right minus wrong answer ({receiver.unit}) when one sender is corrupted on "
+            f"its path to {receiver.receiver}, mean over {receiver.pairs} held-out pairs{of_embedding}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
             columns=(*map(str, range(heads)), "MLP"),
@@ -244,7 +243,7 @@ class PathPatchingTrace(TaskWorkflow):
             "norm, median and 95 % of them",
             x=tuple(sender["sender"] for sender in listed),
             x_name="sender",
-            y_name="change of the difference",
+            y_name="change of right minus wrong answer",
             unit=receiver.unit,
             lines=(
                 Line(

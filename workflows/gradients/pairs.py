@@ -77,8 +77,7 @@ class AttributedPairs(KnownWorkflow):
 
         Raises:
             ConfigError: prompts of different lengths or with equal tokens, answers with the same first token,
-                or no
-                pair of facts that fits the model.
+                or no pair of facts that fits the model.
         """
         settings, subject = self.settings, self.subject
         # Models that fill in masks have no next token to predict.

@@ -11,8 +11,7 @@ Following Lindsey et al. 2025 ("On the Biology of a Large Language Model", plann
 patching can tell, the verdict is
 - *planned* if one state at the line break or the first token of line 2 changes the rhyme at the end;
 - *improvised* if the last token alone, reading the other end of line 1 while all tokens between keep their
-  states,
-  changes it.
+  states, changes it.
 Both or neither may hold. A patch "changes the rhyme" if its effect is beyond chance and at least the share
 `least` of the effect of the whole other couplet. The question is about the rhyme, not about the word.
 
@@ -209,8 +208,7 @@ class CoupletPlanning(ModelWorkflow):
     def _claims(self) -> tuple[Claim, ...]:
         """Claims that the model rhymes; about the chosen state before line 2; about all states before line 2,
         all states between line 1 and the last token, and direct reading of line 1, each in every layer; and
-        about next
-        tokens within line 2."""
+        about next tokens within line 2."""
         layer, role = self.site
         cause = f"patching the other couplet's state at the {ROLES[role]} after layer {layer}"
         raises = "raises the probability of its rhyme at the end of line 2"
