@@ -453,7 +453,7 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     done = doses if name == "doses" else pushes
     (path,) = done.render(Console(width=140), tmp_path)
     printed = capsys.readouterr().out
-    assert "interpolated" in printed if name == "doses" else "what became of it" in printed
+    assert "interpolated" in printed if name == "doses" else "outcome" in printed
     for key in done.to_json()["provenance"]["keys"].values():
         assert key[:12].encode() in path.read_bytes()
 
