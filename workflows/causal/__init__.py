@@ -1,1 +1,2 @@
-"""Questions about causes: parts of a model put in, taken out or cut off, and what it then says."""
+"""Workflows that patch, ablate or knock out parts of a model and measure the change of its next-token
+prediction."""

@@ -1,16 +1,19 @@
-"""Which heads and layers does the answer depend on? Ablation of each by itself.
+"""Which heads and layers does the answer depend on? Ablation of one head, attention layer or MLP at a time.
 
-The output of one head, or of the attention or the MLP of one layer, is replaced by zero, by its mean over
-reference prompts, which is fairer, as nothing reads a zero in training, or by what it is in other prompts of
-as many tokens, drawn at random, which keeps it what the model is used to read
-(stages/causal/grids/ablation.py; Wang et al. 2022, "Interpretability in the Wild", section 2; Chan et al.
-2022, "Causal scrubbing"). KL from the run as it is says how much the next token hangs on it, the target's
-probability in which direction.
+The output of one head, or of the attention or the MLP of one layer, is replaced
+(stages/causal/grids/ablation.py)
+- by zero;
+- by its mean over reference prompts (Wang et al. 2022, "Interpretability in the Wild", section 2);
+- by its value in random other prompts of the same length, "resample ablation" (Chan et al. 2022, "Causal
+  scrubbing").
 
-Told is the head that loses most on other facts that the model knows, the shipped ones or those of `data`,
-scored on more of them and in this prompt beside other heads drawn at random; where it knows too few, they are
-not run and nothing is claimed (material/facts/known.py). Defaults: a shipped fact on the specimen, for other
-models candle-mi's France; means over shipped facts.
+The KL divergence of the next-token distribution from that of the unchanged run measures the size of the
+effect; the change of the target's probability measures its direction.
+
+The claim: the head with the largest mean KL on facts that the model knows is scored on held-out facts and in
+the prompt shown, against random other heads. With too few known facts nothing is claimed
+(material/facts/known.py). Facts are the shipped ones or those of `data`. Default prompt: a shipped fact for a
+specimen, candle-mi's "The capital of France is" for other models; default means are over shipped facts.
 """
 
 from __future__ import annotations
@@ -49,29 +52,38 @@ __all__ = ["AblationOfEach", "AblationOfEachSettings"]
 
 
 PARTS = ("attn_out", "mlp_out")
+"""Kinds of hook points of the ablation by layer: outputs of attention and of the MLP."""
 MANY = 50
-"""Shipped facts that the mean is over by default."""
+"""Number of shipped facts that the mean for the prompt shown is computed over by default."""
 FEW = 8
-"""The same in other facts, each of which takes the mean anew."""
+"""Number of shipped facts that the mean for each other fact is computed over."""
 SAMPLES = 10
 """Largest number of random prompts for how=resample; KL is the mean over them."""
 INSTEAD = {
-    "mean": "its mean",
+    "mean": "its mean over reference prompts",
     "zero": "zero",
-    "resample": f"what it is in {SAMPLES} other prompts of as many tokens, drawn at random",
+    "resample": f"its value in up to {SAMPLES} random other prompts of the same length",
 }
+"""Replacement of an ablated output in captions, by value of the setting `how`."""
 
 
 @dataclass(frozen=True)
 class AblationOfEachSettings(DataSettings, FactSettings):
-    """What `--set` can change. Raises ConfigError for references where `how` takes none."""
+    """Settings of `AblationOfEach`.
+
+    Raises:
+        ConfigError: `references` are set and `how` is not "mean".
+    """
 
     how: Literal["mean", "zero", "resample"] = setting(
-        "mean", "what takes the place: the mean over references, zero, or what other prompts have there"
+        "mean",
+        "replacement of an ablated output: its mean over references, zero, or its value in other prompts",
     )
-    references: tuple[str, ...] = setting((), "prompts the mean is over; none: shipped facts")
-    top: Count = setting(10, "heads listed")
-    facts: Count = setting(6, "other facts the head is chosen on, and as many more it is scored on")
+    references: tuple[str, ...] = setting(
+        (), "reference prompts that the mean is computed over; none: shipped facts"
+    )
+    top: Count = setting(10, "heads listed in the table, largest KL first")
+    facts: Count = setting(6, "facts to choose the head on, and as many held-out facts to score it on")
 
     def __post_init__(self) -> None:
         if self.how != "mean" and self.references:
@@ -82,103 +94,117 @@ class AblationOfEachSettings(DataSettings, FactSettings):
 
 
 class AblationOfEach(KnownWorkflow):
-    """Ablation of every head, and of the attention and the MLP of every layer."""
+    """Single ablations: every head, and the attention and MLP output of every layer."""
 
     name = "ablation"
     question = "Which heads and layers does the answer depend on?"
     settings_type = AblationOfEachSettings
     settings: AblationOfEachSettings
-    described: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
+    described: ClassVar[str] = (
+        " Layers are described, not claimed: a model has too few for a null distribution."
+    )
+    """Last sentence of the caption of the claims: what is described without a claim."""
     unit: ClassVar[str] = "head"
-    """Unit that is ablated, one at a time, and the name of its axis."""
+    """Unit that is ablated, "head" or "expert"; also the name of its axis."""
 
     layers = loaded("layers")
-    """Attention and MLP of every layer, [kind, layer]."""
+    """Ablation of the attention and of the MLP of every layer, [kind, layer], in memory."""
 
     @cached_property
     def units(self) -> xr.Dataset:
-        """Every one of them, [layer, head]."""
+        """Ablation of every unit in the prompt shown, [layer, unit], in memory."""
         return self.result(f"{self.unit}s").load()
 
     def plan(self) -> Nodes:
-        """Two grids of the same prompt, and one of other facts."""
+        """Ablations by head and by layer in the prompt shown, and by head in other facts for the claim."""
         shared = self._shared()
         parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
         units = self.on_model(Ablation(**self._grid, **shared))
         return {"heads": units, "layers": self.on_model(parts), **self._fact_nodes(shared["tokens"])}
 
     def _shared(self) -> dict[str, Any]:
-        """What all grids of the prompt have in common."""
-        chosen = self.settings
-        self.prompt, self.target = shown_fact(chosen.model, chosen.prompt, chosen.target, chosen.data)
+        """Arguments that the ablations by head and by layer in the prompt shown have in common."""
+        settings = self.settings
+        self.prompt, self.target = shown_fact(settings.model, settings.prompt, settings.target, settings.data)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         metrics: tuple[Metric, ...] = (KL(),)
         if self.pieces:
             metrics += (Probability(self.pieces[0]),)
-        ids = tuple(encoded(self.subject, self.prompt).ids)
+        token_ids = tuple(encoded(self.subject, self.prompt).ids)
         return {
-            "tokens": ids,
+            "tokens": token_ids,
             "metrics": metrics,
-            **self._instead(ids, self.target, MANY),
+            **self._instead(token_ids, self.target, MANY),
         }
 
     @property
     def _kind(self) -> str:
-        """Kind of hook point that a head is ablated at: its output before the output projection."""
+        """Kind of hook point at which a unit is ablated; for heads their outputs before the output
+        projection."""
         return self.subject.config.read_kind
 
     @property
     def _grid(self) -> dict[str, Any]:
-        """Arguments of an ablation of every unit, in the layers that have any."""
+        """Arguments of an ablation of every unit, in the layers that have such units. Raises ConfigError
+        without."""
         config = self.subject.config
         layers = config.layers_with(self._kind)
         if not layers:
             raise ConfigError(
-                f"expected a model with {self.unit}s that can be taken away, found {config.model_type}, of "
-                "which none is known; patch its stream: activation_patching"
+                f"expected a model with {self.unit}s that can be ablated, found {config.model_type}, which "
+                "has none; patch its residual stream instead: activation_patching"
             )
         return {
             "kinds": (self._kind,),
             "over": "head",
+            # None is the default for all layers: equal experiments then have equal cache keys.
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
-    def _fact_nodes(self, own: tuple[int, ...]) -> Nodes:
-        """Every unit in other facts, [draw = fact, layer, head], and which of them the model knows; none
-        where no control is asked for. None of the facts is a reference of the mean, or the prompt with these
-        tokens."""
-        given, limit = self.settings, self.subject.config.context_length
-        if not given.controls:
+    def _fact_nodes(self, prompt_ids: tuple[int, ...]) -> Nodes:
+        """Nodes that ablate every unit in other facts, [draw = fact, layer, unit], and that measure which of
+        these facts the model knows; empty with controls=0.
+
+        Facts that the mean is computed over are left out, and so is the prompt shown, with tokens
+        `prompt_ids`."""
+        settings, limit = self.settings, self.subject.config.context_length
+        if not settings.controls:
             return {}
-        facts = facts_of(given.data)[0 if given.data else MANY :]
-        tokens = ((tuple(self.subject.tokenizer.encode(each.prompt).ids), each) for each in facts)
-        fitting = ((ids, each) for ids, each in tokens if ids != own and (limit is None or len(ids) <= limit))
-        several = list(dict(islice(fitting, 4 * given.facts)).items())
-        chosen = enough(several, given.data, 2 * given.facts, f"a {self.unit}")
+        # The first MANY shipped facts are the references of the mean, and are not scored.
+        facts = facts_of(settings.data)[0 if settings.data else MANY :]
+        tokens = ((tuple(self.subject.tokenizer.encode(fact.prompt).ids), fact) for fact in facts)
+        fitting = (
+            (ids, fact) for ids, fact in tokens if ids != prompt_ids and (limit is None or len(ids) <= limit)
+        )
+        # Four times as many as are asked for, as prompts of the same tokens count once.
+        by_ids = list(dict(islice(fitting, 4 * settings.facts)).items())
+        facts_used = enough(by_ids, settings.data, 2 * settings.facts, f"a {self.unit}")
         self.only_claims = ("facts",)
-        asked = [(ids, self.subject.answer_id(*each[:2]), -1) for ids, each in chosen]
-        half = len(chosen) // 2
-        units = AtOnce(tuple(self._on_fact(ids, each) for ids, each in chosen))
-        known = self.known_node({CHOSEN_ON: asked[:half], SCORED: asked[half:]})
+        questions = [(ids, self.subject.answer_id(*fact[:2]), -1) for ids, fact in facts_used]
+        half = len(facts_used) // 2
+        units = AtOnce(tuple(self._on_fact(ids, fact) for ids, fact in facts_used))
+        known = self.known_node({CHOSEN_ON: questions[:half], SCORED: questions[half:]})
         return known | {"facts": self.on_model(units)}
 
-    def _on_fact(self, tokens: tuple[int, ...], told: Fact) -> Ablation:
-        instead = self._instead(tokens, told.target, FEW)
+    def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
+        """Ablation of every unit in another fact."""
+        instead = self._instead(tokens, fact.target, FEW)
         return Ablation(**self._grid, tokens=tokens, metrics=(KL(),), **instead)
 
     @property
     def compared(self) -> list[int]:
-        """Indices of the units that are compared, counted through layers."""
+        """Indices of the units that claims compare, into the flattened [layer, unit]."""
         return list(range(self.units["kl"].size))
 
     @cached_property
     def lost(self) -> Floats:
-        """KL without each unit on other facts, in nats: [fact, layer, head]."""
+        """KL of the ablation of each unit on other facts, in nats: [fact, layer, unit]."""
         return values_of(self.result("facts")["kl"], "draw", "layer", self.unit)
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """KL without each compared unit on other facts that the model knows, in nats: [fact, unit]."""
+        """KL of the ablation of each compared unit on other facts that the model knows, in nats: [fact,
+        unit]."""
         parts = zip(np.split(self.lost, 2), (CHOSEN_ON, SCORED), strict=True)
         chosen_on, scored_on = (
             part[self.is_known(name)].reshape(-1, part[0].size)[:, self.compared] for part, name in parts
@@ -186,23 +212,24 @@ class AblationOfEach(KnownWorkflow):
         return CandidateEffects(chosen_on, scored_on)
 
     def claims(self) -> Iterator[Claim]:
-        """The head or MLP with the largest KL on other facts, scored on held-out facts and in this prompt;
-        then the one with the least."""
-        heads, layers, settings = self.lost.shape[2], self.units["layer"].values, self.settings
+        """The unit with the largest mean KL on other facts, scored on held-out facts and in the prompt shown;
+        then, for comparison, the unit with the smallest."""
+        n_units, layers, settings = self.lost.shape[2], self.units["layer"].values, self.settings
         most, least = (self.compared[index[0]] for index in (self.candidates.best, self.candidates.weakest))
 
         def text(unit: int) -> str:
-            where = f"{self.unit} {unit % heads} of layer {layers[unit // heads]}"
-            return f"taking {where} away changes the next token"
+            where = f"{self.unit} {unit % n_units} of layer {layers[unit // n_units]}"
+            return f"ablating {where} changes the next-token distribution (KL)"
 
         of = f"another {self.unit} of each prompt"
         yield self.candidates.claim(text(most), self.candidates.best, of, settings, unit="nats")
-        here = self.units["kl"].transpose("layer", self.unit).values
+        kl_here = self.units["kl"].transpose("layer", self.unit).values
         prompt = f"in '{format_text(self.prompt)}'"
+        # The least effective unit is a negative control: its effect should be no more than chance.
         for unit, before in ((most, prompt), (least, "for comparison")):
             yield Claim.among(
                 f"{before}, {text(unit)}",
-                here,
+                kl_here,
                 unit,
                 f"other {self.unit}s",
                 settings,
@@ -212,32 +239,37 @@ class AblationOfEach(KnownWorkflow):
             )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: on which facts the ablated heads or MLPs were chosen."""
+        """Caption of the claims: how many known facts the units were chosen and scored on."""
         counts, totals = self.known_counts
         return (
-            f"The {self.unit} of the largest mean KL ({float(self.candidates.mean.max()):.3f} nats) on other "
-            f"facts, of {totals[CHOSEN_ON]} the {counts[CHOSEN_ON]} whose answer the model says, scored on "
-            f"{counts[SCORED]} more; for comparison that of the least.{self.described}"
+            f"The {self.unit} with the largest mean KL ({float(self.candidates.mean.max()):.3f} nats) on "
+            f"{counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} other facts, those that the model answers "
+            f"correctly; it is scored on {counts[SCORED]} held-out facts. For comparison, the {self.unit} "
+            f"with the smallest mean KL.{self.described}"
         )
 
     def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:
-        """What takes the place in a prompt, as `Ablation` has it.
+        """Arguments of `Ablation` that say what replaces an ablated output in one prompt.
 
-        count: references of the mean, or prompts of as many tokens and another answer that are drawn.
+        Arguments:
+            tokens: token ids of the prompt.
+            target: its answer; prompts drawn for how=resample have another one.
+            count: number of reference prompts of the mean, or of drawn prompts (at most SAMPLES).
         """
-        given = self.settings
-        if given.how == "zero":
+        settings = self.settings
+        if settings.how == "zero":
             return {"how": "zero"}
-        if given.how == "mean":
-            texts = given.references or tuple(each["prompt"] for each in shipped_facts()[:count])
+        if settings.how == "mean":
+            texts = settings.references or tuple(fact["prompt"] for fact in shipped_facts()[:count])
             references = tuple(tuple(encoded(self.subject, text).ids) for text in texts)
             return {"how": "mean", "references": references}
-        drawn = self._unrelated.to(tokens, min(count, SAMPLES), seed=given.seed, targets=(target,))
+        # Prompts with the same answer would leave in what the ablation has to remove.
+        donor_ids = self._unrelated.to(tokens, min(count, SAMPLES), seed=settings.seed, targets=(target,))
         return {
             "how": "resample",
-            "references": tuple(drawn),
+            "references": tuple(donor_ids),
             "samples": min(count, SAMPLES),
-            "seed": given.seed,
+            "seed": settings.seed,
         }
 
     @cached_property
@@ -245,48 +277,54 @@ class AblationOfEach(KnownWorkflow):
         return Unrelated(self.subject)
 
     def views(self) -> Iterator[View]:
-        """KL by head and by layer, change of the target's probability, and the heads with the largest KL."""
+        """Heatmaps of KL and of the change of the target's probability, and a table of the units with the
+        largest KL."""
+        # With one kind (a model without MLPs in every layer) the result has no axis "kind".
         layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
         names = ["attention", "MLP"][: layers.sizes["kind"]]
         layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)
         yield Data(json=self._about())
         instead = INSTEAD[self.settings.how]
         panels = [
-            self._loss("heads", self.units, "What is lost without a head", f"each replaced by {instead}"),
-            self._loss("layers", layers, "What is lost without a part", f"each replaced by {instead}"),
+            self._loss("heads", self.units, "KL when a head is ablated", f"its output replaced by {instead}"),
+            self._loss(
+                "layers", layers, "KL when attention or MLP is ablated", f"output replaced by {instead}"
+            ),
         ]
         if self.pieces:
             panels += [
-                self._change("heads", self.units, "Target without a head"),
-                self._change("layers", layers, "Target without a part"),
+                self._change("heads", self.units, "Target when a head is ablated"),
+                self._change("layers", layers, "Target when attention or MLP is ablated"),
             ]
-        title = f"What {self.subject.name} needs: '{format_text(self.prompt)}'"
+        title = f"Ablations in {self.subject.name}: '{format_text(self.prompt)}'"
         yield from together("ablation", title, *panels, beside=[self.findings], columns=2)
         yield self._most()
 
     def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
-        return Heatmap.of(grid["kl"], title, caption, sources=(name,), low=0.0, json={name: _told(grid)})
+        """KL of every ablation of a grid."""
+        return Heatmap.of(grid["kl"], title, caption, sources=(name,), low=0.0, json={name: _grid_json(grid)})
 
     def _change(self, name: str, grid: xr.Dataset, title: str) -> Heatmap:
-        """Points of probability that the target gains."""
+        """Change of the target's probability by every ablation of a grid, in percentage points."""
         change = 100 * (grid["probability"] - self.clean)
         word = self.word
         return Heatmap.of(
             change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
             title,
-            f"{word!r} has {format_probability(self.clean)} as it is; below zero: less without it",
+            f"{word!r} has {format_probability(self.clean)} in the unchanged run; below zero: the ablation "
+            "lowers it",
             sources=(name,),
             diverging=True,
         )
 
     @property
     def word(self) -> str:
-        """The token whose probability is followed."""
+        """First token of the target, whose probability is measured."""
         return format_token(named(self.subject, self.pieces[:1])[0])
 
     @property
     def clean(self) -> float:
-        """The target's probability in the run as it is."""
+        """Probability of the target's first token in the unchanged run."""
         return float(self.units["unpatched"].sel(run="clean", metric="probability"))
 
     def _most(self) -> Table:
@@ -301,21 +339,24 @@ class AblationOfEach(KnownWorkflow):
             change = units["probability"] - self.clean
             units, names = units.assign(probability_change=change), [*names, "probability_change"]
             columns.append((repr(self.word), "probability_change", points))
-        most = largest(units, units["kl"].transpose("layer", self.unit), self.settings.top, *names)
+        top_units = largest(units, units["kl"].transpose("layer", self.unit), self.settings.top, *names)
         return Table.of(
-            most,
+            top_units,
             *columns,
-            title=f"{self.subject.name}: the {self.unit}s that '{format_text(self.prompt)}' needs most",
-            caption=f"KL(as it is || without the {self.unit}) of the next token, nats",
+            title=f"{self.subject.name}: the {self.unit}s with the largest effect on "
+            f"'{format_text(self.prompt)}'",
+            caption=f"KL(unchanged || {self.unit} ablated) of the next-token distribution, in nats",
             sources=(f"{self.unit}s",),
-            json={"most": most},
+            json={"most": top_units},
         )
 
     def _about(self) -> dict[str, Any]:
-        found = {**self.subject.about, "prompt": self.prompt, "how": self.settings.how}
-        found |= target_json(self.subject, self.target, self.pieces)
-        return found | ({"clean_probability": self.clean} if self.pieces else {})
+        """Fields of the JSON document that describe the prompt and the target."""
+        fields = {**self.subject.about, "prompt": self.prompt, "how": self.settings.how}
+        fields |= target_json(self.subject, self.target, self.pieces)
+        return fields | ({"clean_probability": self.clean} if self.pieces else {})
 
 
-def _told(grid: xr.Dataset) -> dict[str, Any]:
+def _grid_json(grid: xr.Dataset) -> dict[str, Any]:
+    """Measures of a grid of ablations, for the JSON document."""
     return {name: grid[name] for name in ("kl", "probability") if name in grid}

@@ -1,30 +1,27 @@
 """At which layers and positions does the difference between two prompts decide the answer?
 
-A causal trace by activation patching.
+Activation patching (causal tracing without noise): a clean and a corrupted prompt of the same length differ
+in their subject. The corrupted prompt is run with one activation of the clean run patched in, one layer and
+position at a time (stages/causal/grids/patching.py). Recovery is the share of the clean prediction that comes
+back: 1 - KL(clean || patched) / KL(clean || corrupted), 0 for the corrupted run, 1 for the clean run, not
+clipped. `metric` replaces KL by the difference between the logits of the clean and the corrupted answer, or
+by the clean answer's probability.
 
-A clean prompt and a corrupted one of as many tokens differ in their subject. The corrupted prompt is run
-with one state of the clean run put in, layer by layer and position by position
-(stages/causal/grids/patching.py); recovery says how much of the clean prediction comes back: 1 - KL(clean ||
-patched) / KL(clean || corrupted), 0 as corrupted, 1 as clean, not clipped.
+Residual states, attention outputs and MLP outputs are patched by position; z, q, k, v and the attention
+pattern by head, at all positions. Of recurrent models, the state is patched by position, and what heads read
+and write by head.
 
-Defaults: candle-mi's pairs, France and Space Needle; two pairs of shipped facts on the specimens, and on
-models to which candle-mi's prompts differ in length. Of several corrupted prompts, the first with as many
-tokens as the clean one is taken; none is an error. An answer of several tokens is refused unless
-`answer_piece=first` says which is meant.
+The claim, one per kind: the (layer, role) with the largest recovery on other pairs, scored on the pairs shown
+and on further held-out ones, against activations of unrelated prompts patched into the same place. Roles are
+the subject's last token and, for attention and MLP outputs, the last token. The residual state at the last
+token is left out, as it determines the answer; so is the recurrent state there, which no later token reads.
+Only pairs count whose clean answer is the model's likeliest next token; with too few of them nothing is
+claimed (material/facts/known.py). A pair given by the settings is scored alone, known or not.
 
-`metric` says what recovery is a share of: KL of the whole next-token distribution, the difference between the
-logits of the clean and the corrupted answer, or the clean answer's probability.
-
-Told of every kind is the place that recovers most on other pairs, scored on the pairs shown and more of them,
-beside states of unrelated prompts at the same place. Of these pairs count those that the model knows, whose
-clean answer is its likeliest next token; where it knows too few, none of that is run and nothing is claimed
-(material/facts/known.py). `data` names pairs of one's own in place of the shipped ones. Places are
-a layer and a role: the subject's last token, and for outputs the last token too; the state at the last token
-is left out, as it is the answer itself (and a recurrent one is read by nobody there). A pair of one's own is
-scored alone, known or not.
-
-States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions,
-and so is what heads of a recurrent model read, write and are asked for; its state by position.
+Default pairs: candle-mi's (France, Space Needle), or two shipped pairs for specimens and for models whose
+tokenizer gives candle-mi's prompts different lengths; `data` reads other pairs. Of several corrupted prompts
+the first with as many tokens as the clean one is used; none is an error, and so is an answer of several
+tokens, unless `answer_piece=first` selects its first token.
 """
 
 from __future__ import annotations
@@ -63,30 +60,32 @@ MEASURES = {
     "logit_difference": "the difference between the logits of both answers",
     "probability": "the clean answer's probability",
 }
-"""What recovery is a share of, by metric."""
+"""Quantity that recovery is a share of, by value of the setting `metric`."""
 
 ROLES = ("the subject's last token", "the last token")
-"""Positions that other pairs have too."""
+"""Token roles that exist in every pair, so that a (layer, role) chosen on some pairs can be scored on held-
+out ones."""
 
 
 class ActivationPatchingTrace(KnownWorkflow):
-    """Grids of patches, one per pair and kind."""
+    """Activation patching of some pairs of prompts: one grid per pair and kind of activation."""
 
     name = "activation_patching"
     question = "At which layers and positions does the difference between two prompts decide the answer?"
     settings_type = ActivationPatchingTraceSettings
     settings: ActivationPatchingTraceSettings
     CONTROLS: ClassVar[tuple[str, ...]] = ("choice", "scored", "controls")
-    """Results beside the pairs shown."""
+    """Names of the results that claims are read from, in the order of the fields of `CandidateEffects`."""
     asked_about = "pairs"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of states that are patched: the setting, or the usual kinds that every layer has."""
+        """Hook-point kinds to patch: the setting, or by default those of USUAL that all layers have."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def plan(self) -> Nodes:
-        """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
+        """Per pair shown, one experiment by position and one by head, as far as `kinds` has any; and
+        controls."""
         self.pairs = PatchedPairs(self.subject, self.settings)
         self.traced = self.pairs.shown()
         states, heads = self.claimed_kinds, [kind for kind in self.kinds if _by_head(kind)]
@@ -99,19 +98,22 @@ class ActivationPatchingTrace(KnownWorkflow):
         return nodes | (self._control_nodes(states) if states and self.settings.controls else {})
 
     def _control_nodes(self, kinds: Sequence[str]) -> Nodes:
-        """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors; and
-        which of these pairs the model knows."""
-        given, unrelated, pairs = self.settings, Unrelated(self.subject), self.pairs
-        others = pairs.others(self.traced)
-        half = given.others if len(others) >= 2 * given.others else -(-len(others) // 2)
-        chosen_on, more = others[:half], others[half : half + given.others]
+        """Nodes that patch both roles, [draw, layer, position]: of pairs to choose on, of pairs to score on,
+        and with activations of unrelated prompts; and the node that measures which pairs the model knows.
+
+        Raises ConfigError without any other pair."""
+        settings, unrelated, pairs = self.settings, Unrelated(self.subject), self.pairs
+        other_pairs = pairs.others(self.traced)
+        # With too few pairs for both halves, the one to choose on is the larger.
+        half = settings.others if len(other_pairs) >= 2 * settings.others else -(-len(other_pairs) // 2)
+        chosen_on, held_out = other_pairs[:half], other_pairs[half : half + settings.others]
         if not chosen_on:
             raise ConfigError(
                 "expected other pairs to choose a place on, found none that fit the model; give more in "
                 "data=…, or ask for no claim: controls=0"
             )
-        self.scored = self.traced + ([] if given.prompt else more)
-        self.num_donors = given.controls if given.prompt else given.donors
+        self.scored = self.traced + ([] if settings.prompt else held_out)
+        self.num_donors = settings.controls if settings.prompt else settings.donors
 
         def at_roles(pair: PatchedPair) -> dict[str, Any]:
             positions = (pair.subject[1], pairs.read_at(pair))
@@ -124,7 +126,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             for donor in unrelated.to(
                 pair.clean_ids,
                 self.num_donors,
-                seed=given.seed + number,
+                seed=settings.seed + number,
                 targets=(pair.answer,) if pair in self.traced else (pair.answer, pair.wrong),
             )
         )
@@ -135,33 +137,37 @@ class ActivationPatchingTrace(KnownWorkflow):
         }
         self.only_claims = tuple(experiments)
         groups = {CHOSEN_ON: list(map(pairs.question, chosen_on))}
-        if not given.prompt:  # a pair of one's own is scored, known or not
+        if not settings.prompt:  # a pair given by the settings is scored, known or not
             groups[SCORED] = list(map(pairs.question, self.scored))
         return self.known_node(groups) | {
-            name: self.on_model(AtOnce(each)) for name, each in experiments.items()
+            name: self.on_model(AtOnce(patchings)) for name, patchings in experiments.items()
         }
 
     @property
     def claimed_kinds(self) -> list[str]:
-        """Kinds that a claim is made about: those that are not patched head by head."""
+        """Hook-point kinds with a claim: those patched by position."""
         return [kind for kind in self.kinds if not _by_head(kind)]
 
     claim_sources = CONTROLS
 
     def candidates(self, kind: str) -> CandidateEffects:
-        """Percent recovered by each place of a kind, [pair, layer, role]."""
-        roles = 1 if kind.startswith("resid") or _is_memory(kind) else 2
+        """Recovery in percent by (layer, role) for one kind, [pair, layer, role], with one control per
+        donor."""
+        # The residual state at the last token determines the answer; no later token reads a recurrent one.
+        roles = 1 if kind.startswith("resid") or _is_recurrent_state(kind) else 2
         choice, scored, controls = (self._recovered(name, kind)[..., :roles] for name in self.CONTROLS)
+        # Along "draw", donors of a pair are neighbours.
         by_donor = controls.reshape(len(scored), self.num_donors, *scored.shape[1:])
         return CandidateEffects(choice, scored, by_donor)
 
     @property
     def makes_claims(self) -> bool:
-        """Whether any kind is patched by position, as claims are about these."""
+        """Whether `kinds` has one that is patched by position; grids by head make no claims."""
         return bool(self.claimed_kinds)
 
     def claims(self) -> Iterator[Claim]:
-        """Per kind, the layer and role with the largest recovery on other pairs; then the quietest."""
+        """Per kind, the (layer, role) with the largest mean recovery on other pairs; then, for comparison,
+        the one with the mean recovery nearest to 0."""
         kinds = self.claimed_kinds
         for kind in kinds:
             candidates = self.candidates(kind)
@@ -170,46 +176,61 @@ class ActivationPatchingTrace(KnownWorkflow):
         yield self._claim(kinds[0], first, first.quietest, "for comparison, ")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: on which pairs the layer and position of each kind were chosen."""
+        """Caption of the claims: rule by which layer and position were chosen, and numbers of pairs and
+        donors."""
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         return (
-            f"Of each kind the place that recovers most on {counts[0]} other pairs whose answer the model "
-            f"says, and of {self.claimed_kinds[0]} the one that moves them least, scored on {counts[1]}; "
-            f"{self.num_donors} unrelated prompts per pair."
+            f"Of each kind, the layer and position with the largest mean recovery on {counts[0]} other "
+            f"pairs, those whose answer the model predicts; for comparison, of {self.claimed_kinds[0]} the "
+            f"one with the mean recovery nearest to 0. Scored on {counts[1]} pairs; control: the activation "
+            f"of one of {self.num_donors} unrelated prompts per pair."
         )
 
     @property
-    def _roles_named(self) -> tuple[str, str]:
+    def _role_names(self) -> tuple[str, str]:
+        """ROLES for claims; a model that fills in masks is read at the mask and not at the last token."""
         if self.subject.mask is None:
             return ROLES
         return ROLES[0], "the token before the mask" if self.subject.config.mask_shift else "the mask"
 
     def counts(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which pairs of a result count, bool [pair]: those that the model knows, and a pair of one's own."""
+        """Which pairs of a result count, bool [pair]: those that the model knows, and a pair given by the
+        settings."""
         if name != "choice" and self.settings.prompt:
             return np.ones(len(self.scored), bool)
         return self.is_known(CHOSEN_ON if name == "choice" else SCORED)
 
     def _recovered(self, name: str, kind: str) -> Floats:
-        """Percent recovered of one kind in one of the results on roles, in pairs that count: [pair, layer,
-        role], of controls [pair and donor, layer, role]."""
+        """Recovery in percent for one kind in one of the results CONTROLS, for pairs that count.
+
+        Arguments:
+            name: "choice", "scored" or "controls".
+            kind: kind of activation.
+
+        Returns:
+            [pair, layer, role]; for "controls" [pair * donor, layer, role].
+        """
         grid = 100 * self.result(name).load()["recovery"]
         grid = grid.sel(kind=kind) if "kind" in grid.dims else grid
-        recovered, known = values_of(grid, "draw", "layer", "position"), self.counts(name)
-        return recovered[known.repeat(len(recovered) // len(known))]
+        recovered, counted = values_of(grid, "draw", "layer", "position"), self.counts(name)
+        # One row per pair, or for controls one per donor of each pair.
+        return recovered[counted.repeat(len(recovered) // len(counted))]
 
     def _claim(
         self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
     ) -> Claim:
-        """What one place [layer, role] of a kind recovers, beside states of unrelated prompts there."""
-        (layer, role), name = place, "state" if _is_memory(kind) else kind
+        """Claim about the recovery at one place (layer, role), against unrelated prompts' activations
+        there."""
+        (layer, role), name = place, "state" if _is_recurrent_state(kind) else kind
         text = (
-            f"{before}clean {name} of layer {layer} at {self._roles_named[role]} brings "
-            f"{MEASURES[self.settings.metric]} back"
+            f"{before}patching in the clean {name} of layer {layer} at {self._role_names[role]} recovers "
+            f"{MEASURES[self.settings.metric]}"
         )
-        return candidates.claim(text, place, "states of unrelated prompts as long", self.settings, unit="%")
+        of = "an activation of an unrelated prompt of the same length"
+        return candidates.claim(text, place, of, self.settings, unit="%")
 
     def _experiment(self, pair: PatchedPair, kinds: Sequence[str], over: str) -> ActivationPatching:
+        """Patching of every layer of one pair, over "position" or over "head"."""
         metrics: tuple[Metric, ...] = (Recovery(self.pairs.metric(pair)), KL())
         if pair.pieces:
             metrics += (Probability(pair.pieces[0]),)
@@ -218,37 +239,37 @@ class ActivationPatchingTrace(KnownWorkflow):
         return ActivationPatching(over=over, metrics=metrics, **self.pairs.patch(pair, kinds))
 
     def sources(self, i: int) -> tuple[str, ...]:
-        """Names of the results of pair `i`."""
+        """Names of the results of pair `i`: by position, by head, or both."""
         return tuple(name for name in (f"pair_{i}", f"heads_{i}") if name in self.nodes)
 
     def grids(self, i: int) -> dict[str, xr.Dataset]:
-        """Pair `i` in memory by kind, [layer, position], or [layer, head] of what heads have; of k and v the
-        heads are key/value heads."""
-        found = {}
+        """Results of pair `i` in memory, by kind: [layer, position], or [layer, head] for kinds patched by
+        head; for k and v the axis "head" holds key/value heads."""
+        by_kind = {}
         for name in self.sources(i):
-            whole = self.result(name).load()
-            for kind in np.atleast_1d(whole["kind"].values).tolist():
-                grid = whole.sel(kind=kind) if "kind" in whole.dims else whole
+            result = self.result(name).load()
+            for kind in np.atleast_1d(result["kind"].values).tolist():
+                grid = result.sel(kind=kind) if "kind" in result.dims else result
                 if "kv_head" in grid.dims:
                     grid = grid.rename(kv_head="head")
-                found[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
-        return {kind: found[kind] for kind in self.kinds}
+                by_kind[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
+        return {kind: by_kind[kind] for kind in self.kinds}
 
     def recovered(self, i: int) -> dict[str, xr.DataArray]:
-        """Percent recovered in pair `i` by kind, [layer, position] or [layer, head]."""
+        """Recovery in percent for pair `i`, by kind: [layer, position] or [layer, head]."""
         return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
 
     def by_run(self, i: int, metric: str) -> dict[str, float]:
-        """A metric of the runs of pair `i` in which nothing is patched: "clean" and "corrupted"."""
+        """A metric of the unpatched runs of pair `i`, by name of the run: "clean" and "corrupted"."""
         unpatched = next(iter(self.grids(i).values()))["unpatched"].sel(metric=metric)
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
+        """Pair `i` for the JSON document: the fields of candle-mi's example, and the grids of every kind."""
         pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
-        kind, first = next(iter(percent.items()))
+        kind, first_grid = next(iter(percent.items()))
         start, last = pair.subject
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model_id": self.subject.name,
             "clean_prompt": pair.clean,
             "corrupted_prompt": pair.corrupted,
@@ -263,14 +284,14 @@ class ActivationPatchingTrace(KnownWorkflow):
             "metric": self.settings.metric,
             "kind": kind,
             "window": self.settings.window,
-            "grid": first,
+            "grid": first_grid,
             "grids": percent,
             "best": [_best(kind, grid) for kind, grid in percent.items()],
         }
-        if "position" in first.dims:
-            found["subject_recovery"] = first.sel(position=start)
+        if "position" in first_grid.dims:
+            fields["subject_recovery"] = first_grid.sel(position=start)
         if pair.pieces:
-            found |= {
+            fields |= {
                 "answer": pair.answer,
                 "answer_token_ids": pair.pieces,
                 "answer_token": named(self.subject, pair.pieces[:1])[0],
@@ -279,42 +300,45 @@ class ActivationPatchingTrace(KnownWorkflow):
             }
         if (metric := self.settings.metric) == "logit_difference":
             by_kind = {kind: grid[metric] for kind, grid in grids.items()}
-            found |= {"wrong": pair.wrong, metric: self.by_run(i, metric), f"{metric}_grids": by_kind}
-        return found
+            fields |= {"wrong": pair.wrong, metric: self.by_run(i, metric), f"{metric}_grids": by_kind}
+        return fields
 
     def views(self) -> Iterator[View]:
-        """Per pair the grids of every kind, and the best places."""
+        """Per pair: heatmaps of recovery, one per hook-point kind, and a table of the best position or head
+        per layer."""
         yield Data(json={"results": [self.document(i) for i in range(len(self.traced))]})
         for i, pair in enumerate(self.traced):
-            put = f"'{format_text(pair.clean)}' put into '{format_text(pair.corrupted)}'"
+            put = f"'{format_text(pair.clean)}' patched into '{format_text(pair.corrupted)}'"
             grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
                 title=put,
-                caption=f"Share of {MEASURES[self.settings.metric]} that comes back when one state of the "
-                "clean run replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, below 0 % "
-                "farther off than corrupted.",
+                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that comes back when one "
+                "activation of the clean run replaces that of the corrupted run. 0 %: as corrupted; 100 %: "
+                "as clean; below 0 %: farther from clean than the corrupted run.",
                 sources=self.sources(i),
                 name="patched",
                 options=tuple(grids.items()),
             )
             yield Figure(
                 name=f"activation_patching_{i}",
-                title=f"Where {self.subject.name} keeps what makes prompts differ",
-                caption=f"States of {put}",
+                title=f"Where {self.subject.name} holds the difference between two prompts",
+                caption=f"Activations of {put}",
                 panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
             yield self._places(i, f"{self.subject.name}: {put}")
 
     def _grid(self, pair: PatchedPair, kind: str, percent: xr.DataArray) -> Heatmap:
-        """Percent recovered by layer and place for one kind; framed is where the prompts differ."""
+        """Heatmap of recovery for one kind, by layer and position or head; a frame marks where the prompts
+        differ."""
         best, (start, last) = _best(kind, percent), pair.subject
-        own: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
+        # With grouped-query attention, k and v have fewer heads than q and z.
+        options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
         where = f"head {best.get('head')}"
         if "position" in best:
             ids = (pair.clean_ids, pair.corrupted_ids)
             clean, corrupted = (list(map(format_token, named(self.subject, row))) for row in ids)
             texts = zip(clean, corrupted, strict=True)
-            own = {
+            options = {
                 "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
                 "column_name": "token",
                 "framed": ((0, start, percent.sizes["layer"] - 1, last),),
@@ -330,11 +354,11 @@ class ActivationPatchingTrace(KnownWorkflow):
             low=-100.0,
             high=100.0,
             diverging=True,
-            **own,
+            **options,
         )
 
     def _places(self, i: int, title: str) -> Table:
-        """The best position, or head, of each layer, by kind."""
+        """Table of the position, or head, with the largest recovery in each layer, by kind."""
         pair, percent = self.traced[i], self.recovered(i)
         tokens = [format_token(text) for text in named(self.subject, pair.corrupted_ids)]
 
@@ -348,7 +372,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             columns += [(kind, most, "{:.1f} %".format), ("at", partial(place, kind))]
         words = dict.fromkeys("head" if _by_head(kind) else "position" for kind in percent)
         caption = (
-            f"share of {MEASURES[self.settings.metric]} recovered at the best "
+            f"share of {MEASURES[self.settings.metric]} that is recovered at the best "
             f"{' and '.join(sorted(words, reverse=True))}; "
             f"KL(clean || corrupted) {self.by_run(i, 'kl')['corrupted']:.3f} nats"
         )
@@ -364,17 +388,18 @@ class ActivationPatchingTrace(KnownWorkflow):
         return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))
 
 
-def _is_memory(kind: str) -> bool:
-    """Whether a kind is what a recurrence remembers."""
+def _is_recurrent_state(kind: str) -> bool:
+    """Whether a hook-point kind is a recurrent state sequence (of RWKV, Mamba, mLSTM or linear attention)."""
     return kind.endswith("state_seq")
 
 
 def _by_head(kind: str) -> bool:
-    """Whether a kind is patched head by head, at all positions, and not position by position."""
-    return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_memory(kind))
+    """Whether a hook-point kind is patched head by head at all positions, instead of by position."""
+    return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_recurrent_state(kind))
 
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
-    """The largest cell of a grid [layer, position] or [layer, head], the earliest of equal ones."""
+    """The cell with the largest recovery in a grid [layer, position] or [layer, head]; of equal ones the
+    first."""
     (place,) = ranked(percent, 1)
     return {"kind": kind, **place, "recovery": float(percent.sel(place))}

@@ -1,14 +1,14 @@
 """What does the model predict when one position cannot attend to another? Attention knockout.
 
-Cuts one attention edge at a time, in one layer at a time (stages/causal/knockout.py), and measures what
-the last position predicts: KL from the undisturbed run, the logit of the target, the tokens that changed
-most. One edge and layer are shown in full; the sweep over all keys and layers, and over heads for the one
-edge, shows whether they are special.
+Knocks out one attention edge (query, key) at a time, in one layer at a time (stages/causal/knockout.py), and
+measures the effect on the last position's prediction: KL from the unchanged run, change of the target's
+logit, and the tokens whose probability changes most. One edge and layer are shown in full; a sweep over all
+keys and layers, and over the heads of that edge, shows whether they are special.
 
-The selected edge stands beside others of the same query, drawn at random among all layers and keys.
-Defaults: the last token's edge, in all heads, whose layer and kind of key lose most on other shipped facts
-(material/edge_choice.py), beside the one that loses least there. A target of several tokens is followed by
-its first piece (logits) and by all of them (probability), never by its last.
+Null distribution of the claims: random other (layer, key) edges of the same query. Default edge: the query is
+the last token; layer and key are those, by role, whose knockout has the largest mean KL on other shipped
+facts (material/edge_choice.py); the ones with the smallest are shown for comparison. Of a target of several
+tokens, logits are those of its first token, and the probability is that of all of its tokens.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ __all__ = ["AttentionKnockout", "AttentionKnockoutSettings"]
 
 @dataclass(frozen=True)
 class AttentionKnockoutSettings(ChosenEdgeSettings):
-    """What `--set` can change."""
+    """Settings of `AttentionKnockout`."""
 
-    sweep: bool = setting(True, "cut every other key and head, and not only what controls need")
+    sweep: bool = setting(
+        True, "knock out every key and every head; false: only the edges that claims and controls need"
+    )
 
 
 class AttentionKnockout(EdgeWorkflow):
-    """Knockout of one attention edge in full, and of all others for comparison."""
+    """Knockout of one attention edge in full, and of all other edges of the query for comparison."""
 
     name = "attention_knockout"
     question = "What does the model predict when one position cannot attend to another?"
@@ -58,39 +60,41 @@ class AttentionKnockout(EdgeWorkflow):
 
     @cached_property
     def edges(self) -> xr.Dataset:
-        """Every edge in every layer, [layer, key], in memory."""
+        """Knockout of the edge to every key in every layer, in all heads: [layer, key], in memory."""
         return self.result("edges").load().swap_dims(edge="key")
 
     def plan(self) -> Nodes:
-        """Edges of one query, heads of the candidate edges, and edges of other facts."""
+        """Knockouts of the edges of one query, of the heads of candidate edges, and of edges in other
+        facts."""
         shared, query = self.read_edge(), self.query
-        edges = EdgeKnockout(edges=tuple((query, key) for key in self._cut()), layers=None, **shared)
+        edges = EdgeKnockout(edges=tuple((query, key) for key in self._swept_keys()), layers=None, **shared)
         nodes = {"edges": self.on_model(edges), **self.facts_node()}
         if self.settings.sweep:
             heads = tuple(HeadKnockout(edges=((query, key),), **shared) for key in self.keys)
             nodes["heads"] = self.on_model(heads[0] if len(heads) == 1 else AtOnce(heads))
         return nodes
 
-    def _cut(self) -> list[int]:
-        """Keys that are cut: all, or the candidates and as many more as the controls need."""
+    def _swept_keys(self) -> list[int]:
+        """Key positions whose edges are knocked out: all with `sweep`, else candidates and random
+        controls."""
         every = range(self.query + 1)
         if self.settings.sweep:
             return list(every)
+        # Every key gives one control edge per layer.
         needed = -(-self.settings.controls // self.subject.config.num_layers)
-        rest = [key for key in every if key not in self.keys]
-        return sorted(
-            (*self.keys, *(chosen_at_random(rest, needed, seed=self.settings.seed) if rest else ()))
-        )
+        control_keys = [key for key in every if key not in self.keys]
+        drawn = chosen_at_random(control_keys, needed, seed=self.settings.seed) if control_keys else ()
+        return sorted((*self.keys, *drawn))
 
     def lost_here(self, key: int) -> Floats:
-        """See `PlaceWorkflow`: with the edge to one key cut, [layer]."""
+        """See `PlaceWorkflow`: KL with the edge to one key knocked out, [layer]."""
         return values_of(self.edges["kl"].sel(key=key), "layer")
 
     @cached_property
     def heads(self) -> xr.Dataset:
         """Knockout of the selected edge in every layer and head, [layer, head]."""
-        found = self.result("heads").load()
-        return found.isel(draw=self.keys.index(self.edge[1])) if "draw" in found.dims else found
+        heads = self.result("heads").load()
+        return heads.isel(draw=self.keys.index(self.edge[1])) if "draw" in heads.dims else heads
 
     @property
     def selected(self) -> xr.Dataset:
@@ -98,47 +102,48 @@ class AttentionKnockout(EdgeWorkflow):
         return self.edges.sel(layer=self.layer, key=self.edge[1])
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """The claim about one edge of this prompt, beside other edges of the query."""
+        """See `PlaceWorkflow`: claim about one edge of this prompt, against other edges of the query."""
         effects = self.edges[measure].transpose("layer", "key")
         row, column = (effects.get_index(dim).get_loc(at) for dim, at in (("layer", layer), ("key", key)))
         of = "other (layer, key) edges of this query"
-        own = row * effects.sizes["key"] + column
-        return Claim.among(text, effects.values, own, of, self.settings, **fields)
+        own_cell = row * effects.sizes["key"] + column
+        return Claim.among(text, effects.values, own_cell, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
-        """The selected edge, then every key and every head in its place."""
+        """Effect of the selected edge; with a sweep also heatmaps and a table of every key and head."""
         selected, (query, key) = self.selected, self.edge
         tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
         names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
         yield Data(json=self._about() | self.choice_json())
         yield self.changed_table(
             selected,
-            f"{self.subject.name}, layer {self.layer}: {names[query]} may not read {names[key]}",
-            beside=f"; weight of the edge {float(selected['attention']):.3f}",
+            f"{self.subject.name}, layer {self.layer}: {names[query]} cannot attend to {names[key]}",
+            beside=f"; attention weight before the knockout {float(selected['attention']):.3f}",
         )
         if not self.settings.sweep:
             return
         by_key = Heatmap.of(
             self.edges["kl"].transpose("layer", "key"),
-            "What is lost by key, in all heads",
-            f"{names[query]} may not read a key in one layer; framed: as in the table",
+            "KL when an edge is knocked out in all heads",
+            f"{names[query]} cannot attend to one key in one layer; framed: the edge in the table",
             sources=("edges",),
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
             low=0.0,
+            # A frame is (top row, left column, bottom row, right column): here a single cell.
             framed=((self.edges["layer"].values.tolist().index(self.layer), key) * 2,),
-            frame_name="as in the table",
+            frame_name="the edge in the table",
             json={"sweep": {"query": query, "keys": self.edges["key"], **_sweep_json(self.edges)}},
         )
         by_head = Heatmap.of(
             self.heads["kl"].transpose("layer", "head"),
-            "What is lost by head, of one edge",
-            f"{names[query]} may not read {names[key]} in one head of one layer",
+            "KL when one edge is knocked out in one head",
+            f"{names[query]} cannot attend to {names[key]} in one head of one layer",
             sources=("heads",),
             low=0.0,
             json={"heads": _sweep_json(self.heads)},
         )
-        title = f"What {self.subject.name} needs to read: '{format_text(self.prompt)}'"
+        title = f"Attention knockout in {self.subject.name}: '{format_text(self.prompt)}'"
         beside = [self.findings]
         yield from together("attention_knockout", title, by_key, by_head, beside=beside, columns=2)
         yield Table.of(
@@ -152,14 +157,15 @@ class AttentionKnockout(EdgeWorkflow):
             ("weight", "attention", ".3f"),
             ("head", lambda row: row["in_head"]["head"], "d"),
             ("KL of the edge in it", lambda row: row["in_head"]["kl"], ".5f"),
-            title=f"Where {names[query]} needs to read",
-            caption="per layer the key whose edge matters most, and the head in which the edge above does",
+            title=f"Edges of {names[query]} with the largest effect",
+            caption="per layer the key with the largest KL, its attention weight before the knockout, and "
+            f"the head in which knocking out the edge to {names[key]} has the largest KL",
         )
 
     def _about(self) -> dict[str, Any]:
-        """The other fields of candle-mi's example."""
+        """Fields of candle-mi's example for the JSON document, except those of the tables."""
         selected = self.selected
-        found = {
+        fields = {
             **self.subject.about,
             "prompt": self.prompt,
             "tokens": named(self.subject, self.encoding.ids),
@@ -172,16 +178,18 @@ class AttentionKnockout(EdgeWorkflow):
             "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
             "ablated_p_target": np.exp(selected["target_logprob"]),
         }
-        return found | (
+        return fields | (
+            # candle-mi names this field after the target of its own example.
             {"paris_logit_diff": selected["logit_diff"]} if self.target.strip() == "Paris" else {}
         )
 
 
 def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:
+    """Measures of a sweep, for the JSON document."""
     return {"kl_divergence": sweep["kl"], "attention_before": sweep["attention"]}
 
 
 def _most(sweep: xr.Dataset, layer: int) -> dict[str, Any]:
-    """Key or head of a layer whose knockout has the largest KL."""
+    """Key or head of a layer whose knockout has the largest KL, with its KL and attention weight."""
     cells = sweep.sel(layer=layer)
     return largest(cells, cells["kl"], 1, "kl", "attention")[0]

@@ -1,20 +1,21 @@
 """Which states recover a fact when the embedding of its subject is noised? Causal tracing.
 
-Noise on the embeddings of the subject takes the answer away; then one state of the clean run is put back,
-layer by layer and position by position, and the answer's probability says how much of it returns
-(stages/causal/grids/tracing.py; Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section
-2). Numbers are means over several noises.
+Gaussian noise on the embeddings of the subject removes the answer; then one activation of the clean run is
+restored, at one layer and position at a time, and the answer's probability measures how much of the answer it
+recovers (stages/causal/grids/tracing.py; Meng et al. 2022, "Locating and Editing Factual Associations in
+GPT", section 2). Numbers are means over several samples of noise.
 
-Defaults: a shipped fact on the specimen, for other models candle-mi's France. Noise as in the paper, 3
-standard deviations of the embeddings, on 10 samples; attention and MLP outputs are put back in windows of a
-fifth of the layers, as its 10 of 48 are. An answer of several tokens is followed by its first.
+Defaults: noise of 3 standard deviations of the embeddings and 10 samples, as in the paper; attention and MLP
+outputs are restored in windows of a fifth of the layers, as the paper's 10 of 48. The prompt is a shipped
+fact for a specimen, candle-mi's "The capital of France is" for other models. An answer of several tokens is
+followed by its first token.
 
-Told of every kind is the place, a layer and a role, that restores most on other facts, the shipped ones or
-those of `data` (the largest average indirect effect, as the paper calls the rise in probability), scored on
-more of them and in the prompt beside other places that the noise reaches. As in the paper, facts count that
-the model knows: the answer is the likeliest next token of the clean prompt. Where it knows too few, none of
-them is traced and nothing is claimed (material/facts/known.py). States at the last token are left out: they
-are the answer.
+The claim, one per kind of activation: the (layer, role) with the largest mean rise of the answer's
+probability on other facts (the paper's average indirect effect), scored on held-out facts and in the prompt
+shown, against other layers and positions that the noise reaches. As in the paper, only facts count whose
+answer is the likeliest next token of the clean prompt; with too few of them nothing is claimed
+(material/facts/known.py). Facts are the shipped ones or those of `data`. Residual states at the last token
+are left out, as they determine the answer.
 """
 
 from __future__ import annotations
@@ -54,29 +55,41 @@ if TYPE_CHECKING:
 __all__ = ["CausalTrace", "CausalTraceSettings"]
 
 IN_WINDOWS = ("attn_out", "mlp_out")
-"""Kinds that are restored in several layers together: one alone carries little."""
+"""Kinds that are restored in a window of layers, as the output of a single layer carries little."""
 
 ROLES = ("the subject's last token", "the token after it", "the last token")
-"""Positions that other facts have too."""
+"""Token roles that exist in every fact, so that a (layer, role) chosen on some facts can be scored on held-
+out ones."""
 OTHERS = 3
-"""Positions of each other fact, drawn beside the roles among those the noise reaches."""
+"""Number of further positions of each other fact, drawn at random among those that the noise reaches."""
 
 
 @dataclass(frozen=True)
 class CausalTraceSettings(DataSettings, FactSettings):
-    """What `--set` can change.
+    """Settings of `CausalTrace`.
 
-    Raises ConfigError for some of prompt, target and subject, and kinds there are not.
+    Raises:
+        ConfigError: some but not all of prompt, target and subject are set, or a kind does not exist.
     """
 
-    subject: str = setting("", "phrase of the prompt that gets noise; none: that of the default prompt")
-    kinds: tuple[str, ...] = setting((), "what is put back; none: resid_post, attn_out and mlp_out")
-    window: Natural = setting(0, "layers of attention or MLP put back together; 0: a fifth of them")
-    multiplier: Positive = setting(3.0, "noise, in standard deviations of the embeddings")
-    samples: Count = setting(10, "noises tried")
-    seed: Natural = setting(0, "of the noise, and of what is drawn at random")
-    facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
-    fact_samples: Count = setting(2, "noises tried on each of them")
+    subject: str = setting(
+        "", "phrase of the prompt whose embeddings get noise; none: that of the default prompt"
+    )
+    kinds: tuple[str, ...] = setting(
+        (), "kinds of activations that are restored; none: resid_post, attn_out and mlp_out"
+    )
+    window: Natural = setting(
+        0, "number of layers whose attention or MLP outputs are restored together; 0: a fifth of all layers"
+    )
+    multiplier: Positive = setting(
+        3.0, "standard deviation of the noise, as a multiple of that of the embeddings"
+    )
+    samples: Count = setting(10, "samples of noise in the prompt shown")
+    seed: Natural = setting(0, "seed of the noise and of all random draws")
+    facts: Count = setting(
+        8, "facts to choose the layer and position on, and as many held-out facts to score them on"
+    )
+    fact_samples: Count = setting(2, "samples of noise in each of these facts")
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds, HIDDEN_KINDS)
@@ -85,17 +98,20 @@ class CausalTraceSettings(DataSettings, FactSettings):
 
 @dataclass(frozen=True)
 class Recalled:
-    """A fact: its tokens, the positions that get noise, its answer's first token, and where a state is put
-    back, everywhere for None."""
+    """A fact to trace."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     noised: tuple[int, ...]
+    """Positions of the subject, whose embeddings get noise."""
     answer: int
+    """First token id of the answer."""
     positions: tuple[int, ...] | None = None
+    """Token positions at which activations are restored, one run each; None for every position."""
 
 
 class CausalTrace(KnownWorkflow):
-    """Grids of restored states, one per kind."""
+    """Causal tracing of one prompt: a grid [layer, position] per kind of activation."""
 
     name = "causal_tracing"
     question = "Which states recover a fact when the embedding of its subject is noised?"
@@ -103,40 +119,43 @@ class CausalTrace(KnownWorkflow):
     settings: CausalTraceSettings
 
     def plan(self) -> Nodes:
-        """An experiment per kind, as windows differ, on the prompt shown and on other facts."""
-        chosen = self.settings
+        """One experiment per kind, as windows differ, on the prompt shown and on other facts."""
+        settings = self.settings
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
-        self.window = chosen.window or max(1, round(self.subject.config.num_layers / 5))
-        own = Recalled(self.tokens, self.noised, self.pieces[0])
-        grids: Nodes = {kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds}
-        if not chosen.controls:
+        # ROME restores windows of 10 of the 48 layers of GPT-2 XL, about a fifth.
+        self.window = settings.window or max(1, round(self.subject.config.num_layers / 5))
+        shown = Recalled(self.tokens, self.noised, self.pieces[0])
+        grids: Nodes = {
+            kind: self.on_model(self._tracing(shown, kind, settings.samples)) for kind in self.kinds
+        }
+        if not settings.controls:
             return grids
-        others = self._other_facts()
-        half = len(others) // 2
-        halves = {"choice": others[:half], "scored": others[half:]}
+        other_facts = self._other_facts()
+        half = len(other_facts) // 2
+        halves = {"choice": other_facts[:half], "scored": other_facts[half:]}
         claims: Nodes = {
             f"{name}_{kind}": self.on_model(
-                AtOnce(tuple(self._tracing(each, kind, chosen.fact_samples) for each in facts))
+                AtOnce(tuple(self._tracing(fact, kind, settings.fact_samples) for fact in facts))
             )
             for kind in self.kinds
             for name, facts in halves.items()
         }
         self.only_claims = tuple(claims)
-        asked = dict(zip((CHOSEN_ON, SCORED), halves.values(), strict=True))
+        groups = dict(zip((CHOSEN_ON, SCORED), halves.values(), strict=True))
         known = self.known_node(
-            {name: [(each.tokens, each.answer, -1) for each in facts] for name, facts in asked.items()}
+            {name: [(fact.tokens, fact.answer, -1) for fact in facts] for name, facts in groups.items()}
         )
         return known | grids | claims
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of states that are restored: the setting, or the usual kinds that every layer has."""
+        """Hook-point kinds to restore: the setting, or by default those of USUAL that all layers have."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
-        """The experiment on one fact."""
-        given = self.settings
+        """Causal tracing of one kind of activation in one fact."""
+        settings = self.settings
         return CausalTracing(
             tokens=fact.tokens,
             subject=fact.noised,
@@ -144,90 +163,100 @@ class CausalTrace(KnownWorkflow):
             metrics=(Probability(fact.answer), Rank(fact.answer)),
             positions=fact.positions,
             window=self.window_of(kind),
-            multiplier=given.multiplier,
+            multiplier=settings.multiplier,
             samples=samples,
-            seed=given.seed,
+            seed=settings.seed,
         )
 
     def _other_facts(self) -> list[Recalled]:
-        """Facts with a position for each role, and OTHERS beside: as many to choose on as to score on. Of
-        one's own (`data`) there may be fewer than were asked for.
+        """Other facts, each with a position for every role and OTHERS further positions: the first half to
+        choose on, the second to score on. `data` may have fewer than settings.facts.
 
         Raises ConfigError for too few.
         """
-        given, limit = self.settings, self.subject.config.context_length
-        wanted, found = 2 * given.facts, dict[tuple[int, ...], Recalled]()
-        for record in pair_records(self.subject, given.data):
-            text, other = record["original_prompt"], record["counterfactual_prompt"]
-            ids, others = (tuple(self.subject.tokenizer.encode(each).ids) for each in (text, other))
-            noised = _differing(ids, others)
-            if not noised:  # to a tokenizer that does not know the words
+        settings, limit = self.settings, self.subject.config.context_length
+        n_facts, facts = 2 * settings.facts, dict[tuple[int, ...], Recalled]()
+        for record in pair_records(self.subject, settings.data):
+            text, counterfactual = record["original_prompt"], record["counterfactual_prompt"]
+            ids, other_ids = (tuple(self.subject.tokenizer.encode(t).ids) for t in (text, counterfactual))
+            noised = _differing(ids, other_ids)
+            # Two subjects have the same ids if the tokenizer has only an unknown-word token for both.
+            if not noised:
                 continue
             roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
             has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
             if has_room and ids != self.tokens and (limit is None or len(ids) <= limit):
-                drawn = chosen_at_random(reached, OTHERS, seed=given.seed + len(found), without=roles)
+                # Another seed for each fact, so that facts draw independent positions.
+                drawn = chosen_at_random(reached, OTHERS, seed=settings.seed + len(facts), without=roles)
                 answer = answer_pieces(self.subject, text, record["gt_original_target"])[0]
-                found.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
-            if len(found) == wanted:
-                return list(found.values())
-        return enough(list(found.values()), given.data, wanted, "a place")
+                facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
+            if len(facts) == n_facts:
+                break
+        return enough(list(facts.values()), settings.data, n_facts, "a place")
 
     def window_of(self, kind: str) -> int:
-        """Layers of a kind that are put back together."""
+        """Number of layers whose activations of a kind are restored together."""
         return self.window if kind in IN_WINDOWS else 1
 
     def _fact(self) -> tuple[str, str]:
-        """Prompt and target; tokens, and positions that get noise, are kept beside."""
-        given = self.settings
-        if not given.prompt and (given.model in SHIPPED or given.data):
-            pair = pair_records(self.subject, given.data)[0]
+        """Prompt and target; also sets `tokens`, and `noised`, the positions that get noise."""
+        settings = self.settings
+        if not settings.prompt and (settings.model in SHIPPED or settings.data):
+            pair = pair_records(self.subject, settings.data)[0]
             texts = [pair["original_prompt"], pair["counterfactual_prompt"]]
-            ids, others = (tuple(encoded(self.subject, text).ids) for text in texts)
-            self.tokens, self.noised = ids, _differing(ids, others)
+            ids, other_ids = (tuple(encoded(self.subject, text).ids) for text in texts)
+            self.tokens, self.noised = ids, _differing(ids, other_ids)
             return texts[0], pair["gt_original_target"]
-        prompt, target = (given.prompt, given.target) if given.prompt else FRANCE
+        prompt, target = (settings.prompt, settings.target) if settings.prompt else FRANCE
         encoding = encoded(self.subject, prompt)
         self.tokens = tuple(encoding.ids)
-        self.noised = tuple(phrase_tokens(encoding, given.subject or "France"))
+        self.noised = tuple(phrase_tokens(encoding, settings.subject or "France"))
         return prompt, target
 
-    # -- what is claimed
+    # -- the claims
 
     @cached_property
-    def found(self) -> dict[str, xr.Dataset]:
-        """Grid of restored states by kind, in memory."""
+    def grids(self) -> dict[str, xr.Dataset]:
+        """Causal tracing of the prompt shown by kind, [layer, position], in memory."""
         return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
     def candidates(self) -> dict[str, CandidateEffects]:
-        """Rise of the answer's probability by each kind of state, [fact, layer, role], on facts that the
-        model knows; the held-out ones have drawn positions behind the roles. A state has no last role: that
-        is the query itself, whose state is not put back."""
-        found = {}
+        """Rise of the answer's probability by kind, [fact, layer, role], on facts that the model knows.
+
+        On held-out facts, further random positions follow the roles on the last axis, as controls. Residual
+        states have no effect of the last role, as the state there determines the answer."""
+        by_kind = {}
         for kind in self.kinds:
             choice, scored = self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED)
             if is_state(kind):
+                # The last role goes; the random positions after the roles stay as controls.
                 scored = np.delete(scored, len(ROLES) - 1, axis=2)
-            found[kind] = CandidateEffects(choice[..., : len(ROLES) - is_state(kind)], scored)
-        return found
+            by_kind[kind] = CandidateEffects(choice[..., : len(ROLES) - is_state(kind)], scored)
+        return by_kind
 
     def _rise(self, name: str, group: str) -> Floats:
-        """Rise of the answer's probability in one result, [fact, layer, position]."""
-        found = self.result(name).load()
-        noised = found["unpatched"].sel(run="corrupted", metric="probability")
-        rise = values_of(found["probability"] - noised, "draw", "layer", "position")
+        """Rise of the answer's probability above the noised run, [fact, layer, position].
+
+        Arguments:
+            name: name of the result.
+            group: CHOSEN_ON or SCORED; only facts of it that the model knows are returned.
+        """
+        traced = self.result(name).load()
+        noised = traced["unpatched"].sel(run="corrupted", metric="probability")
+        rise = values_of(traced["probability"] - noised, "draw", "layer", "position")
         return rise[self.is_known(group)]
 
     @property
     def says_answer(self) -> bool:
-        """Whether the model says the answer in the prompt shown, nothing being noised."""
-        (first, *_) = self.found.values()
-        return float(first["unpatched"].sel(run="clean", metric="rank")) == 0
+        """Whether the answer is the likeliest next token of the prompt shown, without noise."""
+        grid = next(iter(self.grids.values()))
+        return float(grid["unpatched"].sel(run="clean", metric="rank")) == 0
 
     def claims(self) -> Iterator[Claim]:
-        """For each kind of state, the chosen layer and role on held-out facts; the least effective one; then
-        the chosen ones in this prompt."""
+        """Per kind of activation, the chosen (layer, role) on held-out facts; for comparison, the (layer,
+        role) with the mean rise nearest to 0; then the chosen ones in the prompt shown, if the model knows
+        its answer."""
         best = {kind: candidates.best for kind, candidates in self.candidates.items()}
         for kind, place in best.items():
             yield self._on_others(kind, place)
@@ -238,110 +267,119 @@ class CausalTrace(KnownWorkflow):
                 yield claim
 
     def claims_caption(self) -> str:
-        """Caption of the claims: on which facts the layer and position of each kind were chosen."""
+        """Caption of the claims: rule by which the (layer, role) of each kind was chosen, and numbers of
+        known facts."""
         known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
-            "Of each kind the place whose state raises the answer's probability most on other facts; for "
-            f"comparison one that moves it least. The model says the answer in {known[0]} of {total[0]} "
-            f"facts to choose on, in {known[1]} of {total[1]} to score on, and "
-            f"{'also' if self.says_answer else 'not'} in this prompt; of others nothing is claimed."
+            "Of each kind, the layer and position with the largest mean rise of the answer's probability on "
+            "other facts; for comparison, one with the mean rise nearest to 0. The model predicts the "
+            f"answer of {known[0]} of {total[0]} facts to choose on, of {known[1]} of {total[1]} held-out "
+            f"facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about these only."
         )
 
     def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:
-        """The claim about a place [layer, role] on held-out facts, beside other places of each prompt."""
+        """Claim about a place (layer, role) on held-out facts, against other places of each prompt."""
         return self.candidates[kind].claim(
             f"{before}{self._cause(kind, place)} raises the probability of the answer",
             place,
-            "another place of each prompt that the noise reaches",
+            "another layer and position of each prompt that the noise reaches",
             self.settings,
             noises=self.settings.fact_samples,
         )
 
     def _here(self, kind: str, place: tuple[int, ...]) -> Claim | None:
-        """The claim about the prompt shown, beside its other cells; None with fewer than two cells."""
-        given, grid, length = self.settings, self.found[kind], len(self.tokens)
+        """Claim about a place (layer, role) in the prompt shown, against its other cells that the noise
+        reaches; None if the noise does not reach the place, or reaches no other."""
+        settings, grid, length = self.settings, self.grids[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
-        own = place[0], roles_of(self.noised[-1], length)[place[1]]
+        layer, position = place[0], roles_of(self.noised[-1], length)[place[1]]
+        # A residual state at the last token would be a trivial control, as it determines the answer.
         last = length - is_state(kind)
         rise = grid["probability"].transpose("layer", "position").values - noised
         rows, columns = rise.shape
-        cells = [row * columns + at for row in range(rows) for at in range(self.noised[0], last)]
-        cell = own[0] * columns + own[1]
+        cells = [row * columns + column for row in range(rows) for column in range(self.noised[0], last)]
+        cell = layer * columns + position
         if cell not in cells or len(cells) < 2:
             return None
         spread = None
         if "probability_std" in grid:
-            deviation = grid["probability_std"].transpose("layer", "position").values[own]
-            spread = interval_of_mean(float(rise[own]), float(deviation), given.samples)
+            deviation = grid["probability_std"].transpose("layer", "position").values[layer, position]
+            # The stored standard deviation is over samples of noise, not over prompts.
+            spread = interval_of_mean(float(rise[layer, position]), float(deviation), settings.samples)
         word = format_token(named(self.subject, self.pieces[:1])[0])
         return Claim.among(
             f"in '{format_text(self.prompt)}', {self._cause(kind, place)} raises the probability of {word!r}",
             rise,
             cell,
-            "other places that the noise reaches",
-            given,
+            "other layers and positions that the noise reaches",
+            settings,
             candidates=cells,
-            levels=(noised, noised + float(rise[own])),
+            levels=(noised, noised + float(rise[layer, position])),
             spread=spread,
             held_out=True,
-            noises=given.samples,
+            noises=settings.samples,
         )
 
     def _cause(self, kind: str, place: tuple[int, ...]) -> str:
+        """Restoring one kind at a place (layer, role), as claims name it."""
         layers = self.window_of(kind)
         around = f"{layers} layers around " if layers > 1 else ""
-        return f"clean {kind} of {around}layer {place[0]} at {ROLES[place[1]]} put back"
+        return f"restoring the clean {kind} of {around}layer {place[0]} at {ROLES[place[1]]}"
 
     def views(self) -> Iterator[View]:
-        """The answer's probability by layer and position for each kind, and the best cells."""
+        """Heatmaps of the answer's probability by layer and position, one per kind, and a table of the best
+        cells."""
         texts = [format_token(text) for text in named(self.subject, self.tokens)]
-        found = self.found
-        runs = next(iter(found.values()))["unpatched"].sel(metric="probability")
+        grids = self.grids
+        runs = next(iter(grids.values()))["unpatched"].sel(metric="probability")
         clean, noised = (float(runs.sel(run=run)) for run in ("clean", "corrupted"))
-        best = [_best(kind, grid) for kind, grid in found.items()]
+        best = [_best(kind, grid) for kind, grid in grids.items()]
         word = format_token(named(self.subject, self.pieces[:1])[0])
         shares = f"{format_probability(clean)} clean, {format_probability(noised)} noised"
         yield Data(
-            json=self._about(clean, noised, next(iter(found.values()))) | {"best": best} | self._choice()
+            json=self._about(clean, noised, next(iter(grids.values()))) | {"best": best} | self._choice()
         )
-        first, last = self.noised[0], self.noised[-1]
+        start, end = self.noised[0], self.noised[-1]
         panels = [
             Heatmap.of(
                 grid["probability"].transpose("layer", "position"),
                 NAMES[kind],
-                f"probability of {word!r} with {_windowed(self.window_of(kind))} of the clean run put back; "
-                f"{shares}",
+                f"probability of {word!r} with {_windowed(self.window_of(kind))} restored from the clean "
+                f"run; {shares}",
                 sources=(kind,),
                 columns=tuple(f"{text} ({place})" for place, text in enumerate(texts)),
                 column_name="token",
                 value_name=f"probability of {word!r}",
+                # Noise may also raise the probability of the answer.
                 low=min(clean, noised),
                 high=max(clean, noised),
-                framed=((0, first, grid.sizes["layer"] - 1, last),),
+                framed=((0, start, grid.sizes["layer"] - 1, end),),
                 frame_name="noised",
                 json={kind: {"probability": grid["probability"], "std": grid.get("probability_std")}},
             )
-            for kind, grid in found.items()
+            for kind, grid in grids.items()
         ]
         title = f"Where {self.subject.name} recalls {word!r}: '{format_text(self.prompt)}'"
         yield from together("causal_tracing", title, *panels, beside=[self.findings])
         yield Table.of(
             best,
-            ("put back", lambda one: NAMES[one["kind"]]),
+            ("restored", lambda row: NAMES[row["kind"]]),
             ("layer", "layer", "d"),
-            ("at", lambda one: f"{texts[one['position']]} ({one['position']})"),
+            ("at", lambda row: f"{texts[row['position']]} ({row['position']})"),
             ("probability", "probability", format_probability),
-            ("of what was lost", "restored", "{:.0%}".format),
+            ("share recovered", "restored", "{:.0%}".format),
             title=f"{self.subject.name}: '{format_text(self.prompt)}' with noise on {self._noised_text()!r}",
-            caption=f"the best place of each kind; {word!r} {shares}",
+            caption="the layer and position of each kind with the highest probability; share recovered: of "
+            f"what the noise removed; {word!r} {shares}",
         )
 
     def _noised_text(self) -> str:
+        """The phrase of the prompt whose embeddings get noise."""
         texts = named(self.subject, self.tokens)
         return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
-        """Prompt, noise, and the probabilities of the clean and the noised run, for documents."""
+        """Prompt, noise, and probabilities of the clean and the noised run, for the JSON document."""
         return {
             **self.subject.about,
             "prompt": self.prompt,
@@ -355,7 +393,7 @@ class CausalTrace(KnownWorkflow):
         }
 
     def _choice(self) -> dict[str, Any]:
-        """Layer and role chosen on other facts, by kind, for documents."""
+        """Layer and role chosen on other facts, by kind, for the JSON document; empty without claims."""
         if self.not_claimed:
             return {}
         best = {kind: (candidates.best, candidates.mean) for kind, candidates in self.candidates.items()}
@@ -368,23 +406,24 @@ class CausalTrace(KnownWorkflow):
 
 
 def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
-    """Positions of ROLES in a prompt of so many tokens whose subject ends at one."""
+    """Positions of ROLES in a prompt of `length` tokens whose subject ends at position `subject_end`."""
     return subject_end, min(subject_end + 1, length - 1), length - 1
 
 
 def is_state(kind: str) -> bool:
-    """Whether a kind is the stream, whose state at the last token is the answer, and not an output."""
+    """Whether a kind is a residual state; at the last token it determines the answer."""
     return kind.startswith("resid")
 
 
-def _differing(ids: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    """Positions at which a prompt differs from another."""
-    start, end = common_ends(ids, others)
+def _differing(ids: Sequence[int], other_ids: Sequence[int]) -> tuple[int, ...]:
+    """Token positions of the span in which two prompts differ, without their common prefix and suffix."""
+    start, end = common_ends(ids, other_ids)
     return tuple(range(start, len(ids) - end))
 
 
 def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
-    """The place that restores most, the earliest of equal ones; restored: 0 as noised, 1 as clean."""
+    """The cell with the highest probability, of equal ones the first. "restored" is 0 for the noised run, 1
+    for the clean run, None where these do not differ."""
     (best,) = largest(grid, grid["probability"].transpose("layer", "position"), 1, "probability")
     clean, noised = grid["unpatched"].sel(metric="probability", run=["clean", "corrupted"]).values.tolist()
     restored = (best["probability"] - noised) / (clean - noised) if clean != noised else None
@@ -392,4 +431,5 @@ def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
 
 
 def _windowed(layers: int) -> str:
-    return "the state" if layers == 1 else f"{layers} layers"
+    """A window of layers in captions."""
+    return "one layer" if layers == 1 else f"{layers} layers"

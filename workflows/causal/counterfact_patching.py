@@ -1,14 +1,14 @@
 """At which layer does patching the subject change the fact? CounterFact patching over blocks of layers.
 
-The original prompt is run with one position, in one block of layers, taken from the counterfactual prompt
-(stages/causal/counterfact.py), for every position and block; counted is how often the next word changes,
-by block and by what the token belongs to: the fact, its last token, or the instruction after it. As a
-subject of several tokens is at no single position, what is claimed is of all of it, patched together
-(factual_routing.py, whose cells these are).
+The original prompt is run with the residual states of one position, in one block of layers, replaced by those
+of the counterfactual prompt (stages/causal/counterfact.py), for every position and block. The table counts
+how often the next token changes, by block and by type of token: in the fact, the fact's last token, or in the
+instruction after it. The claims are about the whole subject, with all of its tokens patched together
+(factual_routing.py), as a subject of several tokens has no single position.
 
-Defaults: pairs of shipped facts of one relation, on the specimen. `data` reads a JSON list of records with
-original_prompt, counterfactual_prompt, gt_original_target and gt_counterfactual_target; a fact is the text
-before the first blank line.
+Default pairs: shipped facts of one relation. `data` reads a JSON list of records with original_prompt,
+counterfactual_prompt, gt_original_target and gt_counterfactual_target; a fact is the text before the first
+blank line.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
 TYPES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
+"""Token types in captions: inside the fact, last token of the fact, text after the fact."""
 PAIRS = 12
-"""Pairs to choose from on a page."""
+"""Largest number of pairs that a page offers to select from."""
 
 
 @dataclass(frozen=True)
 class CounterFactPatchesSettings(PairSettings):
-    """What `--set` can change."""
+    """Settings of `CounterFactPatches`."""
 
 
 class CounterFactPatches(PairWorkflow):
-    """Patches of every position in every block, for all pairs."""
+    """Patching of every position in every block of layers, for all pairs of facts."""
 
     name = "counterfact_patching"
     question = "At which layer does patching the subject change the fact?"
@@ -57,10 +58,12 @@ class CounterFactPatches(PairWorkflow):
     settings_type = CounterFactPatchesSettings
     settings: CounterFactPatchesSettings
 
-    found = loaded("patches")
+    raw_patches = loaded("patches")
+    """Result of patching, [patch], with variables of pairs beside, in memory."""
 
     def plan(self) -> Nodes:
-        """Every position of every pair, and its subject, in every block."""
+        """Single-position patches in every block of layers, per pair; for claims also patches of the whole
+        subject."""
         shared = self.read_pairs()
         nodes: Nodes = {"patches": self.on_model(CounterFactPatching(**shared))}
         if controls := self.control_nodes():
@@ -70,19 +73,20 @@ class CounterFactPatches(PairWorkflow):
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """Whether the state of the counterfactual subject in each block makes the model predict what the
-        counterfactual prompt does, of pairs that the model knows."""
+        """Whether patching the subject in one block makes the model predict the next token of the
+        counterfactual prompt: 0 or 1, [pair, block], for pairs that the model knows."""
+        # `AtOnce` adds an axis "draw", of one experiment here.
         choice = self.result("choice").load().isel(draw=0)
         predicts, patched, controls = (
-            values_of(each, "pair", "block")
-            for each in (
+            values_of(by_block, "pair", "block")
+            for by_block in (
                 choice["token_id"] == choice["counterfactual_token_id"],
                 self.result("subjects")["token_id"],
                 self.result("controls").isel(draw=0)["token_id"],
             )
         )
         known = self.is_known(SCORED)
-        expected = self.found["counterfactual_token_id"].values[known]
+        expected = self.raw_patches["counterfactual_token_id"].values[known]
         return CandidateEffects(
             predicts[self.is_known(CHOSEN_ON)],
             patched[known] == expected[:, None],
@@ -90,48 +94,52 @@ class CounterFactPatches(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The block that most often turns the answer on other pairs, and the one that does so least."""
-        often = self.candidates.mean
-        # Of several blocks in which nothing happens the last one: it is farthest from the first.
-        weakest = len(often) - 1 - int(often[::-1].argmin())
-        for block, begins in ((self.candidates.best[0], "putting"), (weakest, "for comparison, putting")):
+        """Claims about the block of layers in which patching the subject changes the prediction most often on
+        other pairs, and, for comparison, least often."""
+        shares = self.candidates.mean
+        # Of several blocks with equally few changes the last one: it is farthest from the first block.
+        weakest = len(shares) - 1 - int(shares[::-1].argmin())
+        for block, before in ((self.candidates.best[0], ""), (weakest, "for comparison, ")):
             text = (
-                f"{begins} the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-                f"{layers_told(self.blocks[block])} makes the model say what that prompt does, of all pairs"
+                f"{before}patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
+                f"{layers_told(self.blocks[block])} makes the model predict the counterfactual prompt's next "
+                "token, as a share of pairs"
             )
-            of = "the states of unrelated prompts as long"
+            of = "the states of an unrelated prompt of the same length"
             yield self.candidates.claim(text, (block,), of, self.settings)
 
     def claims_caption(self) -> str:
-        """How the blocks were chosen."""
+        """Caption of the claims: on which pairs the blocks were chosen and scored."""
         return (
-            f"The block in which that happens most often on {self.counted()}, and the one in which it "
-            f"happens least; {self.settings.donors} unrelated prompts per pair."
+            f"The block in which this happens most often on {self.counted()}; for comparison, the one in "
+            f"which it happens least often. Control: states of {self.settings.donors} unrelated prompts per "
+            "pair."
         )
 
     @cached_property
     def patches(self) -> xr.Dataset:
-        """Every patch in memory, [patch]: what it says, whether that is new, and what its token is."""
-        found = self.found
-        pair, position = found["pair_of"].values, found["position"].values
-        said = named(self.subject, found["token_id"].values)
-        own = named(self.subject, found["original_token_id"].values)
-        different = [text != own[i] for text, i in zip(said, pair, strict=True)]
+        """Every patch in memory, [patch], with the next token `said` as text, whether that differs from the
+        unpatched run (`is_different`), and the `token_type` of the patched position."""
+        patches = self.raw_patches
+        pair, position = patches["pair_of"].values, patches["position"].values
+        said = named(self.subject, patches["token_id"].values)
+        unpatched = named(self.subject, patches["original_token_id"].values)
+        different = [text != unpatched[i] for text, i in zip(said, pair, strict=True)]
         kinds = [self.pairs[i].labels[p] for i, p in zip(pair, position, strict=True)]
         columns = {"said": said, "is_different": different, "token_type": kinds}
-        return found.assign({name: ("patch", values) for name, values in columns.items()})
+        return patches.assign({name: ("patch", values) for name, values in columns.items()})
 
     def of(self, i: int) -> xr.Dataset:
-        """The patches of one pair."""
+        """The patches of pair `i`, [patch]."""
         return self.patches.isel(patch=self.patches["pair_of"].values == i)
 
     @property
     def predicts(self) -> bool:
-        """Whether facts end their prompts, so that a fact's last token is where the next word is read."""
-        return all(each.labels[-1] == "fact_final" for each in self.pairs)
+        """Whether every prompt ends with its fact, so that the fact's last token predicts the next token."""
+        return all(pair.labels[-1] == "fact_final" for pair in self.pairs)
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` in the fields of candle-mi's example."""
+        """Pair `i` for the JSON document, in the fields of candle-mi's example."""
         names = {
             "orig_pos": "position",
             "cf_pos": "counterfactual_position",
@@ -140,10 +148,10 @@ class CounterFactPatches(PairWorkflow):
             "kl_from_original": "kl",
             "token_type": "token_type",
         }
-        own = self.of(i)
-        rows = zip(*(own[name].values.tolist() for name in ("block", *names.values())), strict=True)
+        patches = self.of(i)
+        rows = zip(*(patches[name].values.tolist() for name in ("block", *names.values())), strict=True)
         return {
-            **self.pair_told(i, self.found),
+            **self.pair_told(i, self.raw_patches),
             "input_tokens": named(self.subject, self.pairs[i].pair.original),
             "patches": [
                 {"layer": self.blocks[block], **dict(zip(names, row, strict=True))} for block, *row in rows
@@ -151,42 +159,44 @@ class CounterFactPatches(PairWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """How often the next word changes, by block and type of token, and how far every patch moves it."""
+        """How often the next token changes, by block and type of token, and the KL of every patch."""
         patches, total, model = self.patches, len(self.pairs), self.subject.name
         different, kinds = patches["is_different"].values, patches["token_type"].values
-        here = [patches["block"].values == block for block in range(len(self.blocks))]
-        held = {kind: kinds == kind for kind in TYPES}
+        in_block = [patches["block"].values == block for block in range(len(self.blocks))]
+        of_type = {kind: kinds == kind for kind in TYPES}
         rows: list[dict[str, Any]] = [
             {
                 "layers": layers_told(layers),
                 "any token": _share(different[at]),
-                **{kind: _share(different[at & of]) for kind, of in held.items()},
+                **{kind: _share(different[at & mask]) for kind, mask in of_type.items()},
                 "kl": float(patches["kl"].values[at].mean()),
             }
-            for layers, at in zip(self.blocks, here, strict=True)
+            for layers, at in zip(self.blocks, in_block, strict=True)
         ]
         summary = {
             "pct_different_by_block": [
                 {"block": i, "layers": layers, **rows[i]["any token"]} for i, layers in enumerate(self.blocks)
             ],
             "pct_different_by_token_type": [
-                {"token_type": kind, **_share(different[of])} for kind, of in held.items() if of.any()
+                {"token_type": kind, **_share(different[mask])}
+                for kind, mask in of_type.items()
+                if mask.any()
             ],
             "total_patches": different.size,
             "total_different": different.sum(),
         }
-        caption = "patches that change it, of those tried; KL(original || patched) in nats, mean"
+        caption = "share of patches that change the next token; mean KL(original || patched) in nats"
         if self.predicts:
-            caption += "; here the last token of a fact is the one that predicts"
-        first = self.pair_told(0, self.found)
-        said = [format_token(first[f"{name}_continuation"]) for name in ("original", "cf")]
-        caption += f"\nfirst pair: {format_text(first['label'])}; said {said[0]!r} and {said[1]!r}"
+            caption += "; the last token of a fact is the one whose prediction is read"
+        pair = self.pair_told(0, self.raw_patches)
+        said = [format_token(pair[f"{name}_continuation"]) for name in ("original", "cf")]
+        caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {said[0]!r} and {said[1]!r}"
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),
-            *((name, name, _told) for name in ("any token", *TYPES)),
+            *((name, name, _share_cell) for name in ("any token", *TYPES)),
             ("mean KL", "kl", ".3f"),
-            title=f"{model}: how often the next word changes, {total} pairs",
+            title=f"{model}: how often patching one position changes the next token, {total} pairs",
             caption=caption,
             json={
                 **self.about,
@@ -196,61 +206,65 @@ class CounterFactPatches(PairWorkflow):
         )
         maps = [self._map(i) for i in range(min(total, PAIRS))]
         yield Choice(
-            title="How far does a patch move the next word?",
-            caption="One position, in one block of layers, taken from the counterfactual prompt.",
+            title="How much does a patch change the next-token distribution?",
+            caption="The states of one position, in one block of layers, are taken from the counterfactual "
+            "prompt.",
             name="pair",
-            options=tuple((each.label, of) for each, of in zip(self.pairs, maps, strict=False)),
+            options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
         )
+        # If prompts end with their fact, patching its last token patches the prediction itself.
         names = TYPES | ({"fact_final": "its last token,\nwhich predicts"} if self.predicts else {})
         often = Bars(
-            title="How often the next word changes",
-            caption=f"{total} pairs of facts, one position at a time, by what it is in",
+            title="How often the next token changes",
+            caption=f"{total} pairs of facts, one position patched at a time, by type of token",
             x=tuple(row["layers"] for row in rows),
             x_name="layers patched together",
-            y_name="patches that change it",
+            y_name="patches that change the next token",
             unit="%",
             low=0.0,
             high=102.0,
             lines=tuple(
                 Line(name, np.array([row[kind]["pct_different"] for row in rows]), control=kind == "other")
                 for kind, name in names.items()
-                if held[kind].any()
+                if of_type[kind].any()
             ),
         )
-        told = f"{format_text(first['label'])}; framed: the next word changes"
-        one = replace(maps[0], title="One pair: how far the prediction moves", caption=told)
-        title = f"Where {model} can be told another fact"
-        yield Figure(name="counterfact_patching", title=title, panels=(often, one, self.findings), columns=2)
+        label = f"{format_text(pair['label'])}; framed: the next token changes"
+        example = replace(maps[0], title="One pair: KL of every patch", caption=label)
+        title = f"Where patching changes the fact that {model} predicts"
+        panels = (often, example, self.findings)
+        yield Figure(name="counterfact_patching", title=title, panels=panels, columns=2)
 
     def _map(self, i: int) -> Heatmap:
-        """KL of every patch of a pair, block by position."""
-        own, tokens = self.of(i), named(self.subject, self.pairs[i].pair.original)
-        place = own["block"].values, own["position"].values
+        """Heatmap of the KL of every patch of pair `i`, [block, position]."""
+        patches, tokens = self.of(i), named(self.subject, self.pairs[i].pair.original)
+        place = patches["block"].values, patches["position"].values
         kl = np.full((len(self.blocks), len(tokens)), np.nan)
-        kl[place] = own["kl"].values
-        cells = zip(*(axis[own["is_different"].values].tolist() for axis in place), strict=True)
+        kl[place] = patches["kl"].values
+        cells = zip(*(axis[patches["is_different"].values].tolist() for axis in place), strict=True)
         return Heatmap(
             values=kl,
             rows=tuple(map(layers_told, self.blocks)),
             columns=tuple(map(format_token, tokens)),
             row_name="layers",
             column_name="token",
-            value_name=str(own["kl"].attrs["long_name"]),
+            value_name=str(patches["kl"].attrs["long_name"]),
             unit="nats",
             low=0.0,
             upward=True,
             framed=tuple(cell * 2 for cell in cells),
-            frame_name="the next word changes",
+            frame_name="the next token changes",
         )
 
 
 def _share(different: Any) -> dict[str, Any]:
-    """How many of some patches changed the next word."""
+    """Number and percentage of patches that changed the next token, from bool [patch]."""
     count, total = int(np.sum(different)), len(different)
     share = 100 * count / total if total else np.nan
     return {"pct_different": share, "count_different": count, "count_total": total}
 
 
-def _told(share: dict[str, Any]) -> Any:
+def _share_cell(share: dict[str, Any]) -> Any:
+    """Cell of a table: the percentage and the number of patches; "-" without any patch."""
     total = share["count_total"]
     return (f"{share['pct_different']:.1f} % ", dim(f"of {total}")) if total else "-"

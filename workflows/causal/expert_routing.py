@@ -1,15 +1,15 @@
 """Which experts process which tokens, and what does the loss become without them?
 
-Mixtures of experts, layer by layer.
+Mixture-of-experts models, layer by layer. The routing weights over a corpus of prose and facts are captured
+once into the store. For each expert, the workflow reports the share of tokens routed to it and the tokens
+that it processes most (stages/corpus/expert_use.py).
 
-Captures the weights of experts over prose and facts (once; they stay in the store) and tells of every expert
-which share of tokens it is sent, and the tokens of which it reads most (stages/corpus/expert_use.py). What a
-token says about its experts stands beside what it says of tokens rearranged at random: any router looks at
-the state it is given, and in the first layers that is little but the token, in random weights too; so that
-this is described, and not claimed.
+The mutual information between token ids and experts is shown beside that of shuffled token ids. It is
+described and not claimed: a router reads the hidden state, which in the first layers is little more than the
+token, so that a router with random weights routes by token too.
 
-What is claimed is what is lost: each expert is left out of a fact, its weight 0 and the others as they were,
-and held against other experts, as heads are (ablation.py).
+Claims are about ablations, as for heads (ablation.py): the routing weight of one expert is set to 0, the
+other weights stay as they were, and the KL is compared with that of other experts.
 """
 
 from __future__ import annotations
@@ -41,26 +41,31 @@ if TYPE_CHECKING:
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
 
 WEIGHTS = "expert_weights"
+"""Kind of hook point with the routing weights, [token, expert]."""
 IN_USE = 0.01
-"""Share of tokens that an expert must be sent to be held against others."""
+"""Least share of tokens routed to an expert that claims compare."""
 PIECE = 400
-"""Characters of prose in a prompt: a few dozen tokens, less than any context."""
+"""Characters of prose in one prompt: a few dozen tokens, fewer than the context length of any model."""
 
 
 @dataclass(frozen=True)
 class ExpertRoutingSettings(AblationOfEachSettings):
-    """What `--set` can change."""
+    """Settings of `ExpertRouting`."""
 
     model: str = setting("specimen-experts", MODEL_HELP)
-    how: Literal["mean", "zero", "resample"] = setting("zero", "what takes the place of its weight")
-    texts: tuple[str, ...] = setting((), "what experts are seen to read; none: shipped prose and facts")
-    top: Count = setting(5, "tokens listed of each expert, and experts listed")
-    least: Count = setting(5, "occurrences of a token that is listed")
-    pieces: Count = setting(60, f"pieces of shipped prose, of {PIECE} characters, and as many facts")
+    how: Literal["mean", "zero", "resample"] = setting("zero", "replacement of an ablated expert's weight")
+    texts: tuple[str, ...] = setting(
+        (), "corpus over which routing is measured; none: shipped prose and facts"
+    )
+    top: Count = setting(5, "number of tokens listed per expert, and of experts listed by KL")
+    least: Count = setting(5, "least number of occurrences of a token that is listed")
+    pieces: Count = setting(
+        60, f"number of pieces of shipped prose, {PIECE} characters each, and of shipped facts"
+    )
 
 
 class ExpertRouting(AblationOfEach):
-    """Every expert of every layer."""
+    """Routing of tokens to the experts of every layer, and ablation of every expert."""
 
     name = "expert_routing"
     question = "Which experts process which tokens, and what does the loss become without them?"
@@ -69,16 +74,16 @@ class ExpertRouting(AblationOfEach):
     settings: ExpertRoutingSettings
     unit = "expert"
     described: ClassVar[str] = (
-        f" Experts that are sent less than {IN_USE:.0%} of all tokens are left out. What experts read is "
-        "described, not claimed."
+        f" Experts to which less than {IN_USE:.0%} of all tokens are routed are left out. Which tokens "
+        "experts process is described, not claimed."
     )
 
     use = loaded("use")
-    """Tokens that experts read, [layer, expert]."""
+    """Statistics of routing over the corpus, [layer, expert], in memory."""
 
     def plan(self) -> Nodes:
-        """What experts read of a corpus; every one left out of this prompt, and of other facts."""
-        given = self.settings
+        """Routing over the corpus, and ablation of every expert in the prompt shown and in other facts."""
+        settings = self.settings
         shared = self._shared()
         units = self.on_model(Ablation(**self._grid, **shared))
         tokens, ids = self._corpus()
@@ -86,62 +91,69 @@ class ExpertRouting(AblationOfEach):
         use = expert_use.on(
             weights=captured[WEIGHTS],
             token_id=column(ids, "token", "token_id"),
-            top_k=given.top,
-            least=given.least,
-            draws=given.controls,
-            seed=given.seed,
+            top_k=settings.top,
+            least=settings.least,
+            draws=settings.controls,
+            seed=settings.seed,
         )
         return {"use": use, "experts": units, **self._fact_nodes(shared["tokens"])}
 
     @property
     def _kind(self) -> str:
-        """Kind of hook point that an expert is ablated at: its weight."""
+        """Kind of hook point at which an expert is ablated: its routing weight."""
         return WEIGHTS
 
     def _corpus(self) -> tuple[PackedTokens, Any]:
-        """What is read, and its ids, special tokens left out."""
-        given, subject = self.settings, self.subject
+        """The packed corpus, and its token ids, int32 [token], with NO_TOKEN for special tokens.
+
+        Raises ConfigError for a text that is longer than the context of the model.
+        """
+        settings, subject = self.settings, self.subject
         prose, facts = shipped_prose(), shipped_facts()
         starts = range(0, len(prose) - PIECE, PIECE)
-        pieces = [prose[start : start + PIECE] for start in starts][: given.pieces]
-        facts_read = [f"{each['prompt']} {each['target'].strip()}" for each in facts[: given.pieces]]
-        texts = given.texts or (*pieces, *facts_read)
+        # Characters are cut without regard to words; a cut word is a few odd tokens in a few dozen.
+        pieces = [prose[start : start + PIECE] for start in starts][: settings.pieces]
+        completed_facts = [f"{fact['prompt']} {fact['target'].strip()}" for fact in facts[: settings.pieces]]
+        texts = settings.texts or (*pieces, *completed_facts)
         limit = subject.config.context_length
         encodings = subject.tokenizer.encode_batch(list(texts))
-        fitting = [each for each in encodings if len(each.ids) <= limit]
-        if len(fitting) < len(texts) and (given.texts or not fitting):
+        fitting = [encoding for encoding in encodings if len(encoding.ids) <= limit]
+        if len(fitting) < len(texts) and (settings.texts or not fitting):
             raise ConfigError(
                 f"expected texts of at most {limit} tokens, which is the context of {subject.name}, found "
-                f"{len(texts) - len(fitting)} longer ones; split them"
+                f"{len(texts) - len(fitting)} longer texts; split them"
             )
-        special = [is_special for each in fitting for is_special in each.special]
+        special = [is_special for encoding in fitting for is_special in encoding.special]
         tokens = pack_encodings(fitting)
         return tokens, np.where(special, NO_TOKEN, tokens.ids).astype(np.int32)
 
     @property
     def compared(self) -> list[int]:
-        """Experts in use: who reads nothing is not missed, and makes a null that anybody exceeds."""
+        """See `AblationOfEach`: experts in use."""
+        # Ablating an unused expert has no effect; a null of such experts would be exceeded by any other.
         share = self.use["share"].transpose("layer", "expert").values.ravel()
         return [int(cell) for cell in np.flatnonzero(share >= IN_USE)]
 
     def views(self) -> Iterator[View]:
-        """KL without each expert, the tokens it reads, and how far tokens alone decide the routing."""
+        """Routing shares, KL of each ablation, information of tokens about routing, and tables of experts."""
         use = self.use
         yield Data(json=self._about())
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
-            "Tokens that an expert is sent",
-            f"a token is sent to {self._sent} of {self._count}; were all used alike, each would be sent "
-            f"{self._sent / self._count:.0%}",
+            "Tokens routed to each expert",
+            f"a token is routed to {self._sent} of {self._count} experts; with uniform routing each would "
+            f"process {self._sent / self._count:.0%} of tokens",
             value_name="share of tokens",
             low=0.0,
             sources=("use",),
             json={"share": use["share"]},
         )
-        lost = self._loss("experts", self.units, "What is lost without an expert", "its weight zero")
-        panels: list[Any] = [share, lost, self._told_by_tokens()]
+        kl = self._loss(
+            "experts", self.units, "KL when an expert is ablated", "its routing weight set to zero"
+        )
+        panels: list[Any] = [share, kl, self._token_information()]
         if self.pieces:
-            panels.append(self._change("experts", self.units, "Target without an expert"))
+            panels.append(self._change("experts", self.units, "Target when an expert is ablated"))
         title = f"Experts of {self.subject.name}"
         yield from together("expert_routing", title, *panels, beside=[self.findings], columns=2)
         yield self._readers()
@@ -149,29 +161,31 @@ class ExpertRouting(AblationOfEach):
 
     @property
     def _sent(self) -> int:
-        """How many experts a token is sent to, in most layers."""
+        """Number of experts that a token is routed to: the median over layers."""
         return round(float(self.use["share"].sum("expert").median()))
 
     @property
     def _count(self) -> int:
+        """Number of experts per layer."""
         return self.use.sizes["expert"]
 
-    def _told_by_tokens(self) -> Lines:
-        """What a token says about its experts, beside rearranged ones."""
+    def _token_information(self) -> Lines:
+        """Mutual information between tokens and experts by layer, in nats, beside that of shuffled tokens."""
         use = self.use
         chance = use["chance"].transpose("layer", "draw").values
-        rearranged: tuple[Line, ...] = ()
+        shuffled: tuple[Line, ...] = ()
         if self.settings.controls:
+            # The central 95 % of shuffles, for a two-sided test at level CHANCE.
             ends = np.quantile(chance, [CHANCE / 2, 1 - CHANCE / 2], axis=1)
-            rearranged = (Line("rearranged", chance.mean(1), control=True, band=ends),)
+            shuffled = (Line("shuffled", chance.mean(1), control=True, band=ends),)
         return Lines(
-            title="How far the token decides where it goes",
-            caption="mutual information; dashed: token ids rearranged. A router reads states that begin as "
-            "tokens: random weights route by token, too",
+            title="How much a token determines its experts",
+            caption="mutual information of token and expert; dashed: token ids shuffled. Hidden states "
+            "depend on tokens, so that a router with random weights routes by token too",
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
-                *rearranged,
+                *shuffled,
             ),
             x_name="layer",
             y_name="information",
@@ -182,12 +196,12 @@ class ExpertRouting(AblationOfEach):
         )
 
     def _readers(self) -> Table:
-        """Table of the share of tokens that each expert reads, and the tokens it reads most."""
+        """Table of the share of tokens routed to each expert, and the tokens that it processes most."""
         use = self.use
         (rank,) = set(use["top_id"].dims) - {"layer", "expert"}
 
-        def tokens_of(here: xr.Dataset) -> list[dict[str, Any]]:
-            rows = records(here, str(rank), token="top_id", share="top_share", count="top_count")
+        def tokens_of(expert_use: xr.Dataset) -> list[dict[str, Any]]:
+            rows = records(expert_use, str(rank), token="top_id", share="top_share", count="top_count")
             return [
                 row | {"token": self.subject.tokenizer.decode_token(row["token"])}
                 for row in rows
@@ -195,17 +209,17 @@ class ExpertRouting(AblationOfEach):
             ]
 
         readers = [
-            row | {"layer": layer, "expert": expert, "tokens": tokens_of(here.isel(expert=expert))}
+            row | {"layer": layer, "expert": expert, "tokens": tokens_of(in_layer.isel(expert=expert))}
             for layer in use["layer"].values.tolist()
-            for here in [use.sel(layer=layer)]
-            for expert, row in enumerate(records(here, "expert", "share", "weight"))
+            for in_layer in [use.sel(layer=layer)]
+            for expert, row in enumerate(records(in_layer, "expert", "share", "weight"))
         ]
 
         def tokens(record: dict[str, Any]) -> Any:
             return tuple(
                 run
-                for each in record["tokens"]
-                for run in (f"{format_token(each['token'])} ", dim(f"{each['share']:.0%}  "))
+                for row in record["tokens"]
+                for run in (f"{format_token(row['token'])} ", dim(f"{row['share']:.0%}  "))
             )
 
         return Table.of(
@@ -214,10 +228,11 @@ class ExpertRouting(AblationOfEach):
             ("expert", "expert", "d"),
             ("tokens", "share", "{:.1%}".format),
             ("weight", "weight", ".2f"),
-            ("reads most of", tokens),
-            title=f"What the experts of {self.subject.name} read",
-            caption="tokens: share of all that are sent there; weight: the share it reads of one; then those "
-            f"that occur {self.settings.least} times or more, with the share it reads of all of each",
+            ("top tokens", tokens),
+            title=f"Tokens that the experts of {self.subject.name} process",
+            caption="tokens: share of all tokens routed to the expert; weight: its mean routing weight for "
+            f"these; top tokens: those with {self.settings.least} or more occurrences of which it processes "
+            "the largest share",
             sources=("use",),
             json={"readers": readers},
         )

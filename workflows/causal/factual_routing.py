@@ -1,12 +1,12 @@
 """Which heads carry a fact to the last token? Attention to the fact when its subject is patched.
 
-The subject of a fact is overwritten, block by block of layers, by that of a counterfactual prompt
-(stages/causal/counterfact.py); watched is how much the last token then attends to the fact, head by head.
-A head whose attention moves is one that reads the subject to decide where to look.
+The residual states of a fact's subject are replaced, in one block of layers at a time, by those of a
+counterfactual subject (stages/causal/counterfact.py), and the last token's attention to the fact is measured
+head by head. A head whose attention changes depends on the subject for where it attends.
 
-The subject is all tokens in which the two prompts differ, or the last of them; `subject=last_fact` takes the
-last token of the fact, as candle-mi does, which in CounterFact is a word of the relation. Defaults: pairs of
-shipped facts on the specimen; `data` as for counterfact_patching.
+The subject is all tokens in which the two prompts differ (`subject=whole`) or the last of them; `last_fact`
+is the last token of the fact, as in candle-mi, which in CounterFact is a word of the relation. Default pairs
+are shipped facts; `data` as for counterfact_patching.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 __all__ = ["Routing", "RoutingSettings"]
 
 OFTEN = 10
-"""Heads of a block that count as its top heads (candle-mi's appearances_in_top10)."""
+"""Number of heads that count as the top heads of a (pair, block), as candle-mi's appearances_in_top10."""
 ROWS, PANELS = 10, 4
-"""Heads listed, and blocks drawn, at most."""
+"""Largest numbers of heads listed in the table and of blocks drawn in the figure."""
 
 
 @dataclass(frozen=True)
 class RoutingSettings(PairSettings):
-    """What `--set` can change."""
+    """Settings of `Routing`."""
 
-    top_k: Count = setting(10, "heads listed per block")
+    top_k: Count = setting(10, "heads listed per block in the JSON document")
 
 
 class Routing(PairWorkflow):
-    """Attention to the fact, with its subject patched in every block."""
+    """The last token's attention to the fact, with the subject patched in one block of layers at a time."""
 
     name = "factual_routing"
     question = "Which heads carry a fact to the last token?"
@@ -59,16 +59,17 @@ class Routing(PairWorkflow):
     settings: RoutingSettings
 
     def plan(self) -> Nodes:
-        """The subject of every pair, in every block."""
+        """Subject patches in every block of layers, per pair, and control nodes."""
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """How far attention moves for the other subject, [pair, block, layer, head], of pairs that the model
-        knows."""
+        """Absolute change of the last token's attention to the fact when the subject is patched, [pair,
+        block, layer, head], for pairs that the model knows."""
         sizes = {
-            name: np.abs(_moved(self.result(name).load().isel(draw=0))) for name in ("choice", "controls")
+            name: np.abs(_attention_change(self.result(name).load().isel(draw=0)))
+            for name in ("choice", "controls")
         }
         scored_on = np.abs(self.routing["delta"].values)[self.is_known(SCORED)]
         return CandidateEffects(
@@ -76,9 +77,10 @@ class Routing(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """How far attention moves in all heads of the block that moves most, in its head that moves most and
-        in the one that moves least."""
-        heads, of = self.candidates, "the states of unrelated prompts as long"
+        """Claims about attention to the fact: its change summed over heads, for the most effective block of
+        layers; then its change in that block's most effective head and, for comparison, in its least
+        effective one."""
+        heads, of = self.candidates, "the states of an unrelated prompt of the same length"
         assert heads.controls is not None  # by_donor gives them
         blocks = CandidateEffects(
             *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
@@ -87,37 +89,43 @@ class Routing(PairWorkflow):
         in_block = np.zeros(heads.mean.shape, bool)
         in_block[block] = True
         best = replace(heads, among=in_block).best
-        # Below the block nothing can move; that is no comparison.
+        # In layers before the patched block and in its first one nothing can change; that is no comparison.
         in_block[block, : min(self.blocks[block][0] + 1, len(in_block[block]) - 1)] = False
         weakest = replace(heads, among=in_block).weakest
-        cause = f"another {SUBJECTS[self.settings.subject]} in layers {layers_told(self.blocks[block])} moves"
-        text = f"{cause} the last token's attention to the fact, sum over heads"
+        cause = (
+            f"patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
+            f"{layers_told(self.blocks[block])} changes the last token's attention to the fact"
+        )
+        text = f"{cause}, absolute change summed over heads"
         yield blocks.claim(text, (block,), of, self.settings)
         for before, place in (("", best), ("for comparison, ", weakest)):
             _, layer, head = place
-            text = f"{before}{cause} that of head {head} of layer {layer}"
+            text = f"{before}{cause} in head {head} of layer {layer}"
             yield heads.claim(text, place, of, self.settings)
 
     def claims_caption(self) -> str:
-        """How block and heads were chosen."""
+        """Caption of the claims: on which pairs the block and the heads were chosen and scored."""
         return (
-            f"Block and head that move most on {self.counted()}, and the head that moves least; "
-            f"{self.settings.donors} unrelated prompts per pair."
+            f"The block and the head with the largest mean change on {self.counted()}; for comparison, the "
+            f"head with the smallest. Control: states of {self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property
     def routing(self) -> xr.Dataset:
-        """Attention in memory, with its change `delta` [pair, block, layer, head] and what was said."""
-        found = self.result("routing").load()
-        said = [named(self.subject, row) for row in found["token_id"].values]
-        own = named(self.subject, found["original_token_id"].values)
-        different = [[text != before for text in row] for row, before in zip(said, own, strict=True)]
+        """Result of patching in memory, with the change of attention `delta`, [pair, block, layer, head], and
+        whether the next token differs from that of the unpatched run, `is_different`, [pair, block]."""
+        result = self.result("routing").load()
+        patched = [named(self.subject, row) for row in result["token_id"].values]
+        unpatched = named(self.subject, result["original_token_id"].values)
+        different = [[text != before for text in row] for row, before in zip(patched, unpatched, strict=True)]
         axes = ("pair", "block", "layer", "head")
-        return found.assign(delta=(axes, _moved(found)), is_different=(("pair", "block"), different))
+        return result.assign(
+            delta=(axes, _attention_change(result)), is_different=(("pair", "block"), different)
+        )
 
     def frequency(self) -> list[dict[str, Any]]:
-        """Heads that are ever among the top heads of a (pair, block), most often first: how often, and their
-        mean |delta| there; equal ones by mean |delta|, then by place."""
+        """Heads that are among the top OFTEN heads of any (pair, block), most frequent first, with their
+        counts and their mean |delta| there; equally frequent ones by mean |delta|, then by layer and head."""
         size = np.abs(self.routing["delta"].values)
         flat = size.reshape(-1, size.shape[2] * size.shape[3])
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
@@ -127,17 +135,19 @@ class Routing(PairWorkflow):
             {
                 "layer": i // size.shape[3],
                 "head": i % size.shape[3],
+                # Field names are those of candle-mi.
                 "appearances_in_top10": int(count[i]),
                 "pct_of_blocks": 100 * int(count[i]) / len(flat),
                 "avg_abs_delta": float(total[i] / count[i]),
             }
+            # `lexsort` sorts by its last key first: by -count, then by -mean.
             for i in np.lexsort((-total / np.maximum(count, 1), -count)).tolist()
             if count[i]
         ]
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` in the fields of candle-mi's example."""
-        pair, found, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
+        """Pair `i` for the JSON document, in the fields of candle-mi's example."""
+        pair, routing, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
         positions, sources = zip(*pair.subject, strict=True)
         tokens = named(self.subject, (pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
@@ -153,27 +163,36 @@ class Routing(PairWorkflow):
                 "token": tokens[0],
                 "counterfactual_token": tokens[1],
             },
-            "blocks": [self._block(found.isel(block=block), block) for block in range(len(self.blocks))],
+            "blocks": [
+                self._block_json(routing.isel(block=block), block) for block in range(len(self.blocks))
+            ],
         }
 
-    def _block(self, found: xr.Dataset, block: int) -> dict[str, Any]:
-        moved = abs(found["delta"])
+    def _block_json(self, routing: xr.Dataset, block: int) -> dict[str, Any]:
+        """Record of one patched block of layers for the JSON document.
+
+        Arguments:
+            routing: part of `routing` for one pair and block.
+            block: index of the block.
+        """
+        size = abs(routing["delta"])
         columns = {"baseline_attn": "baseline_attention", "patched_attn": "attention"}
         return {
             "layers": self.blocks[block],
-            "is_different": bool(found["is_different"]),
-            "continuation": named(self.subject, [found["token_id"]])[0],
-            "kl_from_original": float(found["kl"]),
-            "top_heads": largest(found, moved, self.settings.top_k, "delta", **columns),
-            "total_routing_shift": float(moved.sum()),
+            "is_different": bool(routing["is_different"]),
+            "continuation": named(self.subject, [routing["token_id"]])[0],
+            "kl_from_original": float(routing["kl"]),
+            "top_heads": largest(routing, size, self.settings.top_k, "delta", **columns),
+            "total_routing_shift": float(size.sum()),
         }
 
     def views(self) -> Iterator[View]:
-        """Which heads move, by the block patched, and how much does."""
+        """Change of attention by head and by patched block, and the heads with the most frequent large
+        changes."""
         model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
         total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
         changed = 100 * self.routing["is_different"].values.mean(0)
-        moved = [
+        by_block = [
             {"layers": layers, "avg_total_routing_shift": float(mean), "pct_is_different": float(share)}
             for layers, mean, share in zip(blocks, total.mean(0), changed, strict=True)
         ]
@@ -182,28 +201,28 @@ class Routing(PairWorkflow):
         mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
         maps = {layers_told(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
         yield Choice(
-            title="Which heads look elsewhere when the subject is patched?",
-            caption=f"Absolute change of the last token's attention, mean of {pairs} pairs.",
+            title="In which heads does attention to the fact change when the subject is patched?",
+            caption=f"Absolute change of the last token's attention to the fact, mean of {pairs} pairs.",
             name="layers patched",
             options=tuple(maps.items()),
         )
-        first = self.pairs[0].pair
-        assert first.subject is not None
-        tokens = named(self.subject, [first.original[position] for position, _ in first.subject])
+        pair = self.pairs[0].pair
+        assert pair.subject is not None
+        tokens = named(self.subject, [pair.original[position] for position, _ in pair.subject])
         yield Table.of(
-            moved,
+            by_block,
             ("layers", lambda row: bold(layers_told(row["layers"]))),
-            ("attention moved", "avg_total_routing_shift", ".3f"),
-            ("next word changes", "pct_is_different", "{:.1f} %".format),
-            title=f"{model}: the subject patched, {pairs} pairs",
-            caption="sum over heads of the change in the last token's mean attention to the fact, mean of "
-            f"pairs; subject: {rule}, in the first pair {format_text(''.join(tokens))!r}",
+            ("change of attention", "avg_total_routing_shift", ".3f"),
+            ("next token changes", "pct_is_different", "{:.1f} %".format),
+            title=f"{model}: attention to the fact when its subject is patched, {pairs} pairs",
+            caption="sum over heads of the absolute change of the last token's mean attention to the fact, "
+            f"mean over pairs; subject: {rule}, in the first pair {format_text(''.join(tokens))!r}",
             json={
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,
                 "subject_rule": rule,
                 "results": lambda: [self.document(i) for i in range(pairs)],
-                "aggregate": {"head_frequency": heads, "avg_routing_by_block": moved},
+                "aggregate": {"head_frequency": heads, "avg_routing_by_block": by_block},
             },
         )
         yield Table.of(
@@ -211,36 +230,42 @@ class Routing(PairWorkflow):
             ("layer", "layer", "d"),
             ("head", "head", "d"),
             ("in top 10", "pct_of_blocks", "{:.0f} %".format),
-            ("mean change", "avg_abs_delta", ".4f"),
-            title="Heads whose attention to the fact moves most",
-            caption=f"of {count} (pair, block) combinations; mean of the absolute change where it is",
+            ("mean absolute change", "avg_abs_delta", ".4f"),
+            title="Heads whose attention to the fact changes most",
+            caption=f"in top 10: share of the {count} (pair, block) combinations in which the head is among "
+            f"the {OFTEN} with the largest change; mean over these combinations",
         )
-        # Of many blocks, those where most moves.
+        # Of many blocks, those with the largest changes.
         shown = np.sort(np.argsort(-total.mean(0), kind="stable")[:PANELS]).tolist()
         drawn = [(name, panel) for i, (name, panel) in enumerate(maps.items()) if i in shown]
         amount = Bars(
-            title="How much moves",
-            caption=f"bars: mean of {pairs} pairs; in brackets: next word changes",
+            title="Change of attention by block",
+            caption=f"bars: mean of {pairs} pairs; in brackets: share of pairs whose next token changes",
             x=tuple(f"{name} ({share:.0f} %)" for name, share in zip(maps, changed, strict=True)),
             x_name="layers patched",
-            y_name="attention moved, sum over heads",
+            y_name="absolute change, sum over heads",
             lines=(Line("", total.mean(0), dots=total.T, control=True),),
         )
         panels = (replace(panel, title=f"Layers {name} patched") for name, panel in drawn)
         yield Figure(
             name="factual_routing",
-            title=f"Which heads of {model} look elsewhere once the {SUBJECTS[rule]} is another",
+            title=f"Heads of {model} whose attention changes when the {SUBJECTS[rule]} is patched",
             panels=(*panels, amount, self.findings),
             columns=2,
         )
 
     def _map(self, part: xr.DataArray, whole: xr.DataArray) -> Heatmap:
-        """How much each head moves when one block is patched, on the scale of all blocks."""
+        """Heatmap of the change in each head when one block is patched.
+
+        Arguments:
+            part: mean absolute change for one block, [layer, head].
+            whole: the same for all blocks, which share one colour scale.
+        """
         part = part.transpose("layer", "head")
-        most = "most: layer {layer}, head {head}".format(**ranked(part, 1)[0])
+        most = "largest: layer {layer}, head {head}".format(**ranked(part, 1)[0])
         return Heatmap.of(part, "", most, low=0.0, high=float(whole.max()))
 
 
-def _moved(found: xr.Dataset) -> Floats:
+def _attention_change(result: xr.Dataset) -> Floats:
     """Change of the last token's attention to the fact, [pair, block, layer, head]."""
-    return values_of(found["attention"] - found["baseline_attention"], "pair", "block", "layer", "head")
+    return values_of(result["attention"] - result["baseline_attention"], "pair", "block", "layer", "head")

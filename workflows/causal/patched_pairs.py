@@ -1,7 +1,7 @@
-"""Pairs of prompts that activation patching is asked about: a clean and a corrupted one of as many tokens.
+"""Pairs of prompts for activation patching: a clean and a corrupted prompt with the same number of tokens.
 
-One's own pair, pairs of `data`, shipped facts, or candle-mi's pairs of cities; and other pairs, on which a
-place is chosen and scored.
+The pairs shown are one pair given by the settings, pairs of `data`, shipped facts, or candle-mi's pairs of
+cities. Other pairs serve to choose and to score the layer and position of a claim.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -53,35 +53,44 @@ CITIES = (
         },
     ),
 )
-"""candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from with their answers."""
+"""candle-mi's pairs: clean prompt, its answer, and alternative corrupted prompts with their answers."""
 
 
 @dataclass(frozen=True)
 class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
-    """What `--set` can change.
+    """Settings of `ActivationPatchingTrace`.
 
-    Raises ConfigError for a clean prompt or a corrupted one alone, an answer without a prompt, a metric that
-    needs answers which are not given, and kinds there are not.
+    Raises:
+        ConfigError: only one of the clean and the corrupted prompt is set, an answer is set without a prompt,
+            the metric needs answers that are not set, or a kind does not exist.
     """
 
     prompt: str = setting("", "clean prompt; none: the first pairs of data, shipped facts or candle-mi's")
-    answer: str = setting("", "what comes next in the clean prompt; may be empty")
-    corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
-    wrong: str = setting("", "what comes next in the corrupted prompts; for metric=logit_difference")
+    answer: str = setting("", "next word of the clean prompt; may be empty")
+    corrupted: tuple[str, ...] = setting(
+        (), "corrupted prompts, of which the first with as many tokens as the clean one is used"
+    )
+    wrong: str = setting("", "next word of the corrupted prompts; for metric=logit_difference")
     metric: Literal["kl", "logit_difference", "probability"] = setting(
         "kl",
-        '"kl" of next-token distributions; "logit_difference", clean answer minus corrupted answer; '
-        '"probability" of the clean answer: what recovery is a share of',
+        'quantity that recovery is a share of: "kl" of next-token distributions; "logit_difference", clean '
+        'minus corrupted answer; "probability" of the clean answer',
     )
     kinds: tuple[str, ...] = setting(
-        (), "what is patched; none: resid_post, attn_out and mlp_out; z, q, k, v, pattern: by head"
+        (),
+        "kinds of activations that are patched; none: resid_post, attn_out and mlp_out; z, q, k, v and "
+        "pattern are patched by head",
     )
-    window: Count = setting(1, "neighbouring layers patched together")
-    pairs: Count = setting(2, "how many of the default pairs")
-    others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
-    donors: Count = setting(2, "unrelated prompts per default pair; a pair of one's own has `controls`")
+    window: Count = setting(1, "number of neighbouring layers patched together")
+    pairs: Count = setting(2, "number of default pairs shown")
+    others: Count = setting(
+        6, "other pairs to choose the layer and position on; as many held-out default pairs score them"
+    )
+    donors: Count = setting(
+        2, "unrelated prompts per default pair as controls; a pair set by prompt has `controls` of them"
+    )
     answer_piece: Literal["only", "first"] = setting(
-        "only", '"only" refuses answers of several tokens, "first" follows the first'
+        "only", '"only": an answer of several tokens is an error; "first": its first token is measured'
     )
 
     def __post_init__(self) -> None:
@@ -89,7 +98,7 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
         if self.answer and not self.prompt:
             raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
         if self.wrong and not self.answer:
-            raise ConfigError(f"expected an answer beside the wrong one, {self.wrong!r}, found none")
+            raise ConfigError(f"expected an answer beside wrong={self.wrong!r}, found none")
         needed = {"logit_difference": ("answer", "wrong"), "probability": ("answer",)}.get(self.metric, ())
         missing = [name for name in needed if self.prompt and not getattr(self, name)]
         if missing:
@@ -102,20 +111,24 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class PatchedPair:
-    """A clean and a corrupted prompt of as many tokens, with their answers."""
+    """A clean and a corrupted prompt with the same number of tokens, and their answers."""
 
     clean: str
+    """Clean prompt."""
     corrupted: str
+    """Corrupted prompt."""
     answer: str
-    """Of the clean prompt; "" where nobody named it."""
+    """Answer of the clean prompt; "" without one."""
     clean_ids: tuple[int, ...]
+    """Token ids of the clean prompt."""
     corrupted_ids: tuple[int, ...]
+    """Token ids of the corrupted prompt; as many as `clean_ids`."""
     pieces: tuple[int, ...]
-    """Tokens of the answer."""
+    """Token ids of `answer`; empty without one."""
     wrong: str
-    """The corrupted prompt's answer; "" where nobody named it."""
+    """Answer of the corrupted prompt; "" without one."""
     wrong_piece: int | None
-    """Its first token."""
+    """First token id of `wrong`; None without one."""
 
     @property
     def subject(self) -> tuple[int, int]:
@@ -125,52 +138,57 @@ class PatchedPair:
 
 
 class PatchedPairs:
-    """The pairs that some settings ask about, for one model."""
+    """The pairs that the settings select, encoded for one model."""
 
     def __init__(self, subject: Subject, settings: ActivationPatchingTraceSettings) -> None:
         self.subject, self.settings = subject, settings
 
     def shown(self) -> list[PatchedPair]:
-        """The pairs whose grids are shown. Raises ConfigError for prompts that are no pair."""
-        given = self.settings
-        if given.prompt:
-            candidates = dict.fromkeys(given.corrupted, given.wrong)
-            return [self._chosen(given.prompt, given.answer, candidates)]
-        cities = () if given.model in SHIPPED or given.data else CITIES
+        """The pairs whose grids are shown. Raises ConfigError for prompts that cannot be paired."""
+        settings = self.settings
+        if settings.prompt:
+            candidates = dict.fromkeys(settings.corrupted, settings.wrong)
+            return [self._pair(settings.prompt, settings.answer, candidates)]
+        cities = () if settings.model in SHIPPED or settings.data else CITIES
         if fitting := [city for city in cities if self._fits(city[0], city[2])]:
-            return [self._chosen(*city) for city in fitting[: given.pairs]]
-        records = pair_records(self.subject, given.data)[: given.pairs]
+            return [self._pair(*city) for city in fitting[: settings.pairs]]
+        records = pair_records(self.subject, settings.data)[: settings.pairs]
         return [
-            self._chosen(one, target, {other: wrong})
-            for one, other, target, wrong in ([record[name] for name in FIELDS] for record in records)
+            self._pair(clean, target, {corrupted: wrong})
+            for clean, corrupted, target, wrong in ([record[name] for name in FIELDS] for record in records)
         ]
 
     def others(self, shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs that are not shown and fit the model: the rest of `data`, or where nothing is left of it,
-        shipped ones; as many to choose on as to score on."""
-        given = self.settings
-        few = 4 * given.others + len(shown)
-        found = self._fitting(pair_records(self.subject, given.data)[:few], shown)
-        if given.data and not found:
-            found = self._fitting(shipped_pairs(self.subject)[:few], shown)
-        return found[: 2 * given.others]
+        """Pairs to choose and to score a place on, at most 2 * settings.others: further pairs of `data`, or
+        shipped facts if it has none; without pairs that are shown or do not fit the model."""
+        settings = self.settings
+        # More records than needed, as some do not fit; all of a large file would take long to tokenize.
+        few = 4 * settings.others + len(shown)
+        fitting = self._fitting(pair_records(self.subject, settings.data)[:few], shown)
+        if settings.data and not fitting:
+            fitting = self._fitting(shipped_pairs(self.subject)[:few], shown)
+        return fitting[: 2 * settings.others]
 
     def _fitting(
         self, records: Sequence[Mapping[str, str]], shown: Sequence[PatchedPair]
     ) -> list[PatchedPair]:
-        """Pairs of some records, but for those shown and those that the model or the metric cannot read."""
-        limit, taken = self.subject.config.context_length, [(p.clean_ids, p.corrupted_ids) for p in shown]
-        found = []
+        """Pairs of records, without those shown, of unequal lengths, too long for the model, or with answers
+        that the metric cannot tell apart."""
+        limit, shown_ids = self.subject.config.context_length, [(p.clean_ids, p.corrupted_ids) for p in shown]
+        pairs = []
         for record in records:
-            one, other, target, wrong = (record[name] for name in FIELDS)
-            ids, corrupted = (tuple(self._encoded(text).ids) for text in (one, other))
-            is_new = (ids, corrupted) not in taken and len(ids) == len(corrupted)
+            clean, corrupted, target, wrong = (record[name] for name in FIELDS)
+            ids, corrupted_ids = (tuple(self._encoded(text).ids) for text in (clean, corrupted))
+            is_new = (ids, corrupted_ids) not in shown_ids and len(ids) == len(corrupted_ids)
             if not is_new or (limit is not None and len(ids) > limit):
                 continue
-            right, false = (self.subject.answer_id(one, word) for word in (target, wrong))
-            if self.settings.metric != "logit_difference" or right != false:
-                found.append(PatchedPair(one, other, target, ids, corrupted, (right,), wrong, false))
-        return found
+            answer_id, wrong_id = (self.subject.answer_id(clean, word) for word in (target, wrong))
+            if self.settings.metric != "logit_difference" or answer_id != wrong_id:
+                pair = PatchedPair(
+                    clean, corrupted, target, ids, corrupted_ids, (answer_id,), wrong, wrong_id
+                )
+                pairs.append(pair)
+        return pairs
 
     def metric(self, pair: PatchedPair) -> Metric:
         """Metric that recovery is a share of, for one pair."""
@@ -180,20 +198,22 @@ class PatchedPairs:
         return Probability(pair.pieces[0]) if self.settings.metric == "probability" else KL()
 
     def question(self, pair: PatchedPair) -> AskedPrompt:
-        """The clean prompt, its answer's first token, and the position whose logits say it."""
+        """Token ids of the clean prompt, the first token of its answer, and the position that predicts it."""
         return pair.clean_ids, pair.pieces[0], self.read_at(pair)
 
     def read_at(self, pair: PatchedPair) -> int:
-        """The position at which both prompts are read. Raises ConfigError unless that is one position."""
-        one, other = map(self.subject.read_at, (pair.clean_ids, pair.corrupted_ids))
-        if one != other:
+        """Position whose prediction is read in both prompts. Raises ConfigError if the positions differ."""
+        clean, corrupted = map(self.subject.read_at, (pair.clean_ids, pair.corrupted_ids))
+        if clean != corrupted:
             raise ConfigError(
-                f"expected the mask at one position of both prompts, found {one} and {other}; choose others"
+                f"expected the mask at the same position of both prompts, found {clean} and {corrupted}; "
+                "choose other prompts"
             )
-        return one
+        return clean
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
-        """Arguments that all experiments on a pair have in common."""
+        """Arguments of patching experiments on one pair: prompts, hook-point kinds, window of layers and read
+        position."""
         at = self.read_at(pair)
         return {
             "clean": pair.clean_ids,
@@ -204,26 +224,36 @@ class PatchedPairs:
         }
 
     def _encoded(self, text: str) -> Encoding:
-        """Tokens of a prompt, with a mask behind it for models that fill in masks."""
+        """Tokens of a prompt, with a mask appended for models that fill in masks."""
         return encoded(self.subject, self.subject.asked(text))
 
     def _fits(self, clean: str, candidates: Iterable[str]) -> bool:
         """Whether any corrupted prompt has as many tokens as the clean one."""
-        first, *others = (len(self._encoded(text).ids) for text in (clean, *candidates))
-        return first in others
+        length, *corrupted_lengths = (len(self._encoded(text).ids) for text in (clean, *candidates))
+        return length in corrupted_lengths
 
-    def _chosen(self, clean: str, answer: str, candidates: Mapping[str, str]) -> PatchedPair:
-        """A clean prompt with the first of some corrupted ones, by text their answers, of as many tokens."""
+    def _pair(self, clean: str, answer: str, candidates: Mapping[str, str]) -> PatchedPair:
+        """A clean prompt with the first corrupted prompt that has as many tokens.
+
+        Arguments:
+            clean: clean prompt.
+            answer: its answer; "" for none.
+            candidates: answers by corrupted prompt, in the order in which the prompts are tried.
+
+        Raises:
+            ConfigError: no candidate has as many tokens, the prompts do not differ, or the answers do not
+                suit settings.answer_piece or settings.metric.
+        """
         ids = tuple(self._encoded(clean).ids)
-        tried = {text: tuple(self._encoded(text).ids) for text in candidates}
-        corrupted = next((text for text, other in tried.items() if len(other) == len(ids)), None)
+        ids_of = {text: tuple(self._encoded(text).ids) for text in candidates}
+        corrupted = next((text for text, other_ids in ids_of.items() if len(other_ids) == len(ids)), None)
         if corrupted is None:
-            lengths = ", ".join(f"{text!r} has {len(other)}" for text, other in tried.items())
+            lengths = ", ".join(f"{text!r} has {len(other_ids)}" for text, other_ids in ids_of.items())
             raise ConfigError(
                 f"expected a corrupted prompt of {len(ids)} tokens, as {clean!r} has, found none "
                 f"({lengths}); choose another"
             )
-        if tried[corrupted] == ids:
+        if ids_of[corrupted] == ids:
             raise ConfigError(
                 f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
             )
@@ -231,15 +261,22 @@ class PatchedPairs:
         if len(pieces) > 1 and self.settings.answer_piece == "only":
             raise ConfigError(
                 f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
-                "another, or follow its first token: answer_piece=first"
+                "another, or measure its first token: answer_piece=first"
             )
         wrong = candidates[corrupted]
-        false = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]
-        if self.settings.metric == "logit_difference" and pieces[:1] == false:
+        wrong_pieces = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]
+        if self.settings.metric == "logit_difference" and pieces[:1] == wrong_pieces:
             raise ConfigError(
                 f"metric=logit_difference: expected answers that begin with different tokens, found "
                 f"{answer!r} and {wrong!r}; choose others, or another metric"
             )
         return PatchedPair(
-            clean, corrupted, answer, ids, tried[corrupted], pieces, wrong, false[0] if false else None
+            clean,
+            corrupted,
+            answer,
+            clean_ids=ids,
+            corrupted_ids=ids_of[corrupted],
+            pieces=pieces,
+            wrong=wrong,
+            wrong_piece=wrong_pieces[0] if wrong_pieces else None,
         )

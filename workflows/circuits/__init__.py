@@ -1,1 +1,1 @@
-"""Questions about circuits: which edges a task needs, and how much of it they do."""
+"""Workflows for circuits: which edges of the model's graph a task needs, and how faithful circuits are."""

@@ -1,14 +1,17 @@
 """Which edges between heads and MLPs does a task need? Circuit discovery.
 
-Every edge of the model's graph is scored by gradients (stages/circuits/methods.py) and left out by itself,
-exactly (forward/edges/effects.py), on some pairs of a task. The edges of largest |score| are the circuit; on
-other pairs it is run with every other edge carrying what its source adds in the corrupted prompt
-(stages/circuits/evaluation.py), beside random circuits of as many edges, grown from the logits down.
+On some pairs of a task, every edge of the model's graph is scored by gradients (stages/circuits/methods.py),
+and the exact effect of ablating it alone is measured (forward/edges/effects.py). The edges with the largest
+|score| form the circuit. On held-out pairs the circuit is run with every other edge corrupted: it carries the
+output of its source in the corrupted prompt (stages/circuits/evaluation.py). Null distribution: random
+circuits with as many edges, grown from the logits down.
 
-Defaults: copying of random tokens, and on shipped models facts. Faithfulness is the share of the metric's
-difference between the model and no edge at all that is left, not clipped. Of a task that the model does not
-do nothing is claimed. By position edges are told apart by where they are read, in pairs of one length; then
-exact effects are not told, as each position would cost as much as all of them together.
+Faithfulness is (circuit - empty) / (model - empty) in the task's metric, not clipped, where "empty" is the
+model with every edge corrupted. Nothing is claimed of a task that the model does not do. Default tasks:
+copying of random tokens; for shipped models also facts.
+
+With `by_position` an edge at one position is distinct from the same edge at another, for pairs of one length.
+Exact effects are left out then, as every position would cost as many runs as the whole graph.
 """
 
 from __future__ import annotations
@@ -38,18 +41,18 @@ __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
 
 @dataclass(frozen=True)
 class CircuitDiscoverySettings(CircuitSettings):
-    """What `--set` can change."""
+    """Settings of `CircuitDiscovery`."""
 
-    size: Natural = setting(0, "edges of the circuit; 0: one in ten of all there are")
+    size: Natural = setting(0, "number of edges of the circuit; 0: a tenth of all edges")
     by_position: bool = setting(
-        False, "whether edges are told apart by position; for tasks whose prompts have one length"
+        False, "score edges separately at each position; for tasks whose prompts have one length"
     )
-    listed: Count = setting(25, "edges in the table, the largest |score| first")
-    drawn: Count = setting(60, "edges that are drawn, of those that lead from the input to the logits")
+    listed: Count = setting(25, "edges listed in the table, largest |score| first")
+    drawn: Count = setting(60, "edges drawn, among those on a path from the input to the logits")
 
 
 class CircuitDiscovery(CircuitWorkflow):
-    """Circuits of tasks and their faithfulness."""
+    """Circuit discovery per task: edge scores, circuit, and faithfulness on held-out pairs."""
 
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
@@ -67,12 +70,12 @@ class CircuitDiscovery(CircuitWorkflow):
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Number of edges of the circuit: the setting, else a tenth of all edges and at least one."""
+        """Circuit size in edges: the setting, else a tenth of the graph's edges, at least 1."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Nodes:
-        """Of each task the scores, the exact effects, the circuit on other pairs, and random ones on
-        these."""
+        """Per task: scores and exact effects of edges, and runs of the circuit and of random circuits on
+        held-out pairs."""
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
@@ -92,54 +95,58 @@ class CircuitDiscovery(CircuitWorkflow):
             if not self.settings.by_position:
                 experiments["effects"] = EdgeEffects(pairs=chosen_on)
             for experiment in experiments.values():
+                # Raises for a circuit that is too large, before anything runs.
                 experiment.check(self.subject.config)
-            nodes |= {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
+            nodes |= {f"{task}_{name}": self.on_model(e) for name, e in experiments.items()}
         return nodes
 
     def circuit(self, task: str) -> Circuit:
-        """Circuit of a task."""
+        """Circuit of a task: the selected edges, as `SelectedCircuits` stored them."""
         return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
 
     def faithful(self, task: str) -> Floats:
-        """Percent of a task that its circuit keeps, [pair]."""
+        """Faithfulness of a task's circuit in percent, [pair]; every pair is divided by the mean
+        denominator."""
         result = self.result(f"{task}_circuit").load()
         clean, empty = (result[name].values for name in ("clean", "empty"))
-        kept: Floats = 100 * (result["value"].values[0] - empty) / float((clean - empty).mean())
-        return kept
+        # One denominator for all pairs, as in `faithfulness`: that of a single pair may be near 0.
+        faithfulness: Floats = 100 * (result["value"].values[0] - empty) / float((clean - empty).mean())
+        return faithfulness
 
     def claim(self, task: str) -> Claim:
-        """What the circuit of a task keeps of it on held-out pairs, beside random ones."""
-        text = f"{self.size(task)} of {self.edges(task)} edges keep what the model does in {task}"
-        of, seed = "random circuits of as many edges", self.settings.seed
-        kept, random = self.faithful(task), self.random_kept(task)
-        return Claim.against(text, kept, random, of, unit="%", held_out=True, seed=seed)
+        """Claim about the faithfulness of a task's circuit on held-out pairs, against random circuits."""
+        text = f"a circuit of {self.size(task)} of {self.edges(task)} edges preserves {task} (faithfulness)"
+        of, seed = "random circuits with as many edges", self.settings.seed
+        faithful, random = self.faithful(task), self.random_kept(task)
+        return Claim.against(text, faithful, random, of, unit="%", held_out=True, seed=seed)
 
     def views(self) -> Iterator[View]:
-        """What is claimed; each task's circuit, drawn and as a table of edges."""
-        told = {task: self.document(task) for task in self.tasks}
+        """Per task: a table of the circuit's edges, a map of positions with `by_position`, and a drawing."""
+        documents = {task: self.document(task) for task in self.tasks}
         yield Data(
             json={
                 **self.subject.about,
                 "edges_of_the_model": int(self.layout.edges.sum()),
-                "circuits": told,
+                "circuits": documents,
             }
         )
         for task in self.tasks:
-            yield self._table(task, told[task])
+            yield self._table(task, documents[task])
             by_position = [] if self.positions(task) is None else [self._map(task)]
             yield from by_position
             yield Figure(
                 name=f"circuit_discovery_{task}",
-                title=f"What {self.subject.name} needs for {task}",
-                caption=f"{told[task]['faithfulness_percent']:.0f} % of the task is kept",
+                title=f"Circuit of {self.subject.name} for {task}",
+                caption=f"faithfulness on held-out pairs: {documents[task]['faithfulness_percent']:.0f} %",
                 panels=(self._drawing(task), *by_position, *([self.findings] if self.done else [])),
                 columns=1,
             )
 
     def document(self, task: str) -> dict[str, Any]:
-        """A task's circuit in numbers, for tables and JSON."""
+        """A task's circuit for tables and the JSON document: edges with scores, faithfulness, and exact
+        effects."""
         scores = self.result(f"{task}_scores")["score"].values
-        circuit, every = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
+        circuit, in_graph = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
         effects = None
         if not self.settings.by_position:
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
@@ -156,7 +163,7 @@ class CircuitDiscovery(CircuitWorkflow):
             **(
                 {}
                 if effects is None
-                else {"scores_and_exact_effects": _agreement(scores[every], effects[every])}
+                else {"scores_and_exact_effects": _agreement(scores[in_graph], effects[in_graph])}
             ),
             "edges": [
                 {
@@ -169,35 +176,40 @@ class CircuitDiscovery(CircuitWorkflow):
             ],
         }
 
-    def _table(self, task: str, told: dict[str, Any]) -> Table:
-        shown = min(self.settings.listed, len(told["edges"]))
+    def _table(self, task: str, document: dict[str, Any]) -> Table:
+        """Table of the edges of a task's circuit; document: see `document`."""
+        shown = min(self.settings.listed, len(document["edges"]))
         unit = self.result(f"{task}_scores")["score"].attrs["units"]
         return Table.of(
-            told["edges"][:shown],
+            document["edges"][:shown],
             ("edge", "edge"),
             *([("position", "position", "d")] if self.settings.by_position else []),
             ("score", "score", "+.4f"),
             *([] if self.settings.by_position else [("exact effect", "exact_effect", "+.4f")]),
-            title=f"{task}: {shown} of the circuit's {len(told['edges'])} edges, the largest |score| first",
-            caption=f"{_of(told)}. Estimated (score) and exact change of right over wrong answer, in {unit}, "
-            "where this edge alone is left out; mean over the pairs edges were chosen on",
+            title=f"{task}: {shown} of the circuit's {len(document['edges'])} edges, largest |score| first",
+            caption=f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, "
+            "when this edge alone is corrupted; exact effect: the measured change; means over the pairs that "
+            "edges were chosen on",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 
     def _drawing(self, task: str) -> CircuitDrawing:
-        scores, found = self.result(f"{task}_scores")["score"].values, self.circuit(task).pruned()
-        if self.settings.by_position:  # an edge as wide as at the position where it has the largest score
-            held = np.where(found.chosen, scores, 0.0)
-            largest = np.abs(held).argmax(0, keepdims=True)
-            scores = np.take_along_axis(held, largest, 0)[0]
-        pruned = found.anywhere
+        """Drawing of the edges with the largest |score| on paths from the input to the logits."""
+        scores, circuit = self.result(f"{task}_scores")["score"].values, self.circuit(task).pruned()
+        if self.settings.by_position:
+            # An edge is drawn once, with its score at the position of the largest |score|.
+            by_position = np.where(circuit.chosen, scores, 0.0)
+            largest = np.abs(by_position).argmax(0, keepdims=True)
+            scores = np.take_along_axis(by_position, largest, 0)[0]
+        pruned = circuit.anywhere
         masked = np.where(pruned.chosen, scores, 0.0)
         shown = Circuit.top(self.layout, masked, min(self.settings.drawn, len(pruned))) & pruned
         names = [name.partition("->") for name in shown.edges]
         columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",
-            caption=f"the strongest {len(shown)} of {len(pruned)} edges from the input to the logits",
+            caption=f"the {len(shown)} edges with the largest |score| of {len(pruned)} on paths from the "
+            "input to the logits",
             upstream=tuple(source for source, _, _ in names),
             downstream=tuple(destination for _, _, destination in names),
             weights=scores[rows, columns],
@@ -207,26 +219,29 @@ class CircuitDiscovery(CircuitWorkflow):
         )
 
     def _map(self, task: str) -> Heatmap:
-        """How much of the circuit is read where: |score| of its edges by layer of what reads and position."""
+        """Heatmap of the sum of |score| over the circuit's edges, by layer of the destination and
+        position."""
         scores, circuit = self.result(f"{task}_scores")["score"].values, self.circuit(task)
-        held = np.where(circuit.chosen, np.abs(scores), 0.0).sum(1)
-        layers = [self.layout.layer_of(column) for column in range(held.shape[1])]
-        summed = np.zeros((self.layout.num_layers + 1, len(held)))
-        np.add.at(summed, layers, held.T)
+        by_destination = np.where(circuit.chosen, np.abs(scores), 0.0).sum(1)
+        layers = [self.layout.layer_of(column) for column in range(by_destination.shape[1])]
+        summed = np.zeros((self.layout.num_layers + 1, len(by_destination)))
+        # `np.add.at` sums entries of equal layer; `summed[layers] += ...` would keep only the last.
+        np.add.at(summed, layers, by_destination.T)
         names = [*map(str, range(self.layout.num_layers)), "logits"]
         unit = self.result(f"{task}_scores")["score"].attrs["units"]
         return Heatmap.of(
             labelled(summed, "|score| of the circuit's edges", unit, read_in=names, position=None),
             f"{task}: where the circuit reads",
-            "sum of |score| over the circuit's edges, by the layer that reads and the position it reads at",
+            "sum of |score| over the circuit's edges, by layer and position of the destination",
             sources=(f"{task}_scores", f"{task}_circuit"),
         )
 
 
 def _agreement(scores: Floats, effects: Floats) -> dict[str, float | None]:
-    """How scores of all edges go with their exact effects: correlation of numbers and of ranks, the largest
-    difference, and the share of signs that agree among the tenth of largest effect."""
-    ranks = [np.argsort(np.argsort(each)) for each in (scores, effects)]
+    """Agreement of scores with exact effects over all edges: Pearson and rank correlation, the largest
+    difference, and the share of equal signs among the tenth of edges with the largest |effect|."""
+    # Argsort of an argsort gives ranks.
+    ranks = [np.argsort(np.argsort(values)) for values in (scores, effects)]
     strongest = np.argsort(-np.abs(effects), kind="stable")[: max(1, len(effects) // 10)]
     signs = np.sign(scores[strongest]) == np.sign(effects[strongest])
     return {
@@ -237,17 +252,18 @@ def _agreement(scores: Floats, effects: Floats) -> dict[str, float | None]:
     }
 
 
-def _correlation(one: Any, other: Any) -> float | None:
-    if min(np.ptp(one), np.ptp(other)) == 0:
+def _correlation(x: Any, y: Any) -> float | None:
+    """Pearson correlation; None if either is constant."""
+    if min(np.ptp(x), np.ptp(y)) == 0:
         return None
-    return float(np.corrcoef(one, other)[0, 1])
+    return float(np.corrcoef(x, y)[0, 1])
 
 
-def _of(told: dict[str, Any]) -> str:
-    """Faithfulness of a circuit, and the agreement of scores with exact effects, in a sentence."""
-    kept = f"{told['faithfulness_percent']:.0f} % of the task is kept"
-    if "scores_and_exact_effects" not in told:
-        return kept
-    agreement = told["scores_and_exact_effects"]["correlation"]
-    said = "not to be told" if agreement is None else f"{agreement:.2f}"
-    return f"{kept}; over all edges of the model, scores and exact effects correlate {said}"
+def _summary(document: dict[str, Any]) -> str:
+    """Faithfulness of a circuit, and the correlation of scores with exact effects, as a sentence."""
+    faithfulness = f"Faithfulness {document['faithfulness_percent']:.0f} %"
+    if "scores_and_exact_effects" not in document:
+        return faithfulness
+    correlation = document["scores_and_exact_effects"]["correlation"]
+    value = "undefined, as one of them is constant" if correlation is None else f"{correlation:.2f}"
+    return f"{faithfulness}; correlation of scores with exact effects over all edges of the model: {value}"

@@ -1,13 +1,16 @@
-"""How much of a task does a circuit do, how much is left without it, and which of its edges does it need?
+"""Faithfulness, completeness and minimality: how much of a task does a circuit do, and which edges does it
+need?
 
-Circuits of growing size are chosen on some pairs of a task and run on others with every other edge left out
-(stages/circuits/evaluation.py): faithfulness by share of edges, and its areas CPR and CMD as the Mechanistic
-Interpretability Benchmark has them (Mueller et al., 2025); completeness, what the model keeps without the
-circuit; minimality, what one more edge out changes. Beside them random circuits of the same sizes, grown from
-the logits down.
+Circuits of growing size are selected on some pairs of a task and run on held-out pairs with every other edge
+ablated (stages/circuits/evaluation.py):
+- faithfulness by share of edges, and its areas CPR and CMD of the Mechanistic Interpretability Benchmark
+  (Mueller et al. 2025, "MIB");
+- completeness: faithfulness of the model without the circuit;
+- minimality: change of faithfulness when one more edge is ablated.
 
-Defaults: copying of random tokens, and on shipped models facts; the benchmark's sizes; edges left out carry
-what their source adds in the corrupted prompt. Of a task that the model does not do nothing is claimed.
+Null distribution: random circuits of the same sizes, grown from the logits down. Nothing is claimed of a task
+that the model does not do. Default tasks: copying of random tokens, for shipped models also facts; default
+sizes are the benchmark's; an ablated edge carries the output of its source in the corrupted prompt.
 """
 
 from __future__ import annotations
@@ -36,32 +39,39 @@ if TYPE_CHECKING:
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""The benchmark's."""
+"""Sizes of circuits as shares of all edges, as in the Mechanistic Interpretability Benchmark."""
 
 
 @dataclass(frozen=True)
 class CircuitEvaluationSettings(CircuitSettings):
-    """What `--set` can change.
+    """Settings of `CircuitEvaluation`.
 
-    Raises ConfigError for shares that are fewer than two, do not ascend, or begin at 0.
+    Raises:
+        ConfigError: `shares` has fewer than two, does not ascend, or begins at 0; or `share` is 0.
     """
 
     alternative: Alternative = setting(
-        "corrupted", "what edges carry that are left out; mean and resampled: of the pairs' clean prompts"
+        "corrupted", "values of ablated edges; mean and resampled are over the clean prompts of the pairs"
     )
-    shares: tuple[Share, ...] = setting(SHARES, "sizes of circuits, as shares of all edges, ascending")
-    share: Share = setting(0.02, "that of the circuit which is run without each of its edges")
-    listed: Count = setting(10, "edges listed that a circuit needs most, and least")
+    shares: tuple[Share, ...] = setting(SHARES, "sizes of circuits as shares of all edges, ascending")
+    share: Share = setting(
+        0.02, "size, as a share of all edges, of the circuit that is run without each of its edges"
+    )
+    listed: Count = setting(
+        10, "number of edges listed with the largest, and with the smallest, effect on the circuit"
+    )
 
     def __post_init__(self) -> None:
         if len(self.shares) < 2 or list(self.shares) != sorted(set(self.shares)) or self.shares[0] == 0:
             raise ConfigError(f"expected two or more ascending shares above 0, found {self.shares}")
         if self.share == 0:
-            raise ConfigError("expected a share above 0 for the circuit told, found 0")
+            raise ConfigError(
+                "expected a share above 0 for the circuit that is run without each edge, found 0"
+            )
 
 
 class CircuitEvaluation(CircuitWorkflow):
-    """Circuits of every size, and the edges of one circuit."""
+    """Faithfulness of circuits by size, and the effect of every edge of one circuit."""
 
     name = "circuit_evaluation"
     question = "How much of a task does a circuit do alone, and which of its edges does it need?"
@@ -76,19 +86,20 @@ class CircuitEvaluation(CircuitWorkflow):
         return tuple(sorted({size for share in self.settings.shares if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
+        """Number of edges that a share of all edges is, rounded down."""
         return int(share * int(self.layout.edges.sum()))
 
     def plan(self) -> Nodes:
-        """Per task: circuits of every size, random circuits, and one circuit without each of its edges."""
+        """Per task: runs of circuits and of random circuits by size, and of one circuit without each edge."""
         if len(self.sizes) < 2:
             raise ConfigError(
-                f"expected shares that are two sizes or more of {int(self.layout.edges.sum())} edges, found "
+                f"expected shares that give two sizes or more of {int(self.layout.edges.sum())} edges, found "
                 f"{self.sizes}"
             )
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
-            told: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "chosen_on": chosen_on,
                 "pairs": scored,
                 "alternative": self.settings.alternative,
@@ -96,56 +107,60 @@ class CircuitEvaluation(CircuitWorkflow):
                 **self.scoring,
             }
             experiments: dict[str, EdgeExperiment] = {
-                "circuits": SelectedCircuits(sizes=self.sizes, **told),
+                "circuits": SelectedCircuits(sizes=self.sizes, **options),
                 **self.grown(task, self.sizes, alternative=self.settings.alternative),
                 "minimal": SelectedCircuits(
-                    sizes=(max(1, self._edges(self.settings.share)),), minimal=True, **told
+                    sizes=(max(1, self._edges(self.settings.share)),), minimal=True, **options
                 ),
             }
             for experiment in experiments.values():
                 experiment.check(self.subject.config)
-            nodes |= {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
+            nodes |= {f"{task}_{name}": self.on_model(e) for name, e in experiments.items()}
         return nodes
 
     def curves(self, task: str) -> dict[str, Floats]:
-        """Percent of a task that is kept: by circuits and by the rest [size], by random ones [size, draw]."""
-        found = self.result(f"{task}_circuits").load()
-        rest = found.drop_vars("value").rename(complement="value")
+        """Faithfulness in percent: "circuit" [size], "complement", the model without it, [size], and "random"
+        [size, draw]."""
+        circuits = self.result(f"{task}_circuits").load()
+        # `faithfulness` reads the variable "value".
+        complements = circuits.drop_vars("value").rename(complement="value")
         return {
-            "circuit": 100 * faithfulness(found),
-            "complement": 100 * faithfulness(rest),
+            "circuit": 100 * faithfulness(circuits),
+            "complement": 100 * faithfulness(complements),
             "random": self.random_kept(task).reshape(len(self.sizes), -1),
         }
 
     @property
     def shares(self) -> Floats:
-        """Sizes as shares of all edges."""
-        found: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
-        return found
+        """Sizes as shares of all edges, [size]."""
+        shares: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
+        return shares
 
     def claim(self, task: str) -> Claim:
-        """The area under the faithfulness of a task, beside that of random circuits."""
+        """Claim about the area under the faithfulness curve of a task, against that of random circuits."""
         curves = self.curves(task)
         effect, _ = areas(self.shares, curves["circuit"])
         random = [areas(self.shares, draw)[0] for draw in curves["random"].T]
-        text = f"circuits of growing size keep what the model does in {task}, on average"
-        of = "sequences of random circuits as large"
+        text = f"circuits of growing size preserve {task} (area under faithfulness by share of edges, CPR)"
+        of = "sequences of random circuits of the same sizes"
         return Claim.against(text, effect, random, of, unit="%", held_out=True)
 
     def document(self, task: str) -> dict[str, Any]:
-        """A task in numbers, for tables and JSON."""
+        """A task for tables and the JSON document: curves, their areas, and the effect of each edge."""
         curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
         under, between = areas(self.shares, curves["circuit"] / 100)
         circuit = Circuit(self.layout, minimal["chosen"].values[0] > 0)
         clean, empty = (float(minimal[name].mean()) for name in ("clean", "empty"))
         without = (minimal["without"].values[0] - empty) / (clean - empty)
-        kept = float(faithfulness(minimal)[0])
-        places = np.argwhere(circuit.chosen)
+        with_all = float(faithfulness(minimal)[0])
         lost = [
-            {"edge": self.layout.name(int(s), int(d)), "lost_percent": 100 * (kept - float(without[s, d]))}
-            for s, d in places
+            {
+                "edge": self.layout.name(int(s), int(d)),
+                "lost_percent": 100 * (with_all - float(without[s, d])),
+            }
+            for s, d in np.argwhere(circuit.chosen)
         ]
-        rest = minimal.drop_vars("value").rename(complement="value")
+        complement = minimal.drop_vars("value").rename(complement="value")
         return {
             "sizes": list(self.sizes),
             "faithfulness_percent": curves["circuit"],
@@ -154,63 +169,66 @@ class CircuitEvaluation(CircuitWorkflow):
             "cpr": under,
             "cmd": between,
             "circuit": circuit.to_json(),
-            "circuit_percent": 100 * kept,
-            "without_circuit_percent": 100 * float(faithfulness(rest)[0]),
-            "lost_without_edge": sorted(lost, key=lambda each: -abs(each["lost_percent"])),
+            "circuit_percent": 100 * with_all,
+            "without_circuit_percent": 100 * float(faithfulness(complement)[0]),
+            "lost_without_edge": sorted(lost, key=lambda row: -abs(row["lost_percent"])),
         }
 
     def views(self) -> Iterator[View]:
-        """What is claimed; faithfulness by size; the edges that one circuit needs."""
-        told = {task: self.document(task) for task in self.tasks}
-        yield Data(json={**self.subject.about, "evaluated": told})
+        """Per task: faithfulness by size, and a table of the edges of one circuit by their effect."""
+        documents = {task: self.document(task) for task in self.tasks}
+        yield Data(json={**self.subject.about, "evaluated": documents})
         for task in self.tasks:
-            curve = self._curve(task, told[task])
+            curve = self._curve(task, documents[task])
             yield curve
-            yield self._table(task, told[task])
+            yield self._table(task, documents[task])
             yield Figure(
                 name=f"circuit_evaluation_{task}",
-                title=f"How much of {task} circuits of {self.subject.name} do",
-                caption=f"edges left out: {self.settings.alternative}",
+                title=f"Faithfulness of circuits of {self.subject.name} for {task}",
+                caption=f"ablated edges carry: {self.settings.alternative}",
                 panels=(curve, *([self.findings] if self.done else [])),
                 columns=1,
             )
 
-    def _curve(self, task: str, told: dict[str, Any]) -> Lines:
-        random = told["random_percent"]
+    def _curve(self, task: str, document: dict[str, Any]) -> Lines:
+        """Faithfulness by size of circuits, of the model without them, and of random circuits."""
+        random = document["random_percent"]
         return Lines(
             title=f"{task}: faithfulness by size",
             caption="areas over the share of edges, not its logarithm: under the curve of circuits "
-            f"{told['cpr']:.3f} (CPR), between it and 100 % {told['cmd']:.3f} (CMD); dashed: median of "
-            "random circuits",
+            f"{document['cpr']:.3f} (CPR), between it and 100 % {document['cmd']:.3f} (CMD); dashed: median "
+            "of random circuits",
             x=tuple((100 * self.shares).tolist()),
             x_name="percent of the model's edges",
             log_x=True,
-            y_name="of the task that is kept",
+            y_name="faithfulness",
             unit="%",
             lines=(
-                Line("circuit", told["faithfulness_percent"], strong=True),
-                Line("all but the circuit", told["complement_percent"]),
+                Line("circuit", document["faithfulness_percent"], strong=True),
+                Line("model without the circuit", document["complement_percent"]),
                 *([Line("random circuits", np.median(random, axis=1), control=True)] if random.size else []),
             ),
             sources=tuple(name for name in (f"{task}_circuits", f"{task}_random") if name in self.nodes),
         )
 
-    def _table(self, task: str, told: dict[str, Any]) -> Table:
-        """The edges a circuit needs most and least."""
-        lost, listed = told["lost_without_edge"], self.settings.listed
+    def _table(self, task: str, document: dict[str, Any]) -> Table:
+        """Table of the edges with the largest and with the smallest effect on a circuit."""
+        lost, listed = document["lost_without_edge"], self.settings.listed
         shown = lost if len(lost) <= 2 * listed else [*lost[:listed], *lost[-listed:]]
         return Table.of(
             shown,
             ("edge", "edge"),
-            ("lost without it", "lost_percent", "{:+.2f} %".format),
-            title=f"{task}: what a circuit of {len(lost)} edges loses without one of them",
-            caption=f"{_which(len(shown), len(lost), listed)}; shares of the whole task, of which the "
-            f"circuit keeps {told['circuit_percent']:.1f} %, and the model without it "
-            f"{told['without_circuit_percent']:.1f} %",
+            ("faithfulness lost", "lost_percent", "{:+.2f} %".format),
+            title=f"{task}: a circuit of {len(lost)} edges with one of them ablated",
+            caption=f"{_shown_edges(len(shown), len(lost), listed)}; in percentage points of faithfulness, "
+            f"which is {document['circuit_percent']:.1f} % for the circuit and "
+            f"{document['without_circuit_percent']:.1f} % for the model without it",
             sources=(f"{task}_minimal",),
         )
 
 
-def _which(shown: int, all_of: int, listed: int) -> str:
-    """The edges that a table shows, in words."""
-    return "every edge" if shown == all_of else f"the {listed} edges it needs most and the {listed} least"
+def _shown_edges(n_shown: int, n_edges: int, listed: int) -> str:
+    """Which edges of a circuit its table shows, in words."""
+    if n_shown == n_edges:
+        return "every edge"
+    return f"the {listed} edges with the largest effect and the {listed} with the smallest"

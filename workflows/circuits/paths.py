@@ -1,17 +1,19 @@
-"""Which heads and MLPs say what a task needs, to whom? Path patching.
+"""Which heads and MLPs affect the answer, and through which later heads? Path patching.
 
-A sender is put to what it adds in the corrupted prompt, and only the receivers hear of it: the logits, or
-queries, keys and values of heads, or MLPs; every other head is held (stages/circuits/paths.py; Wang et al.,
-Interpretability in the Wild, 2023). One step back, the queries, keys and values of the heads that say most
-are the receivers.
+The output of a sender (a head, an MLP or the embedding) is replaced by its output in the corrupted prompt, on
+its paths to the receivers only: the logits, or queries, keys and values of heads, or MLPs. All other heads
+keep their clean outputs (stages/circuits/paths.py; Wang et al. 2023, "Interpretability in the Wild", section
+3). One step back, the receivers are the queries, keys and values of the heads with the largest effect on the
+logits.
 
-Defaults: copying of random tokens, and on shipped models facts, to the logits, and one step back. Senders are
-chosen on half of a task's pairs and scored on the other half. Each stands beside random changes of what it
-adds, as long at every position, on the same path. What is claimed is that it moves the answer further, the
-way it did in the pairs it was chosen on, than these do any way, and the strongest head further than other
-heads; beside it the same with its sign drawn in each pair. Unrelated prompts in the place of the corrupted
-one are no null here: they take the answer away as well. Of a task that the model does not do nothing is
-claimed.
+Senders are chosen on half of a task's pairs and scored on the held-out half. Controls are random changes of
+the sender's output with the same norm at every position, on the same path. The first claim is that the
+effect, signed as on the pairs it was chosen on, exceeds the mean absolute effect of these controls; the
+second that the strongest head exceeds the other heads in the same way. The null distribution draws the sign
+of the excess at random in each pair. Unrelated prompts in place of the corrupted one would be no null, as
+they remove the answer too. Nothing is claimed of a task that the model does not do.
+
+Default tasks: copying of random tokens, for shipped models also facts.
 """
 
 from __future__ import annotations
@@ -41,37 +43,40 @@ if TYPE_CHECKING:
 __all__ = ["PathPatchingTrace", "PathPatchingTraceSettings"]
 
 HEAD, OTHER, QUIETEST = "strong head", "strong MLP or input", "quietest head"
-CHANGES = "random changes of it as long, on the same path"
-BESIDE: tuple[tuple[Any, ...], ...] = (
-    ("random, 95 %", lambda each: "{low_95:+.3f} to {high_95:+.3f}".format(**each["random"])),
-    ("further", "further", "+.3f"),
+"""Roles of the listed senders: why `StrongestPaths` selected them."""
+CHANGES = "random changes of the same norm, on the same path"
+CONTROL_COLUMNS: tuple[tuple[Any, ...], ...] = (
+    ("random, 95 %", lambda sender: "{low_95:+.3f} to {high_95:+.3f}".format(**sender["random"])),
+    ("excess", "further", "+.3f"),
     ("p", "p", ".2g"),
 )
-"""Columns of a table that controls give."""
+"""Columns of the table of senders that need controls."""
 SIGNS = 200
-"""Draws of signs, which cost no runs."""
+"""Number of draws of random signs; they need no further runs of the model."""
 
 
 @dataclass(frozen=True)
 class PathPatchingTraceSettings(TaskSettings):
-    """What `--set` can change."""
+    """Settings of `PathPatchingTrace`."""
 
     controls: Natural = setting(
-        20, "random changes as long that a sender is held against; 0: none, nothing is claimed"
+        20, "random changes of the same norm per sender, as controls; 0: none, and nothing is claimed"
     )
-    pairs: Count = setting(8, "pairs senders are chosen on, and as many others they are scored on")
+    pairs: Count = setting(8, "pairs to choose senders on, and as many held-out pairs to score them on")
     receivers: tuple[str, ...] = setting(
-        (LOGITS,), 'who hears of the change: logits, m4, a5.h0<q>; several as one: "a5.h0<q>+a5.h1<q>"'
+        (LOGITS,), 'receivers of paths: logits, m4, a5.h0<q>; several as one receiver: "a5.h0<q>+a5.h1<q>"'
     )
     mlps: Literal["recomputed", "held"] = setting(
-        "recomputed", "MLPs on the way: computed anew, or held, which leaves the edge alone"
+        "recomputed", "MLPs between sender and receiver: recomputed, or held at their clean outputs"
     )
-    back: Natural = setting(1, "strongest heads whose queries, keys and values are asked next; 0: none")
-    strongest: Count = setting(4, "heads, and as many others, that are listed with their null")
+    back: Natural = setting(
+        1, "number of strongest heads whose queries, keys and values are receivers one step back; 0: no step"
+    )
+    strongest: Count = setting(4, "number of heads, and of MLPs or the input, listed with their controls")
 
 
 class PathPatchingTrace(TaskWorkflow):
-    """The effects of every sender on each receiver, and of the strongest beside chance."""
+    """Effects of every sender on each receiver, and those of the strongest against random changes."""
 
     name = "path_patching"
     question = "Which heads and MLPs affect the answer, and through which later heads?"
@@ -81,262 +86,294 @@ class PathPatchingTrace(TaskWorkflow):
     settings: PathPatchingTraceSettings
 
     def plan(self) -> Nodes:
-        """Of each task the paths to the receivers, and to those one step back."""
-        given = self.settings
-        if not given.receivers:
+        """Per task: paths to the receivers, and to those one step back."""
+        settings = self.settings
+        if not settings.receivers:
             raise ConfigError(f"expected at least one receiver, such as {LOGITS!r}, found none")
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
-            for step, back in (("paths", 0), ("back", given.back)):
+            for step, back in (("paths", 0), ("back", settings.back)):
                 if step == "back" and not back:
                     continue
                 paths = StrongestPaths(
                     chosen_on=chosen_on,
                     pairs=scored,
-                    receivers=given.receivers,
-                    mlps=given.mlps,
-                    strongest=given.strongest,
-                    draws=given.controls,
+                    receivers=settings.receivers,
+                    mlps=settings.mlps,
+                    strongest=settings.strongest,
+                    draws=settings.controls,
                     back=back,
-                    seed=given.seed,
+                    seed=settings.seed,
                 )
                 paths.check(self.subject.config)
                 nodes[f"{task}_{step}"] = self.on_model(paths)
         return nodes
 
     @cached_property
-    def heard(self) -> list[_Heard]:
-        """What every receiver hears in each task; those one step back after all others of the task."""
-        found = []
+    def receivers(self) -> list[_ReceiverEffects]:
+        """Effects on every receiver in each task; receivers one step back follow the others of the task."""
+        effects = []
         for task in self.tasks:
             for node in (name for name in (f"{task}_paths", f"{task}_back") if name in self.nodes):
                 result = self.result(node).load()
-                each = (result.isel(receiver=number) for number in range(result.sizes["receiver"]))
-                found += [_Heard(task, node, one, self.settings.seed) for one in each]
-        return found
+                by_receiver = (result.isel(receiver=i) for i in range(result.sizes["receiver"]))
+                effects += [_ReceiverEffects(task, node, part, self.settings.seed) for part in by_receiver]
+        return effects
 
     def claims(self) -> Iterator[Claim]:
-        """What the strongest sender of each receiver does beyond random changes; of the heads that the
-        receivers asked for hear, the strongest beyond others, and the quietest for comparison. Nothing of
+        """Per receiver: the strongest sender against random changes. For receivers that the settings name
+        also the strongest head against other heads, and, for comparison, the weakest head. No claims about
         tasks that the model does not do."""
-        for heard in self.heard:
-            if heard.task in self.done:
-                yield from self._claims(heard)
+        for receiver in self.receivers:
+            if receiver.task in self.done:
+                yield from self._claims(receiver)
 
     def claims_caption(self) -> str:
-        """How senders were chosen, or which tasks the model does not do."""
+        """Caption of the claims: selection and scoring of senders, or tasks that the model does not do."""
         count = self.settings.pairs
         return self.not_done or (
-            f"Senders were chosen on {count} pairs of each task, among all that have a path, and scored on "
-            f"{count} others; {self.settings.controls} random changes of each. {NAMES}"
+            f"Senders were chosen on {count} pairs of each task, among all with a path to the receiver, and "
+            f"scored on {count} held-out pairs, against {self.settings.controls} random changes each. {NAMES}"
         )
 
-    def _claims(self, heard: _Heard) -> Iterator[Claim]:
-        listed = [each for each in heard.listed if each["role"] != QUIETEST]
-        heads = [each for each in listed if each["role"] == HEAD]
-        among = heads if heads and not heard.is_back else listed
-        strongest = max(among, key=lambda each: abs(each["chosen_effect"]))
-        which = f"{heard.heads} heads" if among is heads else f"{heard.senders} senders"
-        yield self._beyond(heard, strongest, f"the strongest of {which}")
-        if among is not heads:
+    def _claims(self, receiver: _ReceiverEffects) -> Iterator[Claim]:
+        """Claims about the senders to one receiver."""
+        strong = [sender for sender in receiver.listed if sender["role"] != QUIETEST]
+        heads = [sender for sender in strong if sender["role"] == HEAD]
+        candidates = heads if heads and not receiver.is_back else strong
+        # Chosen by the effects on the other pairs; the claim is about held-out ones.
+        strongest = max(candidates, key=lambda sender: abs(sender["chosen_effect"]))
+        total = f"{receiver.heads} heads" if candidates is heads else f"{receiver.senders} senders"
+        yield self._beyond(receiver, strongest, f"the strongest of {total}")
+        if candidates is not heads:
             return
-        further = heard.beyond_heads(strongest)
-        if further is not None:
-            claim = f"{heard.task}: {strongest['sender']} moves it further than other heads do, any way"
-            yield heard.claim(claim, further)
-        for each in heard.listed:
-            if each["role"] == QUIETEST:
-                yield self._beyond(heard, each, f"the quietest of {which}", "for comparison, ")
+        margin = receiver.beyond_heads(strongest)
+        if margin is not None:
+            text = (
+                f"{receiver.task}: excess of the effect of {strongest['sender']} over the mean absolute "
+                "effect of the other heads"
+            )
+            yield receiver.claim(text, margin)
+        for sender in receiver.listed:
+            if sender["role"] == QUIETEST:
+                yield self._beyond(receiver, sender, f"the weakest of {total}", "for comparison, ")
 
-    def _beyond(self, heard: _Heard, record: Mapping[str, Any], which: str, before: str = "") -> Claim:
-        claim = (
-            f"{before}{heard.task}: {record['sender']}, {which}, moves right over wrong "
-            f"({record['effect']:+.3g} {heard.unit}) by what it says to {heard.receiver}"
+    def _beyond(
+        self, receiver: _ReceiverEffects, sender: Mapping[str, Any], rank: str, before: str = ""
+    ) -> Claim:
+        """Claim about a sender against random changes of its output.
+
+        Arguments:
+            receiver: effects on the receiver.
+            sender: record of the sender, of `_ReceiverEffects.listed`.
+            rank: its rank in words, "the strongest of 36 heads".
+            before: words that begin the sentence.
+        """
+        text = (
+            f"{before}{receiver.task}: {sender['sender']}, {rank}, corrupted on its path to "
+            f"{receiver.receiver}, changes the difference of right and wrong answer by "
+            f"{sender['effect']:+.3g} {receiver.unit}"
         )
-        claim += ", further than random changes as long do" if heard.has_controls else ""
-        return heard.claim(claim, heard.beyond(record))
+        # Without controls, `beyond` is the signed effect itself.
+        text += "; excess over random changes of the same norm" if receiver.has_controls else ""
+        return receiver.claim(text, receiver.beyond(sender))
 
     def views(self) -> Iterator[View]:
-        """What is claimed; what every receiver hears, by layer and head, and the strongest senders."""
-        yield Data(json={**self.subject.about, "paths": [heard.to_json() for heard in self.heard]})
+        """Per receiver: a heatmap of the effects of all senders, and a table and bars of the strongest."""
+        yield Data(json={**self.subject.about, "paths": [receiver.to_json() for receiver in self.receivers]})
         for task in self.tasks:
             panels: list[View] = []
-            for heard in (each for each in self.heard if each.task == task):
-                grid = self._grid(heard)
+            of_task = [receiver for receiver in self.receivers if receiver.task == task]
+            for receiver in of_task:
+                grid = self._grid(receiver)
                 yield grid
-                yield self._table(heard)
-                panels += [grid, self._bars(heard)]
+                yield self._table(receiver)
+                panels += [grid, self._bars(receiver)]
             yield Figure(
                 name=f"path_patching_{task}",
-                title=f"Who says what {self.subject.name} needs for {task}, to whom",
-                caption=f"right over wrong answer without the change: {heard.clean:+.3g} {heard.unit}",
+                title=f"Path patching in {self.subject.name}: {task}",
+                caption="difference of right and wrong answer in the clean run: "
+                f"{of_task[-1].clean:+.3g} {of_task[-1].unit}",
                 panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
             )
 
-    def _grid(self, heard: _Heard) -> Heatmap:
-        """Mean effects by layer and head; MLPs are a column of their own."""
+    def _grid(self, receiver: _ReceiverEffects) -> Heatmap:
+        """Heatmap of mean effects by layer and head; MLPs are the last column."""
         heads = self.layout.num_heads
         values = np.full((self.layout.num_layers, heads + 1), np.nan)
-        for name, effect in heard.effects.items():
+        for name, effect in receiver.effects.items():
             if name != INPUT:
+                # Names are "a3.h0" for head 0 of layer 3, and "m3" for the MLP of layer 3.
                 row, _, column = name[1:].partition(".h")
                 values[int(row), int(column) if column else heads] = effect
-        own = heard.effects.get(INPUT)
-        said = "" if own is None else f"; the embedding itself {own:+.3f}"
-        beside = [
-            effect for each in self.heard if each.node == heard.node for effect in each.effects.values()
-        ]
-        strongest = heard.listed[0]["sender"] if heard.listed else ""
+        embedding = receiver.effects.get(INPUT)
+        of_embedding = "" if embedding is None else f"; of the embedding: {embedding:+.3f}"
+        step = [part for part in self.receivers if part.node == receiver.node]
+        effects_of_step = [effect for part in step for effect in part.effects.values()]
+        strongest = receiver.listed[0]["sender"] if receiver.listed else ""
         layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
         return Heatmap(
-            title=f"{heard.task}: what is said to {heard.receiver}",
-            caption=f"change of right over wrong answer ({heard.unit}) where one sender is put to what it "
-            f"adds in the corrupted prompt, mean over {heard.pairs} held-out pairs{said}",
+            title=f"{receiver.task}: effects of senders through {receiver.receiver}",
+            caption=f"change of right minus wrong answer ({receiver.unit}) when one sender is corrupted on "
+            f"its path to {receiver.receiver}, mean over {receiver.pairs} held-out pairs{of_embedding}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
             columns=(*map(str, range(heads)), "MLP"),
             column_name="head",
             value_name="change",
-            unit=heard.unit,
-            # One scale for the receivers of a step: what one of them hardly hears looks so.
-            high=float(np.abs(beside).max()),
+            unit=receiver.unit,
+            # One scale for all receivers of a step, so that small effects on one of them look small.
+            high=float(np.abs(effects_of_step).max()),
             diverging=True,
             upward=True,
             framed=() if head < 0 else ((layer, head, layer, head),),
             frame_name="strongest head on other pairs",
-            sources=(heard.node,),
+            sources=(receiver.node,),
         )
 
-    def _bars(self, heard: _Heard) -> Bars:
-        """Effects of the listed senders with their intervals, beside what random changes do."""
-        listed = heard.listed
-        random = [each["random"] for each in listed]
+    def _bars(self, receiver: _ReceiverEffects) -> Bars:
+        """Bars of the listed senders' effects with their intervals, beside those of random changes."""
+        listed = receiver.listed
+        random = [sender["random"] for sender in listed]
         return Bars(
-            title=f"{heard.task}: the strongest senders to {heard.receiver}",
-            caption=f"95 % intervals over {heard.pairs} held-out pairs; grey: random changes as long, median "
-            "and 95 % of them",
-            x=tuple(each["sender"] for each in listed),
+            title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
+            caption=f"95 % intervals over {receiver.pairs} held-out pairs; grey: random changes of the same "
+            "norm, median and 95 % of them",
+            x=tuple(sender["sender"] for sender in listed),
             x_name="sender",
-            y_name="change of right over wrong",
-            unit=heard.unit,
+            y_name="change of right minus wrong answer",
+            unit=receiver.unit,
             lines=(
                 Line(
-                    "in the corrupted prompt",
-                    np.array([each["effect"] for each in listed]),
+                    "corrupted",
+                    np.array([sender["effect"] for sender in listed]),
                     strong=True,
-                    band=np.array([each["interval_95"] for each in listed]).T,
+                    band=np.array([sender["interval_95"] for sender in listed]).T,
                 ),
                 Line(
                     "random changes",
-                    np.array([each["median"] for each in random]),
+                    np.array([null["median"] for null in random]),
                     control=True,
-                    band=np.array([(each["low_95"], each["high_95"]) for each in random]).T,
+                    band=np.array([(null["low_95"], null["high_95"]) for null in random]).T,
                 ),
             ),
-            sources=(heard.node,),
+            sources=(receiver.node,),
         )
 
-    def _table(self, heard: _Heard) -> Table:
+    def _table(self, receiver: _ReceiverEffects) -> Table:
+        """Table of the listed senders with their effects, controls and p-values."""
         return Table.of(
-            heard.listed,
+            receiver.listed,
             ("sender", "sender"),
             ("chosen as", "role"),
             ("on other pairs", "chosen_effect", "+.3f"),
             ("held out", "effect", "+.3f"),
-            ("95 %", lambda each: "{:+.3f} to {:+.3f}".format(*each["interval_95"])),
-            *(BESIDE if heard.has_controls else ()),
-            strong=lambda each: each["is_beyond_chance"],
-            title=f"{heard.task}: the strongest senders to {heard.receiver}",
-            caption=f"Change of right over wrong answer in {heard.unit}, {heard.clean:+.3g} without any; "
-            f"chosen among {heard.senders} senders, {heard.heads} of them heads, by pairs not scored. "
-            "Random: changes as long, on the same path. Further: the way of the other pairs, beyond what "
-            "random changes do any way; p: with signs drawn in each pair. Bold: beyond chance.",
-            sources=(heard.node,),
+            ("95 %", lambda sender: "{:+.3f} to {:+.3f}".format(*sender["interval_95"])),
+            *(CONTROL_COLUMNS if receiver.has_controls else ()),
+            strong=lambda sender: sender["is_beyond_chance"],
+            title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
+            caption=f"Change of the difference of right and wrong answer in {receiver.unit}, which is "
+            f"{receiver.clean:+.3g} in the clean run; chosen among {receiver.senders} senders, "
+            f"{receiver.heads} of them heads, on other pairs. Random: changes of the same norm, on the same "
+            "path. Excess: effect, signed as on the other pairs, minus the mean absolute effect of random "
+            "changes; p: null distribution of random signs in each pair. Bold: beyond chance.",
+            sources=(receiver.node,),
         )
 
 
-class _Heard:
-    """What one receiver hears in a task: a result of `StrongestPaths`, of one receiver."""
+class _ReceiverEffects:
+    """Effects of all senders on one receiver in one task, of a result of `StrongestPaths`."""
 
-    def __init__(self, task: str, node: str, found: xr.Dataset, seed: int) -> None:
-        self.task, self.node, self._found, self._seed = task, node, found, seed
-        self.receiver = str(found["receiver"].values).replace(LOGITS, f"the {LOGITS}")
+    def __init__(self, task: str, node: str, result: xr.Dataset, seed: int) -> None:
+        """
+        Arguments:
+            task: name of the task.
+            node: name of the result.
+            result: the part of it for one receiver.
+            seed: of intervals and of random signs.
+        """
+        self.task, self.node, self._result, self._seed = task, node, result, seed
+        self.receiver = str(result["receiver"].values).replace(LOGITS, f"the {LOGITS}")
         self.is_back = node.endswith("_back")
-        self.pairs = found.sizes["pair"]
-        self.unit = str(found["effect"].attrs["units"])
-        self.clean = float(found["clean"].mean())
-        names = found["sender"].values.tolist()
+        self.pairs = result.sizes["pair"]
+        self.unit = str(result["effect"].attrs["units"])
+        self.clean = float(result["clean"].mean())
+        names = result["sender"].values.tolist()
         self._effects = {
             name: effects
-            for name, effects in zip(names, found["effect"].transpose("sender", "pair").values, strict=True)
+            for name, effects in zip(names, result["effect"].transpose("sender", "pair").values, strict=True)
             if np.isfinite(effects).all()
         }
         self.senders = len(self._effects)
         self.heads = sum(map(is_head, self._effects))
-        self.has_controls = found.sizes["draw"] > 0
+        self.has_controls = result.sizes["draw"] > 0
 
     @property
     def effects(self) -> dict[str, float]:
-        """Means over held-out pairs of every sender that has a path."""
-        return {name: float(each.mean()) for name, each in self._effects.items()}
+        """Mean effect over held-out pairs of every sender with a path to the receiver, by name."""
+        return {name: float(effects.mean()) for name, effects in self._effects.items()}
 
-    def beyond(self, record: Mapping[str, Any]) -> Floats:
-        """Margin [pair] of a sender's effect, signed as in the pairs it was chosen on, over the mean absolute
-        effect of random changes."""
-        random = self._found["random"].isel(told=record["place"]).transpose("pair", "draw").values
-        found: Floats = self._forward(record) - (np.abs(random).mean(1) if self.has_controls else 0.0)
-        return found
+    def beyond(self, sender: Mapping[str, Any]) -> Floats:
+        """Excess of a sender's effect, signed as on the pairs it was chosen on, over the mean absolute effect
+        of random changes, [pair]."""
+        random = self._result["random"].isel(told=sender["place"]).transpose("pair", "draw").values
+        excess: Floats = self._signed(sender) - (np.abs(random).mean(1) if self.has_controls else 0.0)
+        return excess
 
-    def beyond_heads(self, record: Mapping[str, Any]) -> Floats | None:
-        """Margin [pair] over the mean absolute effect of the other heads; None without other heads."""
-        others = [each for name, each in self._effects.items() if is_head(name) and name != record["sender"]]
-        return self._forward(record) - np.abs(others).mean(0) if others else None
+    def beyond_heads(self, sender: Mapping[str, Any]) -> Floats | None:
+        """Excess over the mean absolute effect of the other heads, [pair]; None without other heads."""
+        other_heads = [
+            effects for name, effects in self._effects.items() if is_head(name) and name != sender["sender"]
+        ]
+        return self._signed(sender) - np.abs(other_heads).mean(0) if other_heads else None
 
-    def _forward(self, record: Mapping[str, Any]) -> Floats:
-        found: Floats = np.sign(record["chosen_effect"]) * self._effects[record["sender"]]
-        return found
+    def _signed(self, sender: Mapping[str, Any]) -> Floats:
+        """A sender's effects [pair], positive where they have the sign of its effect on the other pairs."""
+        signed: Floats = np.sign(sender["chosen_effect"]) * self._effects[sender["sender"]]
+        return signed
 
     def null(self, place: int) -> Null:
-        """Null distribution of a listed sender: means over pairs under each random change."""
-        return Null(self._found["random"].isel(told=place).mean("pair").values, CHANGES, "either")
+        """Null distribution of the listed sender at index `place`: mean over pairs of each random change."""
+        return Null(self._result["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
-    def claim(self, text: str, further: Floats) -> Claim:
-        """How much further a sender goes than its controls in each pair, [pair]."""
+    def claim(self, text: str, excess: Floats) -> Claim:
+        """Claim that the mean excess [pair] of a sender over its controls is above that of random signs."""
         signs = Controls(SIGNS if self.has_controls else 0, self._seed)
-        of = "draws of a sign for each pair"
-        return Claim.paired(text, further, of, signs, unit=self.unit, held_out=True)
+        of = "draws of a random sign for each pair"
+        return Claim.paired(text, excess, of, signs, unit=self.unit, held_out=True)
 
     @cached_property
     def listed(self) -> list[dict[str, Any]]:
-        """The senders that were chosen, the strongest first, the quietest head last."""
-        chosen = self._found["chosen"].values.tolist()
-        half = len(chosen) // 2
+        """Records of the selected senders: strongest heads, strongest other senders, then the weakest
+        head."""
+        selected = self._result["chosen"].values.tolist()
+        half = len(selected) // 2
         roles = [*[HEAD] * half, *[OTHER] * half, QUIETEST]
-        names = self._found["sender"].values.tolist()
-        found = []
-        for place, (number, role) in enumerate(zip(chosen, roles, strict=True)):
-            if number == NONE:
+        names = self._result["sender"].values.tolist()
+        senders = []
+        for place, (index, role) in enumerate(zip(selected, roles, strict=True)):
+            if index == NONE:
                 continue
-            effects, null = self._effects[names[number]], self.null(place)
+            effects, null = self._effects[names[index]], self.null(place)
             effect = float(effects.mean())
             record = {
-                "sender": names[number],
+                "sender": names[index],
                 "role": role,
                 "place": place,
-                "chosen_effect": float(self._found["chosen_effect"].values[number]),
+                "chosen_effect": float(self._result["chosen_effect"].values[index]),
                 "effect": effect,
                 "interval_95": interval(effects, seed=self._seed),
                 "random": null.to_json(effect),
             }
             claim = self.claim("", self.beyond(record))
             record["further"] = claim.effect
-            found.append({**record, "p": claim.p_value, "is_beyond_chance": claim.is_beyond_chance})
-        return found
+            senders.append({**record, "p": claim.p_value, "is_beyond_chance": claim.is_beyond_chance})
+        return senders
 
     def to_json(self) -> dict[str, Any]:
-        """Record of a document."""
+        """Record of the receiver for the JSON document."""
         return {
             "task": self.task,
             "receiver": self.receiver,
@@ -347,5 +384,7 @@ class _Heard:
             "heads_looked_at": self.heads,
             "senders_looked_at": self.senders,
             "effects": self.effects,
-            "told": [{name: one for name, one in each.items() if name != "place"} for each in self.listed],
+            "told": [
+                {name: value for name, value in sender.items() if name != "place"} for sender in self.listed
+            ],
         }

@@ -1,8 +1,7 @@
-"""Pairs of tasks for questions about circuits and paths: some that edges or senders are chosen on, others
-that they are scored on.
+"""Tasks for workflows on circuits and paths: pairs to choose edges or senders on, and held-out pairs.
 
-A model claims something of a task only if it does it: the right answer is above the wrong one in more of the
-pairs to score on than a coin would make it (a sign test).
+Claims are only made about tasks that the model does: on the held-out pairs, the right answer has a higher
+logit, or probability, than the wrong one more often than chance explains (a one-sided sign test).
 
 Border: texts, token ids and results; loads no model and never imports torch.
 """
@@ -42,115 +41,118 @@ if TYPE_CHECKING:
 __all__ = ["FACTS", "NAMES", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
 
 FACTS = "facts"
-"""Pairs of facts: the shipped ones of one relation, or those of `data`."""
+"""Name of the task made of pairs of facts: shipped facts of one relation, or those of `data`."""
 RANDOM = "random"
-"""Name of what is computed of random circuits, behind that of the task."""
-NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: what its queries, keys, values read; m3: its MLP."
-"""What names of nodes mean, for readers of a page."""
+"""Suffix of the name of the result with random circuits, after the name of the task."""
+NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: inputs of its queries, keys, values; m3: the MLP."
+"""Caption that explains the names of nodes of the graph."""
 
 
 class TaskWorkflow(ModelWorkflow):
-    """A question about a model as a graph that does tasks."""
+    """A workflow about tasks and the model's graph of heads and MLPs."""
 
     settings: TaskSettings
 
     @cached_property
     def layout(self) -> Layout:
-        """The model's graph. Raises ConfigError for a model whose parts are no sum."""
+        """The model's graph. Raises ConfigError for a model whose residual stream is no sum of outputs."""
         return Layout.of(self.subject.config)
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
-        """As asked, or what the model is thought to do. Raises ConfigError for a task there is not."""
-        given = self.settings
-        usual = ("copying", FACTS) if given.model in SHIPPED else ("copying",)
-        usual = (FACTS,) if given.data else usual
-        chosen = given.tasks or usual
-        if given.data and FACTS not in chosen:
+        """Names of the tasks: the setting, or the default ones. Raises ConfigError for an unknown task."""
+        settings = self.settings
+        default = ("copying", FACTS) if settings.model in SHIPPED else ("copying",)
+        default = (FACTS,) if settings.data else default
+        tasks = settings.tasks or default
+        if settings.data and FACTS not in tasks:
             raise ConfigError(
-                f"expected {FACTS} among the tasks, as data names facts, found {', '.join(chosen)}"
+                f"expected {FACTS} among the tasks, as data names facts, found {', '.join(tasks)}"
             )
-        if len(set(chosen)) < len(chosen):
-            raise ConfigError(f"expected tasks that differ, found {', '.join(chosen)}")
-        for task in chosen:
+        if len(set(tasks)) < len(tasks):
+            raise ConfigError(f"expected tasks that differ, found {', '.join(tasks)}")
+        for task in tasks:
             if task not in (FACTS, *TASKS):
                 raise ConfigError(f"no task {task!r}; there are {', '.join((FACTS, *TASKS))}")
-        return chosen
+        return tasks
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
-        """Of each task those that something is chosen on, and those that it is scored on. Raises ConfigError
-        for a model that is no graph, and for a task that a tokenizer leaves too few pairs of."""
-        Layout.of(self.subject.config)  # a model that is none is refused before its tokenizer is asked
+        """By task: pairs to choose edges or senders on, and as many held-out pairs.
+
+        Raises ConfigError for a model without a graph, and for a task with too few pairs for this tokenizer.
+        """
+        # Raises for a model without a graph, before its tokenizer is loaded.
+        Layout.of(self.subject.config)
         count, seed, tokenizer = self.settings.pairs, self.settings.seed, self.subject.tokenizer
-        found = {}
+        by_task = {}
         for task in self.tasks:
-            all_of = (
+            pairs = (
                 self._facts(2 * count) if task == FACTS else task_pairs(tokenizer, task, 2 * count, seed=seed)
             )
-            found[task] = (tuple(all_of[:count]), tuple(all_of[count:]))
-        return found
+            by_task[task] = (tuple(pairs[:count]), tuple(pairs[count:]))
+        return by_task
 
     def _facts(self, count: int) -> list[Pair]:
-        """Pairs of facts, of `data` or the shipped ones, told by the first pieces of their answers, where
-        these differ."""
-        found, data = list[Pair](), self.settings.data
+        """The first `count` pairs of facts of equal length, of `data` or shipped ones, whose answers begin
+        with different tokens; the metric is the difference of the logits of these tokens."""
+        pairs, data = list[Pair](), self.settings.data
         for record in pair_records(self.subject, data):
-            if len(found) == count:
+            if len(pairs) == count:
                 break
             texts, answers = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
             clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in texts)
             right, wrong = (answer_pieces(self.subject, texts[0], answer)[0] for answer in answers)
             if len(clean) == len(corrupted) and right != wrong:
-                found.append(Pair(clean, corrupted, LogitDifference(right, wrong)))
-        if len(found) < count:
+                pairs.append(Pair(clean, corrupted, LogitDifference(right, wrong)))
+        if len(pairs) < count:
             raise ConfigError(
                 f"facts: expected {count} pairs of equal length whose answers begin differently, found "
-                f"{len(found)} with this tokenizer; ask for fewer: pairs={len(found) // 2}"
+                f"{len(pairs)} with this tokenizer; ask for fewer: pairs={len(pairs) // 2}"
             )
-        return found
+        return pairs
 
     done_node: ClassVar[str]
-    """Result that says whether the model does a task, behind the name of the task: "circuit"."""
+    """Suffix of the name of the result with the clean metric of held-out pairs, such as "circuit"."""
 
     def is_done(self, values: xr.Dataset) -> bool:
-        """Whether the model does a task, by the clean metric of pairs."""
+        """Whether the model does a task: a sign test on the clean metric of the pairs, at level CHANCE."""
         return by_sign(values["clean"].values) <= CHANCE
 
     @cached_property
     def done(self) -> list[str]:
-        """Names of the tasks that the model does; claims are made about these only."""
+        """Task names that pass the sign test; claims are restricted to these."""
         return [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
 
     @property
     def not_done(self) -> str:
-        """Sentence about the tasks that the model does not do; empty where it does all of them."""
+        """Caption that names tasks on which the model fails the sign test; "" if it passes on all."""
         tasks = [task for task in self.tasks if task not in self.done]
         if not tasks:
             return ""
         return (
-            f"The model does not do {' and '.join(tasks)}: the right answer is above the wrong one in no "
-            "more pairs than by chance, so that nothing is claimed of it."
+            f"The model does not do {' and '.join(tasks)}: the right answer is above the wrong one in "
+            "no more pairs than by chance, so that nothing is claimed of it."
         )
 
 
 class CircuitWorkflow(TaskWorkflow):
-    """A question about circuits that do tasks."""
+    """A workflow about circuits of tasks, compared with random circuits."""
 
     settings: CircuitSettings
 
     @property
     def scoring(self) -> dict[str, Any]:
-        """What experiments that score edges are told."""
+        """Arguments of experiments that score edges."""
         return {"method": self.settings.method, "steps": self.settings.steps}
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: what says whether the model does each task that has random circuits."""
+        """See `Workflow`: the result `done_node` of each task that has random circuits."""
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: without random circuits of tasks that the model does not do."""
+        """See `Workflow`: leaves out the random circuits of tasks that the model does not do."""
         needless = [
             name.removesuffix(self.done_node) + RANDOM
             for name, node in self.first_nodes().items()
@@ -160,15 +162,22 @@ class CircuitWorkflow(TaskWorkflow):
         return self
 
     def random_kept(self, task: str) -> Floats:
-        """Percent of a task that random circuits keep, [circuit]; none where none were run."""
+        """Faithfulness of random circuits in percent, [circuit]; empty without controls."""
         name = f"{task}_{RANDOM}"
         return 100 * faithfulness(self.result(name).load()) if name in self.nodes else np.empty(0)
 
     def grown(
-        self, task: str, sizes: tuple[int, ...], positions: int | None = None, **told: Any
+        self, task: str, sizes: tuple[int, ...], positions: int | None = None, **options: Any
     ) -> dict[str, EdgeExperiment]:
-        """Random circuits of these sizes, as many of each as there are controls, on the pairs of a task.
-        positions: how many they tell apart, if any."""
+        """The experiment that runs random circuits on the held-out pairs of a task, by name; empty with
+        controls=0.
+
+        Arguments:
+            task: name of the task.
+            sizes: numbers of edges, ascending; settings.controls random circuits are drawn of each.
+            positions: number of positions that edges distinguish; None for edges without position.
+            options: further arguments of `CircuitValues`.
+        """
         count, seed = self.settings.controls, self.settings.seed
         if not count:
             return {}
@@ -176,28 +185,29 @@ class CircuitWorkflow(TaskWorkflow):
             Circuit.growing(self.layout, sizes, seed=seed + 1 + draw, positions=positions)
             for draw in range(count)
         ]
-        circuits = tuple(each for of_a_size in zip(*draws, strict=True) for each in of_a_size)
-        return {RANDOM: CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)}
+        circuits = tuple(circuit for of_a_size in zip(*draws, strict=True) for circuit in of_a_size)
+        return {RANDOM: CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **options)}
 
     def claim(self, task: str) -> Claim:
-        """What the circuits of a task do on held-out pairs, beside random circuits of the same size."""
+        """Claim about the circuits of a task on held-out pairs, against random circuits of the same sizes."""
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
-        """The claim of each task that the model does."""
+        """One claim per task that passes the sign test (`done`)."""
         return map(self.claim, self.done)
 
     def claims_caption(self) -> str:
-        """How circuits were chosen and scored, and what names mean."""
+        """Caption of the claims: how circuits were chosen and scored, and names of nodes."""
         count = self.settings.pairs
         return (
-            f"{self.not_done} Edges were chosen by {self.settings.method} on {count} pairs of each "
-            f"task, and circuits run on {count} others. Random circuits are grown from the logits down, so "
-            f"that all they hold can matter. {NAMES}"
+            f"{self.not_done} Edges were chosen by {self.settings.method} on {count} pairs of each task; "
+            f"circuits were run on {count} held-out pairs. Random circuits are grown from the logits down, "
+            f"so that each of their edges has a path to the logits. {NAMES}"
         ).strip()
 
 
 def by_sign(values: Floats) -> float:
-    """Probability that a coin makes as many of these values positive (sign test, one side)."""
+    """p-value of a one-sided sign test: probability of as many positive values [pair] under a fair coin."""
+    # Exact binomial tail: no normal approximation, as there are few pairs.
     count, positive = len(values), int((np.asarray(values) > 0).sum())
     return float(sum(comb(count, k) for k in range(positive, count + 1)) / 2**count)

@@ -1,1 +1,2 @@
-"""What does exchanging features here do there? One question, and the five workflows that are its presets."""
+"""Feature exchange: workflows that suppress and inject dictionary features at a token, and measure the effect
+at the end of the text."""

@@ -1,12 +1,11 @@
 """Which heads change their attention to a position when features are exchanged there?
 
-Features of the expected word are suppressed and another's injected at one position, and the weight with which
-the prompt's last token attends to it is compared in every head of every layer, at one strength and over a
-range.
+Features of the expected word are suppressed and one of another word is injected at one position. The last
+token's attention to that position is measured in every head of every layer, at one strength and over a range.
 
-The null is random features of the same layer that write the same norm, each with the head that changes most
-under it: a head that was chosen by looking is compared with heads chosen by looking. That head is then
-followed in other texts of the same kind.
+The null distribution is random features of the same layer with the same norm of their write. As the head is
+chosen on this prompt, the largest change over heads is compared with the largest change over heads under each
+random feature. The chosen head is then measured in held-out texts of the same kind.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ if TYPE_CHECKING:
 __all__ = ["AttentionRouting", "AttentionRoutingSettings", "top_heads"]
 
 TOP = 20
-"""Heads listed."""
+"""Number of heads in the JSON document."""
 
 
 @dataclass(frozen=True)
 class AttentionRoutingSettings(ControlSettings, InjectionSettings):
-    """Settings; empty ones are the preset's."""
+    """Settings of `AttentionRouting`; empty ones are taken from the preset."""
 
-    site: str = setting("", "where features are exchanged: a token of the prompt, or its position")
-    max_strength: Positive = setting(20.0, "end of the range of strengths")
-    steps: Count = setting(12, "strengths in the range, evenly spaced up to its end")
+    site: str = setting("", "position at which features are exchanged: a token of the prompt, or an index")
+    max_strength: Positive = setting(20.0, "largest strength of the range")
+    steps: Count = setting(12, "number of strengths in the range, evenly spaced up to the largest")
 
 
 class AttentionRouting(ExchangeWorkflow):
-    """The attention of all heads from the end to the site, with features exchanged at the site."""
+    """Attention of the last token to the site in every head, with features exchanged at the site."""
 
     name = "attention_routing"
     question = "Which heads attend elsewhere when features at a token are exchanged?"
@@ -58,17 +57,17 @@ class AttentionRouting(ExchangeWorkflow):
 
     @property
     def range(self) -> list[float]:
-        """The range of strengths."""
+        """Strengths of the range, ascending."""
         steps = self.settings.steps
         return [step * self.settings.max_strength / steps for step in range(1, steps + 1)]
 
     def strengths(self) -> tuple[float, ...]:
-        """The one strength and the range, ascending."""
+        """See `ExchangeWorkflow`: the strength of the claim and the range, ascending."""
         return tuple(sorted({self.exchange.strength, *self.range}))
 
     def views(self) -> Iterator[View]:
-        """The claims, the heads that change most at the one strength, all heads, and the range of
-        strengths."""
+        """Tables of the exchange and of the heads with the largest changes, all heads as a heatmap, and
+        curves by strength."""
         yield from self.opening()
         exchange, strength, swept = self.exchange, self.exchange.strength, self.sweep.isel(place=0)
         change = swept["attention"] - swept["baseline_attention"]
@@ -82,60 +81,65 @@ class AttentionRouting(ExchangeWorkflow):
             rows[:10],
             ("layer", "layer", "d"),
             ("head", "head", "d"),
-            ("untouched", "baseline_attn", ".4f"),
+            ("baseline", "baseline_attn", ".4f"),
             ("steered", "steered_attn", ".4f"),
             ("change", "delta", "+.4f"),
-            title=f"{exchange.heading}: {query} looking at {key} while {injected} is injected there, "
+            title=f"{exchange.heading}: attention of {query} to {key} with {injected} injected there, "
             f"strength {strength:g}",
             caption=f"sum of |change| over all heads and layers: {float(total.sel(strength=strength)):.4f}",
         )
         by_head = Heatmap.of(
             change.sel(strength=strength),
-            "Change of the edge's weight, by head",
+            "Change of the attention weight by head",
             f"strength {strength:g}; framed: layer {layer}, head {head}, {rows[0]['delta']:+.4f}",
             diverging=True,
             framed=((layer, head) * 2,),
-            frame_name="moves most",
+            frame_name="largest change",
         )
         curves = {
             "sum of |change|, all heads": total,
             f"layer {layer}, head {head}": change.isel(layer=layer, head=head),
         }
-        both = stacked("heads", curves).sel(strength=self.range)
+        by_heads = stacked("heads", curves).sel(strength=self.range)
         points = [
             {"strength": strength, "top_head_delta": top, "total_routing_shift": shift}
-            for strength, shift, top in zip(self.range, *both.values, strict=True)
+            for strength, shift, top in zip(self.range, *by_heads.values, strict=True)
         ]
         by_strength = Lines.of(
-            both, "The same by strength", y_name="change of weight", json={"strength_sweep": points}
+            by_heads, "Change by strength", y_name="change of weight", json={"strength_sweep": points}
         )
         query, key = (format_token(exchange.tokens[i]) for i in (exchange.last, exchange.required_site))
-        title = f"How injected features move {query!r} looking at {key!r} in {self.subject.name}"
+        title = f"Attention of {query!r} to {key!r} with features injected, in {self.subject.name}"
         yield from together("attention_routing", title, by_head, by_strength)
 
     @property
     def head(self) -> tuple[int, int]:
-        """Layer and head whose weight changes most at the one strength."""
+        """Layer and head with the largest absolute change of attention at the strength of the claim."""
         (top,) = top_heads(self.sweep.isel(place=0).sel(strength=self.exchange.strength), 1)
         return top["layer"], top["head"]
 
     def claims(self) -> Iterator[Claim]:
-        """The head that changes most, all heads together, and that head in other texts of the kind."""
+        """Claims about the head with the largest change, the sum over all heads, and that head in held-out
+        texts."""
         exchange, (layer, head), change = self.exchange, self.head, _changes(self.result("controls"))
-        injected = f"{self.labels.short(exchange.inject)} injected at {exchange.site_label}"
-        cause = f"{injected} moves the end's attention to it"
-        most, total = abs(change).max(("layer", "head")).values, abs(change).sum(("layer", "head")).values
-        yield self.claim_here(most, f"{cause}, most of all heads layer {layer} head {head}: |change|")
-        yield self.claim_here(total, f"{cause}: sum of |change| over all heads")
+        injected = f"injecting {self.labels.short(exchange.inject)} at {exchange.site_label}"
+        cause = f"{injected} changes the last token's attention to it"
+        largest_change, total = (
+            abs(change).max(("layer", "head")).values,
+            abs(change).sum(("layer", "head")).values,
+        )
+        text = f"{cause}, most in head {head} of layer {layer} (|change|, largest over heads)"
+        yield self.claim_here(largest_change, text)
+        yield self.claim_here(total, f"{cause} (sum of |change| over all heads)")
         if exchange.held_out:
+            # Signed by the change in this prompt: a head that changes the other way does not confirm it.
             direction = np.sign(change.isel(place=0, exchange=0, layer=layer, head=head).item())
-            there = _changes(self.result("held_out")).isel(layer=layer, head=head).values * direction
-            yield self.held_out_claim(
-                there, f"layer {layer} head {head} moves as it did here in {exchange.kin.where}"
-            )
+            held_out = _changes(self.result("held_out")).isel(layer=layer, head=head).values * direction
+            text = f"the same injection changes head {head} of layer {layer} in the same direction in"
+            yield self.held_out_claim(held_out, f"{text} {exchange.kin.where}")
 
     def _about(self) -> dict[str, Any]:
-        """Settings and sizes, under the names of candle-mi's example."""
+        """Settings and sizes for the JSON document, under the names of candle-mi's example."""
         exchange = self.exchange
         return {
             **{name: self.subject.about[name] for name in ("n_layers", "n_heads")},
@@ -151,15 +155,18 @@ class AttentionRouting(ExchangeWorkflow):
 
 
 def _changes(result: xr.Dataset) -> xr.DataArray:
-    """Change of the attention from the end to the place, [place, exchange, layer, head]."""
+    """Change of the last token's attention to the position of the exchange, [place, exchange, layer,
+    head]."""
     change = result["attention"].isel(strength=0) - result["baseline_attention"]
     return change.transpose("place", "exchange", "layer", "head")
 
 
 def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]]:
-    """Heads by |change| of their weight, largest first; equal ones in order of layer and head.
+    """Records of heads by |change| of their attention weight, largest first; equal ones by layer and head.
 
-    sweep: attention and baseline_attention [layer, head]. count: how many; None for all.
+    Arguments:
+        sweep: with variables attention and baseline_attention, [layer, head].
+        count: number of heads; None for all.
     """
     changed = sweep.assign(delta=sweep["attention"] - sweep["baseline_attention"])
     columns = {"baseline_attn": "baseline_attention", "steered_attn": "attention", "delta": "delta"}
@@ -167,6 +174,6 @@ def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]
 
 
 def _by_layer(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The heads of each layer, in order."""
+    """Records of heads grouped by layer, both in ascending order."""
     ordered = sorted(rows, key=lambda row: (row["layer"], row["head"]))
     return [list(heads) for _, heads in groupby(ordered, key=lambda row: row["layer"])]

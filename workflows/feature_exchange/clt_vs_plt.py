@@ -1,16 +1,16 @@
 """Do cross-layer and per-layer transcoders find the same features of a word, and do they steer alike?
 
-First the published injection of the preset (planning_in_poems), then for both kinds of transcoders the
-features that write most along the word's embedding: how they rank, how active they are along the prompt, and
-what the model says when the best five are suppressed at a position, alone or with the best one injected
+The published injection of the preset is run first (planning_in_poems). Then, for both kinds of transcoders,
+features are ranked by the cosine of their decoder with the word's embedding; their activity along the prompt
+is traced, and the top five are suppressed at each position, alone or with the top one injected
 (stages/features/effects/ranked.py). Each kind reads from its own hook point.
 
-The preset's injection is compared with random features, as in planning_in_poems. The features that both kinds
-rank best were not chosen by looking at the prompt: the best five suppressed and the best one injected at the
-site are compared with as many random features of the same layers that write the same norm.
+The preset's injection is compared with random features, as in planning_in_poems. The ranked features are
+chosen without running the prompt: suppressing the top five and injecting the top one at the site is compared
+with as many random features of the same layers with the same norms of their writes.
 
-A caution that comes with the published numbers: subtracting vectors that point along a word may make it
-likelier; large additions leave the range in which a model is linear.
+Caution about the published numbers: subtracting vectors along a word may raise its probability, and large
+additions leave the range in which the model is nearly linear.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["CltVsPlt", "CltVsPltSettings"]
 
 TOP = 20
+"""Number of ranked features that are traced."""
 REFERENCE = {"llama3.2-1b-524k": (0.687, 0.50), "gemma2-2b-426k": (0.457, 0.30)}
-"""Published maximum of the first step, and what it must at least reach."""
+"""By preset: published maximum of P(word) under the preset's injection, and a lower bound that it must
+reach."""
 CLOSE = 0.01
+"""Largest difference from the published maximum that counts as close."""
 CLAIMED = "suppress_inject"
-"""The protocol of both kinds that is compared with random features."""
+"""The protocol, run with both kinds, that is compared with random features."""
 PROTOCOLS: dict[str, tuple[bool, Any]] = {
     "suppress_only": (False, ""),
     "suppress_inject": (False, "ranked"),
@@ -57,27 +60,32 @@ PROTOCOLS: dict[str, tuple[bool, Any]] = {
     "over_targets_suppress_inject": (True, "ranked"),
     "over_targets_suppress_inject_same_layer": (True, "same_layer"),
 }
-"""Sweeps by name: (whether features are ranked over all layers written to, what is injected)."""
+"""Sweeps by name: (whether features are ranked over all layers that they write to, which feature is injected
+as in `RankedExchanges.inject`)."""
 
 
 @dataclass(frozen=True)
 class CltVsPltSettings(ControlSettings, InjectionSettings):
-    """Settings; empty ones are the preset's."""
+    """Settings of `CltVsPlt`; empty ones are taken from the preset."""
 
-    suppress: tuple[str, ...] = setting((), 'features to suppress first, layer:index; "none" for none')
-    inject: str = setting("", "feature to inject first, layer:index; its layer is the target of the rankings")
+    suppress: tuple[str, ...] = setting(
+        (), 'features to suppress in the first run, layer:index; "none" for none'
+    )
+    inject: str = setting(
+        "", "feature to inject in the first run, layer:index; its layer is the target of the rankings"
+    )
     site: str = setting(
         "",
-        "where the claims are made: a token of the prompt, or its position; none: the preset's, and for a "
-        "prompt of your own the best of all, as each control is",
+        "position that the claims are about: a token of the prompt, or an index; none: the preset's, and for "
+        "a prompt of your own the best position, as for each control",
     )
-    per_layer: str = setting("", "per-layer transcoders: directory or org/repo")
-    suppress_word: str = setting("", "word the suppressed features stand for, one token")
-    inject_word: str = setting("", "word whose embedding features are ranked by, one token")
+    per_layer: str = setting("", "per-layer transcoders to compare with: directory or org/repo")
+    suppress_word: str = setting("", "word that the suppressed features stand for, one token")
+    inject_word: str = setting("", "word by whose embedding features are ranked, one token")
 
 
 class CltVsPlt(ExchangeWorkflow):
-    """The same word through two kinds of transcoders."""
+    """Exchanges of features of one word, with cross-layer and with per-layer transcoders."""
 
     name = "clt_vs_plt"
     question = "Do cross-layer and per-layer transcoders find the same features, and do they steer alike?"
@@ -85,7 +93,7 @@ class CltVsPlt(ExchangeWorkflow):
     settings: CltVsPltSettings
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """See `ExchangeWorkflow`."""
+        """See `ExchangeWorkflow`: the preset needs per-layer transcoders."""
         if not preset.per_layer:
             raise ConfigError(
                 f"the preset {self.settings.preset!r} names no per-layer transcoders; set per_layer= a "
@@ -111,7 +119,8 @@ class CltVsPlt(ExchangeWorkflow):
         return {"clt": self.exchange.dictionary, "plt": per_layer}
 
     def further_nodes(self) -> Nodes:
-        """For each kind the ranking, its sweeps, its controls at the site, and what the features write."""
+        """Per kind: the ranking, its sweeps, controls at the site, and the tokens that the features
+        promote."""
         nodes: Nodes = {}
         ids, site, strength = self.exchange.ids, self.exchange.site, self.exchange.strength
         for arm, dictionary in self.arms.items():
@@ -129,8 +138,10 @@ class CltVsPlt(ExchangeWorkflow):
                 ),
             }
             for protocol in protocols(arm):
-                over, inject = PROTOCOLS[protocol]
-                experiments[protocol] = RankedExchanges(*ranked, over_targets=over, inject=inject, **swept)
+                over_targets, inject = PROTOCOLS[protocol]
+                experiments[protocol] = RankedExchanges(
+                    *ranked, over_targets=over_targets, inject=inject, **swept
+                )
             for name, experiment in experiments.items():
                 experiment.cells(self.subject.config)
                 node = nodes[f"{arm}_{name}"] = self.subject.on_model(experiment)
@@ -140,12 +151,12 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:
-        """Results of both kinds by node name, in memory."""
+        """Results of both kinds of transcoders by name, in memory."""
         return {name: self.result(name).load() for name in self.nodes if name[:4] in ("clt_", "plt_")}
 
     @cached_property
     def ranked_labels(self) -> dict[str, FeatureLabels]:
-        """Labels of the ranked features of each kind."""
+        """Feature labels by arm ("clt", "plt"): promoted token, and token that the feature fires on."""
         labels = {}
         for arm in self.arms:
             trace = self.opened[f"{arm}_trace"]
@@ -161,10 +172,11 @@ class CltVsPlt(ExchangeWorkflow):
         return float(np.exp(sweep["baseline_logprob"][0])), float(sweep["baseline_logit"][0])
 
     def views(self) -> Iterator[View]:
-        """What each protocol reaches, how both kinds rank features, and where the best ones are active."""
+        """Table of P(word) by protocol, rankings of both kinds, curves by position, and activity along the
+        prompt."""
         yield self.features_table()
         preset, exchange = self.preset, self.exchange
-        first = self._reached(
+        preset_record = self._record(
             "preset", self.sweep.isel(strength=0), self.labels, exchange.suppress, exchange.inject
         )
         arms = {arm: {name: self._protocol(arm, name) for name in protocols(arm)} for arm in self.arms}
@@ -179,31 +191,33 @@ class CltVsPlt(ExchangeWorkflow):
                 "top_k_target_layer": self.target,
                 "baseline_prob": self.baseline[0],
                 "baseline_logit": self.baseline[1],
-                "step_a": first,
+                "step_a": preset_record,
                 "arms": {arm: self._ranked_json(arm) | records for arm, records in arms.items()},
-                "sanity_gates": self._gates(first["max_prob"]),
+                "sanity_gates": self._gates(preset_record["max_prob"]),
             }
         )
-        reached = [("clt", "preset's features", first)]
-        reached += [
+        rows = [("clt", "preset's features", preset_record)]
+        rows += [
             (arm, name.replace("_", " "), record)
             for arm, records in arms.items()
             for name, record in records.items()
         ]
         yield Table.of(
-            reached,
+            rows,
             ("transcoders", lambda row: row[0]),
             ("protocol", lambda row: row[1]),
             ("p", lambda row: row[2]["max_prob"], ".4e"),
             ("logit", lambda row: row[2]["max_logit"], ".3f"),
             ("position", lambda row: row[2]["spike_position"], "d"),
             ("token", lambda row: format_token(row[2]["spike_token"])),
-            title=f"{exchange.heading}: probability of {preset.inject_word!r}, largest over positions",
+            title=f"{exchange.heading}: highest probability of {preset.inject_word!r} over positions",
             caption=f"without injection {self.baseline[0]:.4e}, logit {self.baseline[1]:.3f}",
         )
         yield self._ranking()
-        by_position = self._by_position(reached)
-        title = f"What features of {preset.inject_word!r} do in {self.subject.name}, by kind of transcoder"
+        by_position = self._by_position(rows)
+        title = (
+            f"Exchanges of features of {preset.inject_word!r} in {self.subject.name}, by kind of transcoder"
+        )
         yield from together("clt_vs_plt", title, by_position, caption="dashed: without injection")
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(exchange.tokens)]
         for arm in self.arms:
@@ -211,32 +225,35 @@ class CltVsPlt(ExchangeWorkflow):
             grid = grid.assign_coords(rank=self._short(arm), position=tokens)
             yield Heatmap.of(
                 grid.rename(rank="feature", position="token"),
-                f"{arm}: the word's best features along the prompt",
+                f"{arm}: activity of the top-ranked features along the prompt",
             ).without_first_token()
 
     def claims(self) -> Iterator[Claim]:
-        """The effect of the preset's features, and of the best ranked features of each kind."""
+        """Claims about the preset's features, and about the top-ranked features of each kind of
+        transcoders."""
         yield from super().claims()
         word = self.preset.inject_word
         for arm in self.arms:
+            # The ranked exchange and each control take their best position, if no site is set.
             effects = changes(self.opened[f"{arm}_controls"]).max(axis=0)
-            claim = (
-                f"{arm}: the five features that write most along {word!r} suppressed and the first injected "
-                f"at {self.exchange.site_label} changes P({word!r}) at the end"
+            text = (
+                f"{arm}: suppressing the five features that write most along {word!r} and injecting the "
+                f"first of them at {self.exchange.site_label} changes P({word!r}) at the end"
             )
-            of = "sets of other features that write as much"
-            yield Claim.against(claim, effects[0], effects[1:], of)
+            of = "sets of other features with the same write norms"
+            yield Claim.against(text, effects[0], effects[1:], of)
 
     def _ranking(self) -> Table:
-        """The best features of both kinds, side by side."""
+        """Table of the top-ranked features of both kinds of transcoders, side by side."""
         traces = {arm: self.opened[f"{arm}_trace"] for arm in self.arms}
         columns: list[tuple[Any, ...]] = []
         for arm, trace in traces.items():
-            most = trace["trace"].max("position").values + 0.0  # an inactive feature may be -0.0
+            # Adding 0.0 turns the -0.0 of an inactive feature into 0.0.
+            activity = trace["trace"].max("position").values + 0.0
             columns += [
                 (f"{arm} feature", self._short(arm).__getitem__),
                 (f"{arm} cosine", trace["score"].values.__getitem__, "+.3f"),
-                (f"{arm} most active", most.__getitem__, ".3f"),
+                (f"{arm} largest activation", activity.__getitem__, ".3f"),
             ]
         return Table.of(
             range(min(10, *(trace.sizes["rank"] for trace in traces.values()))),
@@ -245,14 +262,18 @@ class CltVsPlt(ExchangeWorkflow):
             title=f"Features that write {self.preset.inject_word!r} to layer {self.target}",
         )
 
-    def _by_position(self, reached: list[tuple[str, str, dict[str, Any]]]) -> Lines:
-        """Every protocol's probability of the word, by the position of the injection."""
+    def _by_position(self, rows: list[tuple[str, str, dict[str, Any]]]) -> Lines:
+        """Curves of P(word) by position of the injection, one per protocol.
+
+        Arguments:
+            rows: kind of transcoders, name of the protocol and its record; that of the preset first.
+        """
         word, tokens = self.preset.inject_word, self.exchange.tokens
 
         def curve(name: str, record: dict[str, Any], family: str = "") -> Line:
             return Line(name, np.array([point["prob"] for point in record["sweep"]]), family=family)
 
-        (_, first, record), *ranked = reached
+        (_, preset_name, preset_record), *ranked = rows
         return Lines(
             title=f"Probability of {word!r} by the position of the injection",
             caption="dashed: without injection",
@@ -261,36 +282,37 @@ class CltVsPlt(ExchangeWorkflow):
             y_name=f"probability of {word!r} at the end",
             lines=(
                 Line("without injection", np.full(len(tokens), self.baseline[0]), control=True),
-                *(curve(f"{arm} {name}", row, arm) for arm, name, row in ranked),
-                curve(f"the {first}", record),
+                *(curve(f"{arm} {name}", record, arm) for arm, name, record in ranked),
+                curve(f"the {preset_name}", preset_record),
             ),
             log=True,
         )
 
-    def _gates(self, reached: float) -> dict[str, Any]:
-        """The published maximum of the preset's features beside ours; empty where the preset was changed."""
+    def _gates(self, highest: float) -> dict[str, Any]:
+        """Comparison of the highest P(word) with the published one; empty if the preset was changed."""
         expected = REFERENCE.get(self.settings.preset)
+        # A preset with changed fields has no published number to compare with.
         if expected is None or self.preset != PRESETS[self.settings.preset]:
             return {}
         return {
             "reference_max_prob": expected[0],
-            "is_close": abs(reached - expected[0]) <= CLOSE,
+            "is_close": abs(highest - expected[0]) <= CLOSE,
             "minimum": expected[1],
-            "is_above_minimum": reached >= expected[1],
+            "is_above_minimum": highest >= expected[1],
         }
 
     def _features(self, name: str) -> list[FeatureId]:
-        """The features of a trace or a sweep, in its order."""
+        """Features of the trace or sweep of this name, in the order of its ranks."""
         ranked = self.opened[name]
         pairs = zip(ranked["source_layer"].values.tolist(), ranked["feature"].values.tolist(), strict=True)
         return [FeatureId(layer, index) for layer, index in pairs]
 
     def _short(self, arm: str) -> list[str]:
-        """Short labels of the features of a ranking."""
+        """Short labels of the ranked features of a kind."""
         return list(map(self.ranked_labels[arm].short, self._features(f"{arm}_trace")))
 
     def _ranked_json(self, arm: str) -> dict[str, Any]:
-        """The best features of a kind and their activity, under the names of candle-mi's example."""
+        """Ranked features of a kind and their activity, under the names of candle-mi's example."""
         trace, dictionary = self.opened[f"{arm}_trace"], self.arms[arm]
         features = self._features(f"{arm}_trace")
         return {
@@ -320,13 +342,14 @@ class CltVsPlt(ExchangeWorkflow):
         }
 
     def _protocol(self, arm: str, name: str) -> dict[str, Any]:
-        """Record of a sweep of a kind; an injected feature is the last of its features."""
-        chosen = self._features(f"{arm}_{name}")
-        inject = chosen.pop() if PROTOCOLS[name][1] else None
+        """JSON record of one sweep; arm: "clt" or "plt", name: key of PROTOCOLS."""
+        features = self._features(f"{arm}_{name}")
+        # The injected feature is the last one of the sweep; all others are suppressed.
+        inject = features.pop() if PROTOCOLS[name][1] else None
         sweep = self.opened[f"{arm}_{name}"].isel(strength=0, exchange=0)
-        return self._reached(name, sweep, self.ranked_labels[arm], chosen, inject)
+        return self._record(name, sweep, self.ranked_labels[arm], features, inject)
 
-    def _reached(
+    def _record(
         self,
         protocol: str,
         sweep: xr.Dataset,
@@ -334,8 +357,15 @@ class CltVsPlt(ExchangeWorkflow):
         suppress: list[FeatureId],
         inject: FeatureId | None,
     ) -> dict[str, Any]:
-        """Record of a sweep [place, word]: its features, the word at every position, and its largest
-        probability."""
+        """Record of a sweep over positions for tables and the JSON document.
+
+        Arguments:
+            protocol: name of the sweep.
+            sweep: logprob and logit, [place, word].
+            labels: labels of the features.
+            suppress: suppressed features.
+            inject: injected feature; None for none.
+        """
         probability, logit = np.exp(sweep["logprob"].values[:, 0]), sweep["logit"].values[:, 0]
         best, tokens = int(probability.argmax()), self.exchange.tokens
         return {
@@ -354,6 +384,6 @@ class CltVsPlt(ExchangeWorkflow):
 
 
 def protocols(arm: str) -> list[str]:
-    """Names of the sweeps of a kind; per-layer transcoders write to one layer, and need no ranking over
+    """Names of the sweeps of a kind. Per-layer transcoders write to a single layer, and have no ranking over
     layers."""
     return [name for name, (over_targets, _) in PROTOCOLS.items() if arm == "clt" or not over_targets]

@@ -1,11 +1,12 @@
-"""Can an exchange of features be taken back? One word's features injected, then another's into late layers.
+"""Can an exchange of features be undone at later layers? A commitment, then a correction of growing strength.
 
-At a site the features of the expected word are suppressed and those of another are injected (the commitment);
-at the same position a second feature is injected, but only into layers from a later one on, ever stronger.
-Both words at the prompt's end are followed, and how far the attention to the site changes.
+At one position the features of the expected word are suppressed and one of another word is injected (the
+commitment). At the same position a second feature is injected into later layers only (the correction), at
+several strengths. Measured are the probabilities of both words at the end of the prompt, and the change of
+attention to the position.
 
-At the largest strength the correction is compared with random features of its layer that write the same norm
-into the same layers after the same commitment, here and in other texts of the same kind.
+At its largest strength, the correction is compared with random features of its layer that write the same norm
+into the same layers after the same commitment, in this prompt and in held-out texts of the same kind.
 """
 
 from __future__ import annotations
@@ -36,27 +37,29 @@ __all__ = ["CorrectionTest", "CorrectionTestSettings"]
 
 @dataclass(frozen=True)
 class CorrectionTestSettings(ControlSettings, InjectionSettings):
-    """Settings; empty ones are the preset's."""
+    """Settings of `CorrectionTest`; empty ones are taken from the preset."""
 
-    inject: str = setting("", "feature of the word committed to, layer:index")
+    inject: str = setting("", "feature that the commitment injects, layer:index")
     strength: Positive | None = setting(
         None, "strength of the commitment; none: the preset's, 10 in the published ones"
     )
-    inject_word: str = setting("", "the word committed to, one token")
-    correct: str = setting("", "feature of the correction, layer:index")
-    correct_word: str = setting("", "the correction, one token")
-    correct_from_layer: int = setting(0, "first layer the correction is written to; 0: the preset's")
-    site: str = setting("", "where all of it is injected: a token of the prompt, or its position")
+    inject_word: str = setting("", "word of the commitment, one token")
+    correct: str = setting("", "feature that the correction injects, layer:index")
+    correct_word: str = setting("", "word of the correction, one token")
+    correct_from_layer: int = setting(0, "first layer that the correction is written to; 0: the preset's")
+    site: str = setting(
+        "", "position of the commitment and of the correction: a token of the prompt, or an index"
+    )
     max_strength: Positive = setting(20.0, "largest strength of the correction")
-    steps: Count = setting(12, "strengths above 0, evenly spaced up to the largest")
+    steps: Count = setting(12, "number of strengths above 0, evenly spaced up to the largest")
     correct_looked_at: Natural = setting(
         0, "features tried on this prompt before the correction was chosen; 0: the preset's, or 1"
     )
-    head: str = setting("", "head followed, layer:head; none: 21:5, or the one that moves most")
+    head: str = setting("", "head whose attention is reported, layer:head; none: 21:5, if the model has it")
 
 
 class Correction(FeatureExchange):
-    """A commitment of fixed strength and a correction, the cause in question, into later layers."""
+    """A commitment of fixed strength, and a correction in later layers, which claims are about."""
 
     settings: CorrectionTestSettings
     cause = "correction"
@@ -64,39 +67,37 @@ class Correction(FeatureExchange):
 
     @cached_property
     def correct(self) -> FeatureId:
-        """The feature of the correction. ConfigError where it would be written before its own layer."""
-        correct, first = self.dictionary.feature(self.preset.correct), self.preset.correct_from_layer
-        if first < correct.layer:
+        """Feature of the correction. Raises ConfigError if it would be written before its own layer."""
+        correct, from_layer = self.dictionary.feature(self.preset.correct), self.preset.correct_from_layer
+        if from_layer < correct.layer:
             raise ConfigError(
                 f"expected correct_from_layer to be at least {correct.layer}, the layer of {correct}, found "
-                f"{first}"
+                f"{from_layer}"
             )
         return correct
 
     @cached_property
     def doses(self) -> tuple[Dose, ...]:
-        """The commitment, then the correction at the strength of the run."""
-        strength, first = self.preset.strength, self.preset.correct_from_layer
+        """Doses of the commitment at fixed strength, then of the correction at the strength of the run."""
+        strength, from_layer = self.preset.strength, self.preset.correct_from_layer
+        # A fixed dose does not grow with the strength of the run, which is that of the correction.
         commitment = [replace(dose, fixed=dose.factor * strength, factor=0.0) for dose in self.preset_doses]
-        correct = Dose(self.correct.layer, self.correct.index, factor=1.0, from_layer=first)
+        correct = Dose(self.correct.layer, self.correct.index, factor=1.0, from_layer=from_layer)
         return (*commitment, correct)
 
     @property
     def strength(self) -> float:
-        """The largest strength of the correction."""
+        """Strength of the claim: the largest one of the correction."""
         return self.settings.max_strength
 
     @property
     def looked_at(self) -> int:
-        """Number of features tried before the correction was chosen."""
+        """Number of features tried on this prompt before that of the correction was chosen."""
         return self.preset.correct_looked_at
 
 
 class CorrectionTest(ExchangeWorkflow):
-    """One word's features injected, then another's into later layers, at several strengths.
-
-    Raises ConfigError for a preset that has no correction.
-    """
+    """A commitment to one word, and corrections to another word of several strengths."""
 
     name = "correction_test"
     question = "Can an exchange of features be undone at later layers?"
@@ -109,7 +110,7 @@ class CorrectionTest(ExchangeWorkflow):
     with_attention = True
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """See `ExchangeWorkflow`."""
+        """See `ExchangeWorkflow`: the preset needs a correction."""
         if not preset.correct:
             raise ConfigError(
                 f"the preset {self.settings.preset!r} has no correction; set correct, correct_word and "
@@ -123,23 +124,24 @@ class CorrectionTest(ExchangeWorkflow):
         return tuple(step * self.settings.max_strength / steps for step in range(steps + 1))
 
     def effects(self, result: xr.Dataset) -> Floats:
-        """Change of P(correction) from the commitment alone, [place, exchange]."""
+        """Change of P(word of the correction) from the commitment alone, [place, exchange]."""
         probability = probabilities(result)
+        # Index 1 of the axis "exchange" is the commitment alone; see `FeatureExchange.tried`.
         return probability - probability[:, [1]]
 
     @property
     def claim(self) -> str:
-        """What the correction does, in words."""
+        """Text of the claim about the correction."""
         exchange, preset = self.exchange, self.preset
         written = f"{self.labels.short(exchange.correct)} into layers from {preset.correct_from_layer} on"
         return (
-            f"{written} at {exchange.site_label}, strength {exchange.strength:g}, changes "
+            f"injecting {written} at {exchange.site_label}, strength {exchange.strength:g}, changes "
             f"P({preset.correct_word!r}) after the commitment"
         )
 
     @cached_property
     def head(self) -> tuple[int, int] | None:
-        """Layer and head followed; None where the default 21:5 is not in the model."""
+        """Layer and head whose attention is reported; None if the model has no head 21:5, the default."""
         config, text = self.subject.config, self.settings.head or "21:5"
         layer, _, head = text.partition(":")
         if not (layer.isdecimal() and head.isdecimal()):
@@ -154,7 +156,8 @@ class CorrectionTest(ExchangeWorkflow):
         return None
 
     def views(self) -> Iterator[View]:
-        """The claims, and both words and the attention at every strength of the correction."""
+        """Tables of the exchange and of the strengths of the correction, and curves of both words and of
+        attention."""
         yield from self.opening()
         exchange, preset, labels, points = self.exchange, self.preset, self.labels, self._points()
         words = (preset.inject_word, preset.correct_word)
@@ -167,8 +170,8 @@ class CorrectionTest(ExchangeWorkflow):
             (f"p({format_token(words[0])})", "p_commit_word", ".3e"),
             (f"p({format_token(words[1])})", "p_correct_word", ".3e"),
             ("most likely", lambda point: f"{point['top1_token']!r} {point['top1_prob']:.3f}"),
-            ("attention moved", "total_routing_shift", ".4f"),
-            title=f"{exchange.heading}: {labels.short(exchange.inject)} committed at {exchange.site_label}, "
+            ("change of attention", "total_routing_shift", ".4f"),
+            title=f"{exchange.heading}: {labels.short(exchange.inject)} injected at {exchange.site_label}, "
             f"then {labels.short(exchange.correct)} into layers from {preset.correct_from_layer} on",
             caption=f"without any injection {before['p_commit_word']:.3e} and {before['p_correct_word']:.3e}",
             json={"correction_sweep": points},
@@ -182,7 +185,7 @@ class CorrectionTest(ExchangeWorkflow):
             return Line(name, np.array([point[field] for point in points]), level=level)
 
         probability = Lines(
-            title="Which word wins",
+            title="Probability of both words",
             caption="dashed: without any injection",
             y_name="probability at the end",
             lines=tuple(
@@ -193,7 +196,7 @@ class CorrectionTest(ExchangeWorkflow):
             **axis,
         )
         attention = Lines(
-            title="How far attention to the site moved",
+            title="Change of attention to the site",
             y_name="sum of |change of weight|, all heads",
             lines=(line("all heads", "total_routing_shift"),),
             low=0.0,
@@ -203,7 +206,7 @@ class CorrectionTest(ExchangeWorkflow):
         yield from together("correction_test", title, probability, attention)
 
     def _about(self) -> dict[str, Any]:
-        """Settings and sizes, under the names of candle-mi's example."""
+        """Settings and sizes for the JSON document, under the names of candle-mi's example."""
         exchange, preset, config, label = self.exchange, self.preset, self.subject.config, self.labels.json
         return {
             "model_id": self.subject.files.name,
@@ -224,7 +227,8 @@ class CorrectionTest(ExchangeWorkflow):
         }
 
     def _points(self) -> list[dict[str, Any]]:
-        """A record per strength; the attention is compared with the run without any injection."""
+        """Records by strength of the correction; changes of attention are from the run without any
+        injection."""
         sweep = self.sweep.isel(place=0)
         change = (sweep["attention"] - sweep["baseline_attention"]).transpose("strength", "layer", "head")
         shift = abs(change).sum(("layer", "head"))
@@ -239,7 +243,12 @@ class CorrectionTest(ExchangeWorkflow):
         ]
 
     def _predicted(self, run: xr.Dataset, prefix: str = "") -> dict[str, Any]:
-        """Both words and the likeliest token of one run. prefix: "baseline_" for the untouched run."""
+        """Probabilities of both words and of the likeliest token of one run.
+
+        Arguments:
+            run: one strength of the sweep.
+            prefix: "baseline_" for the run without injection, else "".
+        """
         correct, commit = np.exp(run[f"{prefix}logprob"].values).tolist()
         return {
             "p_commit_word": commit,

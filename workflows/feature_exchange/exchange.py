@@ -1,10 +1,10 @@
-"""One exchange of features in one prompt, made ready for a model, with the control runs it is compared with.
+"""One exchange of features in one prompt, prepared for a model, with its control runs.
 
-An exchange is a tuple of doses injected together: some features suppressed, one injected. The last dose is
-the cause in question. Its controls are random features of the same layer that write the same norm, with the
-other doses unchanged; the parts of the exchange; other texts of the same kind, on which nothing was chosen
-(`held_out`); and facts of other kinds (`elsewhere`). Plans experiments and reads their results; never imports
-torch.
+An exchange is a tuple of doses that are injected together: some features are suppressed, one is injected.
+Claims are about the last dose. Controls are random features of the same layer with the same norm of their
+write, the other doses unchanged. Further runs: the parts of the exchange alone, held-out texts of the same
+kind (`held_out`), and facts of other kinds (`elsewhere`). Plans experiments and reads their results; never
+imports torch.
 """
 
 from __future__ import annotations
@@ -40,30 +40,34 @@ if TYPE_CHECKING:
 __all__ = ["FeatureExchange", "changes", "probabilities"]
 
 HELD_OUT = 8
-"""Largest number of other texts of the same kind on which a choice is scored."""
+"""Upper limit of held-out prompts per exchange."""
 
 
 @dataclass(frozen=True)
 class FeatureExchange:
-    """A preset on its model and dictionary.
+    """The exchange of a preset on its model and dictionary.
 
-    Raises ConfigError, DictionaryError or PromptError for parts that do not fit together.
+    Raises:
+        ConfigError, DictionaryError, PromptError: model, dictionary, features and prompt do not fit together.
     """
 
     preset: FeaturePreset
+    """Features, words, prompt and site."""
     subject: Subject
+    """The model."""
     dictionary: Dictionary
+    """Dictionary of the features."""
     settings: ControlSettings
+    """Number of controls and their seed."""
     words: tuple[str, ...] = ()
-    """Words whose probability at the end is followed, one token each; the first is the measure of the
-    claim."""
+    """Words whose probability at the end is measured, one token each; claims are about the first."""
     with_attention: bool = False
-    """Whether the attention from the last token to the position is stored."""
+    """Whether the attention of the last token to the position of the exchange is stored."""
 
     cause = "injection"
-    """Word for the last dose."""
+    """Name of the last dose in tables."""
     company = "suppression"
-    """Word for the other doses."""
+    """Name of the other doses in tables."""
 
     def __post_init__(self) -> None:
         self.dictionary.require_fit(self.subject.config, self.subject.name)
@@ -71,24 +75,25 @@ class FeatureExchange:
 
     @cached_property
     def suppress(self) -> list[FeatureId]:
-        """The suppressed features."""
+        """The suppressed features of the preset."""
         return [self.dictionary.feature(feature) for feature in self.preset.suppress]
 
     @cached_property
     def inject(self) -> FeatureId:
-        """The injected feature."""
+        """The injected feature of the preset."""
         return self.dictionary.feature(self.preset.inject)
 
     @cached_property
     def doses(self) -> tuple[Dose, ...]:
-        """Doses of the exchange, the cause in question last."""
+        """Doses of the exchange; claims are about the last one."""
         return self.preset_doses
 
     @property
     def preset_doses(self) -> tuple[Dose, ...]:
-        """The suppressed features and the injected one, all scaled by the strength of the run."""
-        off = [Dose(feature.layer, feature.index, factor=-1.0) for feature in self.suppress]
-        return (*off, Dose(self.inject.layer, self.inject.index, factor=1.0))
+        """Doses with negative factors for suppressed features, then the injected one; factors multiply the
+        run's strength."""
+        suppressed = [Dose(feature.layer, feature.index, factor=-1.0) for feature in self.suppress]
+        return (*suppressed, Dose(self.inject.layer, self.inject.index, factor=1.0))
 
     @property
     def strength(self) -> float:
@@ -97,7 +102,7 @@ class FeatureExchange:
 
     @property
     def looked_at(self) -> int:
-        """Number of features tried on this prompt before the cause was chosen."""
+        """Number of features tried on this prompt before that of the last dose was chosen."""
         return self.preset.looked_at
 
     # -- the prompt
@@ -119,22 +124,22 @@ class FeatureExchange:
 
     @cached_property
     def site(self) -> int | None:
-        """Position of the exchange; None where the user's prompt names none."""
+        """Token position at which features are exchanged; None if the preset has no site."""
         return None if self.preset.site == "" else position_of(str(self.preset.site), self.tokens)
 
     @cached_property
     def required_site(self) -> int:
-        """Position of the exchange; ConfigError where the preset has none."""
+        """Position of the exchange. Raises ConfigError if the preset has no site."""
         return position_of(str(self.preset.site), self.tokens) if self.site is None else self.site
 
     @property
     def every_position(self) -> list[Place]:
-        """The prompt at each of its positions."""
+        """One (token ids, position) per token of the prompt: features are exchanged at each in turn."""
         return [(self.ids, position) for position in range(len(self.ids))]
 
     @property
     def site_label(self) -> str:
-        """The token and position of the exchange, in words."""
+        """Token and position of the exchange, as claims name them."""
         return "the best position" if self.site is None else self.token_label(self.site)
 
     def token_label(self, position: int) -> str:
@@ -152,7 +157,7 @@ class FeatureExchange:
 
     @cached_property
     def random(self) -> list[Dose]:
-        """The last dose with other features of its layer that write the same norm, drawn at random."""
+        """The last dose with random other features of its layer, scaled to the same norm of the write."""
         settings, total = self.settings, self.dictionary.n_features
         return random_like(
             self.doses[-1], settings.controls, total, seed=settings.seed, without=self.doses[:-1]
@@ -160,42 +165,50 @@ class FeatureExchange:
 
     @property
     def controls_label(self) -> str:
-        """What the control runs inject, in words."""
-        more = f", with the same {self.company}" if self.doses[:-1] else ""
-        return f"other features of layer {self.doses[-1].layer} that write as much{more}"
+        """Controls in the words of claims."""
+        company = f", with the same {self.company}" if self.doses[:-1] else ""
+        return f"other features of layer {self.doses[-1].layer} with the same write norm{company}"
 
     @cached_property
     def tried(self) -> list[tuple[Dose, ...]]:
-        """Exchanges in the order of axis `exchange`: all doses; all but the last, if there are others; each
-        random feature in the place of the last."""
-        others = self.doses[:-1]
-        return [self.doses, *([others] if others else []), *((*others, dose) for dose in self.random)]
+        """Exchanges along the axis "exchange": full exchange; suppression alone, if features are suppressed;
+        then one exchange per random feature, injected instead of the last dose."""
+        company = self.doses[:-1]
+        return [self.doses, *([company] if company else []), *((*company, dose) for dose in self.random)]
 
     def of_random(self, values: Floats) -> Floats:
-        """The values of the random features among values [..., exchange]."""
-        first = 2 if self.doses[:-1] else 1
-        return values[..., first : first + len(self.random)]
+        """The part of values [..., exchange] that belongs to random features, [..., draw]; see `tried`."""
+        # Index 0 is the full exchange, index 1 the suppression alone, if there is one.
+        start = 2 if self.doses[:-1] else 1
+        return values[..., start : start + len(self.random)]
 
     @cached_property
     def kin(self) -> Kin:
-        """Other texts of the prompt's kind that end on the suppressed word."""
+        """Other texts of the prompt's kind that would end on the suppressed word."""
         return kin_of(self.preset.prompt, self.preset.kind, self.preset.suppress_word)
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Held-out texts of the same kind, with the position of the exchange."""
+        """Held-out prompts of the same kind: token ids, and the position at which features are exchanged."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
     def elsewhere(self) -> list[Place]:
-        """Facts of other kinds drawn at random, with the position of the exchange."""
-        others = strangers(self.preset.prompt)
-        order = chosen_at_random(others, len(others), seed=self.settings.seed)
+        """Random shipped facts of other relations: token ids, and the position at which features are
+        exchanged."""
+        facts = strangers(self.preset.prompt)
+        order = chosen_at_random(facts, len(facts), seed=self.settings.seed)
         return self._placed([(prompt, None) for prompt in order], self.settings.controls)
 
     def _placed(self, prompts: Sequence[tuple[str, tuple[int, int] | None]], most: int) -> list[Place]:
-        """The first `most` prompts with the last token of their span; without a span, with the position as
-        far from the end as the site is."""
+        """Prompts as token ids, each with its position of the exchange; prompts too short for one are left
+        out.
+
+        Arguments:
+            prompts: texts, each with the span in characters whose last token is the position; None for the
+                position with the same distance from the end as the site.
+            most: largest number of prompts that are returned.
+        """
         places: list[Place] = []
         for prompt, span in dict.fromkeys(prompts if self.site is not None else ()):
             encoding = encoded(self.subject, prompt + self.preset.ending)
@@ -213,14 +226,15 @@ class FeatureExchange:
 
     @cached_property
     def nodes(self) -> Nodes:
-        """Control runs: `controls` at the site, or at every position; `held_out` and `elsewhere` in other
-        prompts, where the site is named; `trace` and `words` for the labels of the features."""
-        here = self.every_position if self.site is None else [(self.ids, self.site)]
+        """Nodes by name: "controls" at the site, or without one at every position; with a site, "held_out"
+        and "elsewhere" in other prompts; "trace" and "words" for the labels of the features."""
+        places = self.every_position if self.site is None else [(self.ids, self.site)]
         alone = [self.doses[-1:]] if self.doses[:-1] else []
-        nodes = {"controls": self.node(here, [*self.tried, *alone])}
+        nodes = {"controls": self.node(places, [*self.tried, *alone])}
         if self.held_out:
             nodes["held_out"] = self.node(self.held_out, self.tried)
         if self.words and self.elsewhere:
+            # One exchange without controls: these facts show whether the effect needs this kind of text.
             nodes["elsewhere"] = self.node(self.elsewhere, [self.doses])
         features = [FeatureId(dose.layer, dose.index) for dose in self.doses]
         return nodes | named_nodes(self.subject, self.dictionary, self.ids, features)
@@ -232,8 +246,14 @@ class FeatureExchange:
         strengths: Sequence[float] = (),
         words: Sequence[int] | None = None,
     ) -> ResultNode:
-        """The runs of some exchanges at some places. strengths: by default the one of the claim; words: token
-        ids, by default those of `words`."""
+        """The node that runs exchanges at places.
+
+        Arguments:
+            places: prompts as token ids, each with a position.
+            exchanges: tuples of doses that are injected together.
+            strengths: strengths of the runs; empty for the one that claims are about.
+            words: token ids whose probabilities are measured; None for those of `self.words`.
+        """
         if words is None:
             words = [word_id(self.subject, word) for word in self.words]
         experiment = FeatureExchanges(
@@ -245,35 +265,35 @@ class FeatureExchange:
             words=tuple(words),
             edge=self.with_attention,
         )
-        experiment.cells(self.subject.config)  # refuse wrong settings now, before anything runs
+        experiment.cells(self.subject.config)  # raises for wrong settings before anything runs
         return self.subject.on_model(experiment)
 
 
-def position_of(wanted: str, tokens: Sequence[str]) -> int:
-    """The position that a site names: an index, negative from the end, or the first token with that text.
+def position_of(site: str, tokens: Sequence[str]) -> int:
+    """Position that a site names: an index, negative from the end, or the first token with that text.
 
     Raises ConfigError for a site that is not in the prompt.
     """
-    if wanted.lstrip("-").isdecimal():
-        position = int(wanted)
+    if site.lstrip("-").isdecimal():
+        position = int(site)
         if not -len(tokens) <= position < len(tokens):
-            raise ConfigError(f"expected a site in 0..{len(tokens) - 1}, found {wanted}")
+            raise ConfigError(f"expected a site in 0..{len(tokens) - 1}, found {site}")
         return position % len(tokens)
-    matches = [i for i, token in enumerate(tokens) if token.strip().lower() == wanted.strip().lower()]
+    matches = [i for i, token in enumerate(tokens) if token.strip().lower() == site.strip().lower()]
     if not matches:
         raise ConfigError(
-            f"expected a token {wanted!r} in the prompt as the site, found {' '.join(map(repr, tokens))}"
+            f"expected a token {site!r} in the prompt as the site, found {' '.join(map(repr, tokens))}"
         )
     return matches[0]
 
 
 def probabilities(result: xr.Dataset, word: int = 0) -> Floats:
-    """P(word) at the end of the prompt, at the first strength: [place, exchange]."""
+    """P(word) at the end of the prompt, at the first strength, [place, exchange]. word: index of the word."""
     logprob: Any = result["logprob"].isel(strength=0, word=word).transpose("place", "exchange")
     return np.exp(logprob.values)  # type: ignore[no-any-return]
 
 
 def changes(result: xr.Dataset, word: int = 0) -> Floats:
-    """The change of P(word) from the untouched run: [place, exchange]."""
+    """Change of P(word) from the run without injection, [place, exchange]. word: index of the word."""
     before: Floats = np.exp(result["baseline_logprob"].isel(word=word).values)
     return probabilities(result, word) - before[:, None]

@@ -1,12 +1,13 @@
-"""Do features at an earlier token decide the word a text ends on? Exchanged at every position.
+"""Do features at an earlier token decide the word a text ends on? Features exchanged at every position.
 
-At each position the features of the expected word are suppressed and one of another word is injected, in all
-layers they write to; the probability of that word at the end is followed (figure 13 of Lindsey et al. 2025,
-"On the Biology of a Large Language Model"). Where it rises, the end reads what was put there.
+At one position at a time the features of the expected word are suppressed and one of another word is
+injected, in all layers that they write to, and the probability of the other word at the end is measured
+(figure 13 of Lindsey et al. 2025, "On the Biology of a Large Language Model"). A rise shows that the
+prediction depends on that position.
 
-The null is random features of the same layer that write the same norm, with the same suppression. Beside it
-stand the parts of the exchange, other texts of the same kind on which nothing was chosen, and facts of other
-kinds.
+The null distribution is random features of the same layer with the same norm of their write, with the same
+suppression. The parts of the exchange, held-out texts of the same kind, and facts of other kinds are run as
+well.
 """
 
 from __future__ import annotations
@@ -26,40 +27,41 @@ from .workflow import ExchangeWorkflow, position_sweep
 __all__ = ["PlanningInPoems", "PlanningInPoemsSettings"]
 
 SMALLEST = 1e-12
-"""Smallest rise of a probability that is marked."""
+"""Smallest rise of a probability that is marked in the table."""
 SHOWN = 12
-"""Positions in the table."""
+"""Number of positions in the table."""
 
 
 @dataclass(frozen=True)
 class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
-    """Settings; empty ones are the preset's."""
+    """Settings of `PlanningInPoems`; empty ones are taken from the preset."""
 
     site: str = setting(
         "",
-        "where the claim is made: a token of the prompt, or its position; none: the preset's, and for a "
-        "prompt of your own the best of all, as each control is",
+        "position that the claim is about: a token of the prompt, or an index; none: the preset's, and for a "
+        "prompt of your own the best position, as for each control",
     )
-    suppress_word: str = setting("", "word the suppressed features stand for, one token")
-    inject_word: str = setting("", "word the injected feature stands for, one token")
+    suppress_word: str = setting("", "word that the suppressed features stand for, one token")
+    inject_word: str = setting("", "word that the injected feature stands for, one token")
 
 
 class PlanningInPoems(ExchangeWorkflow):
-    """Suppress and inject at every position, and follow both words at the end."""
+    """Exchange of features at every position, and the probabilities of both words at the end."""
 
     name = "planning_in_poems"
     question = "Do features at an earlier token decide the word a text ends on?"
     settings_type = PlanningInPoemsSettings
 
     def views(self) -> Iterator[View]:
-        """The claims, the positions that change most, and the probability at every position."""
+        """Tables of the exchange and of the positions with the highest probability, and the probability by
+        position."""
         yield from self.opening()
         preset, exchange, labels, swept = self.preset, self.exchange, self.labels, self.sweep.isel(strength=0)
         word, strength, injected = preset.inject_word, preset.strength, labels.short(exchange.inject)
         probability, suppressed = np.exp(swept["logprob"].transpose("word", "place").values)
         baseline = float(np.exp(swept["baseline_logprob"][0, 0]))
         best = int(probability.argmax())
-        most = float(probability[best])
+        highest = float(probability[best])
         rows = position_sweep(
             exchange.tokens,
             prob=probability,
@@ -81,7 +83,7 @@ class PlanningInPoems(ExchangeWorkflow):
                 "strength": strength,
                 "baseline_prob": baseline,
                 "max_position": best,
-                "max_prob": most,
+                "max_prob": highest,
             }
         )
         likely = [format_token(token) for token in named(self.subject, swept["top_id"].values)]
@@ -96,8 +98,8 @@ class PlanningInPoems(ExchangeWorkflow):
             ("", lambda row: _mark(row["prob"], baseline)),
             title=f"{exchange.heading}: at each position {labels.several(exchange.suppress) or 'nothing'} "
             f"suppressed and {injected} injected, strength {strength:g}",
-            caption=f"without injection {baseline:.3e}; most at position {best}, {most:.3e}, "
-            f"{most / max(baseline, SMALLEST):.3g} times as much",
+            caption=f"without injection {baseline:.3e}; highest at position {best}, {highest:.3e}, "
+            f"{highest / max(baseline, SMALLEST):.3g} times as high",
             json={"sweep": rows},
         )
         tokens = tuple(f"{format_token(token)} ({i})" for i, token in enumerate(exchange.tokens))
@@ -117,8 +119,8 @@ class PlanningInPoems(ExchangeWorkflow):
         bars = Bars(
             y_name=f"probability of {word!r} at the end",
             lines=(
-                Line("elsewhere", np.where(is_best, 0.0, probability)),
-                Line(f"at {tokens[best]}: {format_probability(most)}", is_best * probability, strong=True),
+                Line("at other positions", np.where(is_best, 0.0, probability)),
+                Line(f"at {tokens[best]}: {format_probability(highest)}", is_best * probability, strong=True),
             ),
             stacked=True,
             log=True,
@@ -128,14 +130,16 @@ class PlanningInPoems(ExchangeWorkflow):
         )
         yield Figure(
             name="planning_in_poems",
-            title=f"Where injecting {injected} makes {self.subject.name} end on {word!r}",
-            caption=f"each bar is one run; dashed: without injection, {before}",
+            title=f"Probability that {self.subject.name} ends on {word!r}, by position of {injected}",
+            caption="each bar is one run with the feature injected there; dashed: without injection, "
+            f"{before}",
             panels=(bars,),
         )
 
 
 def _mark(probability: float, baseline: float) -> str:
-    """ "***" where the probability rises more than tenfold, "*" where it more than doubles."""
+    """Table mark of a rise in probability: "***" above 10 times the baseline, "*" above the baseline, ""
+    below."""
     rise = probability - baseline
     if rise <= SMALLEST:
         return ""

@@ -1,18 +1,18 @@
 """Does figure 13 hold over many pairs? Features of many words exchanged, each pair at every position.
 
-In each pair the features of the word a text would end on are suppressed and one of another word is injected,
-at every position by itself. Measured are the position that makes the other word likeliest, and the change of
-its probability at the site where the word is held to be decided (figure 13 of Lindsey et al. 2025, "On the
-Biology of a Large Language Model"; of candle-mi's predecessor 136 such pairs on Gemma 2, 70 % of which peak
-at the site).
+In each pair, the features of the expected last word of a text are suppressed and one of another word is
+injected, at one position at a time. Measured are the position with the highest probability of the other word,
+and the change of that probability at the site, the position at which the word is assumed to be decided
+(figure 13 of Lindsey et al. 2025, "On the Biology of a Large Language Model"; candle-mi's predecessor reports
+136 such pairs on Gemma 2, of which 70 % peak at the site).
 
-Every pair is compared with random features of the same layer that write the same norm, with the same
-suppression: at the site, and, for the share of pairs that peak there, at every position. The set of pairs
-that work is compared with the same pairs on another dictionary or model, beside random sets of the same size
-(Jaccard). Which layers the words need is described: predictions with the MLPs of some neighbouring layers
-replaced by their mean over the prompts.
+Controls of every pair are random features of the same layer with the same norm of their write and the same
+suppression: at the site, and for the share of pairs that peak there, at every position. The set of pairs that
+work is compared with that of the same pairs on another dictionary or model, against random sets of the same
+sizes (Jaccard index). The importance of layers is described, not claimed: predictions with the MLPs of
+neighbouring layers replaced by their mean over the prompts.
 
-A pair is an experiment of its own, so that a killed run goes on with the next one.
+Each pair is an experiment of its own, so that an interrupted run continues with the next one.
 """
 
 from __future__ import annotations
@@ -54,36 +54,40 @@ __all__ = ["PlanningPairs", "PlanningPairsSettings"]
 SHUFFLES = 1000
 """Number of random sets that the overlap of two sets is compared with."""
 ALL_DOSES, SUPPRESSION, RANDOM = 0, 1, 2
-"""Axis `exchange` of each pair: all doses; the suppression alone; from here on random features."""
+"""Indices into the axis "exchange" of each pair: all doses; the suppression alone; the first random
+feature."""
 
 
 @dataclass(frozen=True)
 class PlanningPairsSettings(ControlSettings, ModelSettings):
-    """Settings; empty ones are the preset's."""
+    """Settings of `PlanningPairs`; empty ones are taken from the preset."""
 
     model: str = setting("", "hub id or directory")
     preset: str = setting("specimen", "published pairs, or the specimen's own")
-    pairs: str = setting("", "JSON file of pairs, in place of the preset's")
+    pairs: str = setting("", "JSON file of pairs, instead of the preset's")
     dictionary: str = setting("", "transcoders: directory or org/repo")
     against: str = setting(
         "",
-        'preset whose dictionary and model the same pairs are tried on, at its own strength; "none"; none: '
-        "the preset's",
+        'preset with another dictionary or model for the same pairs, at its own strength; "none" for no '
+        "comparison; none: the preset's",
     )
-    limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
-    strength: Positive | None = setting(None, "units added and taken away; none: the preset's")
-    window: Count = setting(1, "neighbouring layers suppressed together")
+    limit: Natural = setting(12, "number of pairs, from the first on; 0: all")
+    strength: Positive | None = setting(
+        None, "multiple of the decoder vectors that is added and subtracted; none: the preset's"
+    )
+    window: Count = setting(1, "number of neighbouring layers whose MLPs are replaced together")
     controls: Natural = setting(
-        20, "random features in place of the injected one, at every position; 0: none, nothing is claimed"
+        20, "random features instead of the injected one, at every position; 0: none, and nothing is claimed"
     )
 
 
 class PairExchange(FeatureExchange):
-    """One pair; words are followed by the first token with which the prompt goes on."""
+    """The exchange of one pair; of each word the first token after the prompt is measured."""
 
     @cached_property
     def word_ids(self) -> tuple[int, int]:
-        """First tokens of the injected and the suppressed word. ConfigError where they are the same."""
+        """First token ids of the injected and of the suppressed word. Raises ConfigError if they are
+        equal."""
         inject, suppress = (
             self.subject.answer_id(self.preset.prompt, word)
             for word in (self.preset.inject_word, self.preset.suppress_word)
@@ -96,7 +100,7 @@ class PairExchange(FeatureExchange):
         return inject, suppress
 
     def every_position_node(self) -> ResultNode:
-        """All doses, the suppression alone and each random feature, at every position."""
+        """The node that runs all doses, the suppression alone and each random feature, at every position."""
         if not self.suppress:
             raise ConfigError(f"expected features to suppress in {self.preset.prompt[-40:]!r}, found none")
         return self.node(self.every_position, self.tried, words=self.word_ids)
@@ -104,19 +108,21 @@ class PairExchange(FeatureExchange):
 
 @dataclass(frozen=True)
 class PairResult:
-    """The exchanges of one pair."""
+    """Result of the exchanges of one pair."""
 
     exchange: PairExchange
+    """The pair on its model."""
     result: xr.Dataset
+    """Result of `PairExchange.every_position_node`."""
 
     @cached_property
     def probability(self) -> Floats:
-        """P(injected word) at the end, [position, exchange]."""
+        """P(injected word) at the end of the prompt, [position, exchange]."""
         return probabilities(self.result)
 
     @cached_property
     def change(self) -> Floats:
-        """Its change from the untouched run, [position, exchange]."""
+        """Change of P(injected word) from the run without injection, [position, exchange]."""
         return changes(self.result)
 
     @property
@@ -131,25 +137,27 @@ class PairResult:
 
     @property
     def null(self) -> Null:
-        """The same change by random features."""
+        """Null distribution of `effect`: the same change by random features."""
         return Null(self.change[self.site, RANDOM:], self.exchange.controls_label)
 
     @property
     def peaks(self) -> Floats:
-        """1 where an exchange changes the word most at the site, else 0: [all doses, *random features]."""
+        """1 if the change of P(injected word) is largest at the site, else 0: all doses, then random
+        features, [exchange]."""
+        # The suppression alone is no control of the injection.
         largest = np.delete(self.change.argmax(axis=0), SUPPRESSION)
         return np.where(largest == self.site, 1.0, 0.0)
 
     @property
     def works(self) -> bool:
-        """Whether the exchange changes the word most at the site, and there more than random features do."""
+        """Whether the change is largest at the site, and beyond chance there."""
         return bool(self.peaks[ALL_DOSES]) and self.null.is_beyond_chance(self.effect)
 
     def record(self) -> dict[str, Any]:
-        """The fields of candle-mi's figure 13, beside the null."""
+        """Record of the pair: the fields of candle-mi's figure 13, and the null distribution."""
         preset, tokens, sweep = self.exchange.preset, self.exchange.tokens, self.probability[:, ALL_DOSES]
         best = int(sweep.argmax())
-        before, before_suppressed = np.exp(self.result["baseline_logprob"].isel(place=0).values).tolist()
+        baseline, baseline_suppressed = np.exp(self.result["baseline_logprob"].isel(place=0).values).tolist()
         return {
             "prompt": preset.prompt,
             "suppress_word": preset.suppress_word,
@@ -157,8 +165,8 @@ class PairResult:
             "suppress_features": list(preset.suppress),
             "inject_feature": preset.inject,
             "site": self.site,
-            "baseline_prob": before,
-            "baseline_suppress_prob": before_suppressed,
+            "baseline_prob": baseline,
+            "baseline_suppress_prob": baseline_suppressed,
             "suppress_only_prob": float(self.probability[self.site, SUPPRESSION]),
             "prob_at_site": float(sweep[self.site]),
             "max_prob": float(sweep[best]),
@@ -174,8 +182,7 @@ class PairResult:
 
 
 class PairSet:
-    """Pairs of one preset on its model. Raises ConfigError, DictionaryError or PromptError for what does not
-    fit."""
+    """Pairs of one preset on its model and dictionary."""
 
     def __init__(
         self,
@@ -184,6 +191,16 @@ class PairSet:
         settings: PlanningPairsSettings,
         model: Model | None = None,
     ) -> None:
+        """
+        Arguments:
+            preset: model, dictionary and strength.
+            pairs: the pairs.
+            settings: controls, seed, and how the model is loaded.
+            model: a loaded model to use instead of the preset's; None for the preset's.
+
+        Raises:
+            ConfigError, DictionaryError, PromptError: a pair does not fit the model or the dictionary.
+        """
         self.preset, self.pairs = preset, tuple(pairs)
         self.subject = Subject(settings.reference(model, preset.model))
         dictionary = Dictionary.from_pretrained(preset.dictionary)
@@ -197,12 +214,12 @@ class PairSet:
                 raise ConfigError(f"pair {number}: {error}") from error
 
     def nodes(self, prefix: str) -> Nodes:
-        """A node per pair, "pair_0" and so on."""
+        """A node per pair, by name: prefix "pair" gives "pair_0", "pair_1", ..."""
         return {f"{prefix}_{i}": pair.every_position_node() for i, pair in enumerate(self.exchanges)}
 
 
 class PlanningPairs(Workflow):
-    """Pair by pair, position by position."""
+    """Exchanges of features in many pairs, at every position."""
 
     name = "planning_pairs"
     question = (
@@ -215,20 +232,25 @@ class PlanningPairs(Workflow):
     def __init__(self, settings: PlanningPairsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         preset = preset_of(settings.preset, PAIR_PRESETS)
-        changed = {
+        replaced = {
             name: value for name in ("model", "dictionary", "strength") if (value := getattr(settings, name))
         }
         pairs = read_pairs(Path(settings.pairs)) if settings.pairs else preset.pairs
-        self.own = PairSet(replace(preset, **changed), pairs[: settings.limit or None], settings, model)
+        self.own = PairSet(replace(preset, **replaced), pairs[: settings.limit or None], settings, model)
         self.preset, self.subject = self.own.preset, self.own.subject
-        self.other = self._other("" if settings.pairs or changed else preset.against)
+        self.other = self._other("" if settings.pairs or replaced else preset.against)
         self.nodes = self.own.nodes("pair")
         if self.other is not None:
             self.nodes |= self.other.nodes("against")
         self.nodes |= {"layers": self.subject.on_model(self._layers())}
 
     def _other(self, fallback: str) -> PairSet | None:
-        """The same pairs of another preset; None for none. Raises ConfigError where it has other pairs."""
+        """The same pairs with another preset; None without one. Raises ConfigError if it lacks one of the
+        pairs.
+
+        Arguments:
+            fallback: name of the preset if settings.against is empty; "" for none.
+        """
         name = self.settings.against or fallback
         if name in ("", "none"):
             return None
@@ -237,17 +259,19 @@ class PlanningPairs(Workflow):
         if missing := [pair for pair in self.own.pairs if pair_name(pair) not in by_name]:
             raise ConfigError(
                 f"expected {name} to have the pairs of this preset, found none that ends "
-                f"{missing[0].prompt!r} on {missing[0].inject_word!r}; compare with another: against=…, or "
-                "with none: against=none"
+                f"{missing[0].prompt!r} on {missing[0].inject_word!r}; compare with another preset: "
+                "against=…, or with none: against=none"
             )
         pairs = [by_name[pair_name(pair)] for pair in self.own.pairs]
-        # A revision names a commit of the first model.
+        # A revision is a commit of the repository of the first model.
         is_same_model = preset.model == self.preset.model
         settings = self.settings if is_same_model else replace(self.settings, revision=None)
         return PairSet(preset, pairs, settings)
 
     def _layers(self) -> Draws:
-        """The MLPs of some layers replaced by their mean over the prompts: a cell per prompt and layer."""
+        """Ablations of the MLPs of each window of layers by their mean over the prompts, one draw per
+        prompt."""
+        # Several pairs may share a prompt; the first of them stands for it.
         by_prompt = {exchange.ids: exchange for exchange in reversed(self.own.exchanges)}
         prompts = [exchange for exchange in self.own.exchanges if by_prompt[exchange.ids] is exchange]
         return Draws(
@@ -257,7 +281,7 @@ class PlanningPairs(Workflow):
                     kinds=("mlp_out",),
                     over="layer",
                     how="mean",
-                    references=tuple(other.ids for other in prompts),
+                    references=tuple(reference.ids for reference in prompts),
                     window=self.settings.window,
                     metrics=(Probability(exchange.word_ids[1]), Rank(exchange.word_ids[1])),
                 )
@@ -272,10 +296,11 @@ class PlanningPairs(Workflow):
 
     @cached_property
     def results_against(self) -> list[PairResult]:
-        """The results on the other dictionary; empty without."""
+        """Results of the pairs with the second preset (`against`); empty without one."""
         return [] if self.other is None else self._read(self.other, "against")
 
     def _read(self, pairs: PairSet, prefix: str) -> list[PairResult]:
+        """Results of the nodes with this prefix, one per pair, in memory."""
         return [
             PairResult(pair, self.result(f"{prefix}_{i}").load()) for i, pair in enumerate(pairs.exchanges)
         ]
@@ -286,7 +311,7 @@ class PlanningPairs(Workflow):
         return [result.record() for result in self.results]
 
     def views(self) -> Iterator[View]:
-        """What holds over the pairs, each pair beside its null, every position, and the layers."""
+        """Table of the pairs with their controls, changes by position, and a table of layers."""
         records = self.records
         yield Data(
             json={
@@ -304,49 +329,63 @@ class PlanningPairs(Workflow):
         yield self._layers_table()
 
     def claims(self) -> Iterator[Claim]:
-        """The mean effect at the site, the share of pairs that peak there, and the overlap with the pairs
-        that work on the other dictionary."""
+        """Claims about the mean effect at the site, the share of pairs that peak there, and the overlap with
+        the pairs that work on the other dictionary."""
         results, settings = self.results, self.settings
         peaks = np.array([result.peaks for result in results])
-        # The features of the shipped pairs were chosen on other prompts; of other pairs nobody knows.
+        # The features of the specimen's pairs were chosen on other prompts; of other pairs this is unknown.
         is_held_out = not settings.pairs and self.preset.model == "specimen"
+        # The runs give `controls` features per pair; their combinations over pairs give far more means.
         draws = Controls(1000, settings.seed)
-        controls = "another feature of the layer in each pair that writes as much"
+        controls = "another feature of the same layer in each pair, with the same write norm"
         over = f"over {len(results)} pairs of {self.subject.name}"
-        changed = np.array([result.effect for result in results])
-        for text, effects, others in (
+        effects_at_site = np.array([result.effect for result in results])
+        for text, effects, random_effects in (
             (
                 "the exchange at the site changes the probability of the injected word",
-                changed,
+                effects_at_site,
                 np.array([result.null.values for result in results]),
             ),
-            ("the share that changes it most at the site", peaks[:, 0], peaks[:, 1:]),
+            ("the share with the largest change at the site", peaks[:, 0], peaks[:, 1:]),
         ):
-            yield Claim.over(f"{over}, {text}", effects, others, controls, draws, held_out=is_held_out)
+            yield Claim.over(
+                f"{over}, {text}", effects, random_effects, controls, draws, held_out=is_held_out
+            )
         if self.other is not None and np.isfinite(self.overlap[0]):
-            text, of = f"pairs that work in {self._both}, Jaccard", "pairings of as many pairs at random"
+            text, of = (
+                f"pairs that work in {self._both} overlap (Jaccard index)",
+                "random sets of as many pairs",
+            )
             yield Claim.against(text, *self.overlap, of)
 
     def claims_caption(self) -> str:
-        """How the features were chosen, and whether any pair works on both dictionaries."""
+        """Caption of the claims: how the features were chosen, and whether any pair works on either
+        dictionary."""
         if self.other is None or np.isfinite(self.overlap[0]):
             return self.preset.found
-        return f"{self.preset.found} No pair works in {self._both}: nothing is said of their overlap."
+        return f"{self.preset.found} No pair works in {self._both}: no claim is made about their overlap."
 
     @property
     def _both(self) -> str:
+        """Names of both dictionaries."""
         assert self.other is not None
         return f"{self.preset.dictionary} and {self.other.preset.dictionary}"
 
     @cached_property
     def overlap(self) -> tuple[float, Floats]:
-        """Jaccard index of the pairs that work on both dictionaries, and of random sets of the same sizes."""
-        one, other = ([result.works for result in found] for found in (self.results, self.results_against))
-        is_any = any(one + other)
-        random = shuffled_jaccard(one, other, SHUFFLES, seed=self.settings.seed) if is_any else np.zeros(0)
-        return jaccard(one, other), random
+        """Jaccard index of the pairs that work on each dictionary, and those of random sets of the same
+        sizes."""
+        works, works_against = (
+            [result.works for result in results] for results in (self.results, self.results_against)
+        )
+        random = np.zeros(0)
+        if any(works + works_against):
+            random = shuffled_jaccard(works, works_against, SHUFFLES, seed=self.settings.seed)
+        return jaccard(works, works_against), random
 
     def _against_json(self) -> dict[str, Any] | None:
+        """JSON fields of the second preset: Jaccard index and records of its pairs; None without a second
+        preset."""
         if self.other is None:
             return None
         overlap = self.overlap[0]
@@ -359,6 +398,8 @@ class PlanningPairs(Workflow):
         }
 
     def _table(self) -> Table:
+        """Table of pairs: P(injected word) before and with the exchange, control median, p-value, and whether
+        the pair works."""
         rows, columns = self.records, list[tuple[Any, ...]]()
         if self.settings.controls:
             columns += [
@@ -366,13 +407,13 @@ class PlanningPairs(Workflow):
                 ("p", lambda row: row["null"]["share_as_large"], ".2g"),
             ]
         columns += [
-            ("most at", lambda row: f"{format_token(row['max_token'])} ({row['max_position']})"),
+            ("largest at", lambda row: f"{format_token(row['max_token'])} ({row['max_position']})"),
             ("works", lambda row: "yes" if row["works"] else "–"),
         ]
         if self.other is not None:
-            there = {pair_name(result.exchange.preset): result.works for result in self.results_against}
+            works = {pair_name(result.exchange.preset): result.works for result in self.results_against}
             name = f"on {self.other.preset.dictionary}"
-            columns += [(name, lambda row: "yes" if there[row["prompt"], row["inject_word"]] else "–")]
+            columns += [(name, lambda row: "yes" if works[row["prompt"], row["inject_word"]] else "–")]
         return Table.of(
             rows,
             ("prompt", lambda row: format_text(row["prompt"].splitlines()[-1])),
@@ -383,48 +424,49 @@ class PlanningPairs(Workflow):
             strong=lambda row: row["works"],
             title=f"{len(rows)} pairs on {self.subject.name}, features of {self.preset.dictionary}, strength "
             f"{self.preset.strength:g}",
-            caption="probability of the injected word at the end; random: the median of "
-            f"{self.settings.controls} other features of its layer that write as much, at the site; a pair "
-            "works that changes the word most at the site, and there more than 95 % of those",
+            caption="probability of the injected word at the end, before and with the exchange at the site; "
+            f"random: median over {self.settings.controls} other features of its layer with the same write "
+            "norm, at the site; a pair works if the change is largest at the site and beyond chance there",
             json={"pairs": rows},
         )
 
     def _sweeps(self) -> Iterator[View]:
-        """Change of the injected word, [pair, position counted from the site], and its mean beside random
-        features."""
+        """Heatmap of the change of P(injected word) by pair and position relative to the site, and curves of
+        its mean over pairs and that of random features."""
         results = self.results
+        # Sites differ between pairs, so that columns are aligned at the site and padded with NaN.
         before = max(result.site for result in results)
         after = max(result.exchange.last - result.site for result in results)
         offsets = tuple(range(-before, after + 1))
-        own, random = (np.full((len(results), len(offsets)), np.nan) for _ in range(2))
+        exchange, random = (np.full((len(results), len(offsets)), np.nan) for _ in range(2))
         for row, result in enumerate(results):
             columns = slice(before - result.site, before - result.site + len(result.change))
-            own[row, columns] = result.change[:, ALL_DOSES]
+            exchange[row, columns] = result.change[:, ALL_DOSES]
             if self.settings.controls:
                 random[row, columns] = result.change[:, RANDOM:].mean(axis=1)
         names = [f"{row['suppress_word']} → {row['inject_word']} ({i})" for i, row in enumerate(self.records)]
         grid = Heatmap(
-            title="Where the exchange makes the other word likelier",
-            values=own,
+            title="Change of the injected word by position of the exchange",
+            values=exchange,
             rows=tuple(names),
             columns=tuple(map(str, offsets)),
             row_name="pair",
-            column_name="token, counted from the site",
+            column_name="position relative to the site",
             value_name="change of the probability",
             diverging=True,
         )
-        is_there = np.isfinite(own)
+        in_prompt = np.isfinite(exchange)
 
         def mean(values: Floats) -> Any:
-            return np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
+            return np.where(in_prompt, values, 0.0).sum(axis=0) / in_prompt.sum(axis=0)
 
         lines = Lines(
             title="Mean over the pairs",
             x=offsets,
-            x_name="token, counted from the site",
+            x_name="position relative to the site",
             y_name="change of the probability",
             lines=(
-                Line("exchange", mean(own), strong=True),
+                Line("exchange", mean(exchange), strong=True),
                 Line("random features", mean(random), control=True),
             ),
             low=0.0,
@@ -433,6 +475,7 @@ class PlanningPairs(Workflow):
         yield from together("planning_pairs", f"{len(names)} pairs on {self.subject.name}", grid, lines)
 
     def _layers_table(self) -> Table:
+        """Table of the prompts whose word stays the likeliest when MLPs of a window of layers are ablated."""
         layers = self.result("layers").load()
         untouched = int((layers["unpatched"].sel(run="clean", metric="rank") == 0).sum())
         summed = layers.assign(
@@ -446,30 +489,32 @@ class PlanningPairs(Workflow):
         return Table.of(
             rows,
             ("layer", "layer", "d"),
-            ("still said", "still_first", "d"),
+            ("still likeliest", "still_first", "d"),
             ("mean probability", "mean_prob", format_probability),
-            title=f"Without the MLPs of {width}: prompts of {count} in which the word is still likeliest",
-            caption=f"untouched it is in {untouched}; the MLP says its mean over these prompts; layers are "
-            "described, not claimed: there are too few of them",
+            title=f"MLPs of {width} ablated: prompts of {count} in which the expected word is still "
+            "likeliest",
+            caption=f"without ablation it is the likeliest in {untouched}; MLP outputs are replaced by their "
+            "mean over these prompts; layers are described, not claimed: there are too few for a null "
+            "distribution",
             sources=("layers",),
             json={"layer_suppression": rows, "prompts": count, "said_untouched": untouched},
         )
 
 
 def pair_name(pair: Any) -> tuple[str, str]:
-    """Prompt and injected word, which identify a pair on every dictionary."""
+    """Identity of a pair on every dictionary: its prompt and injected word."""
     return pair.prompt, pair.inject_word
 
 
-def jaccard(one: Sequence[bool], other: Sequence[bool]) -> float:
-    """Size of the intersection of two sets over that of their union, of members as booleans; NaN for empty
-    sets."""
-    both, either = np.logical_and(one, other).sum(), np.logical_or(one, other).sum()
-    return float(both / either) if either else float("nan")
+def jaccard(a: Sequence[bool], b: Sequence[bool]) -> float:
+    """Jaccard index of two sets given as masks of equal length: size of the intersection over that of the
+    union; NaN for two empty sets."""
+    intersection, union = np.logical_and(a, b).sum(), np.logical_or(a, b).sum()
+    return float(intersection / union) if union else float("nan")
 
 
-def shuffled_jaccard(one: Sequence[bool], other: Sequence[bool], count: int, *, seed: int) -> Floats:
-    """Jaccard index of the first set and random sets of the second's size: [draw]."""
+def shuffled_jaccard(a: Sequence[bool], b: Sequence[bool], count: int, *, seed: int) -> Floats:
+    """Jaccard indices of set `a` with random sets of the size of `b`, [draw]. count: number of draws."""
     random = np.random.default_rng(seed)
-    drawn = (random.permutation(np.asarray(other, bool)).tolist() for _ in range(count))
-    return np.array([jaccard(one, members) for members in drawn])
+    shuffled = (random.permutation(np.asarray(b, bool)).tolist() for _ in range(count))
+    return np.array([jaccard(a, members) for members in shuffled])

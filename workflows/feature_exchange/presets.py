@@ -1,9 +1,9 @@
-"""Material of the exchange workflows as data: published experiments on features, and the specimen's own.
+"""Presets of the exchange workflows: published experiments with features, and experiments on the specimen.
 
 Sources: the examples of the Rust library candle-mi, after Lindsey et al. 2025, "On the Biology of a Large
-Language Model", section 4 and figure 13; Hanna and Ameisen 2025 for the dictionaries. The poems in "-ore" and
-"-oo" are those of candle-mi's study of Llama 3.2. The list of the 136 pairs of its predecessor was not
-published; a file of pairs can be given instead (`read_pairs`). Never imports torch.
+Language Model", section 4 and figure 13; the dictionaries are those of Hanna and Ameisen 2025. The poems in
+"-ore" and "-oo" are from candle-mi's study of Llama 3.2. The list of the 136 pairs of its predecessor was not
+published; a file of pairs can be used instead (`read_pairs`). Never imports torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GEMMA_POEM = (
     "She wandered in the dark about,\nAnd found a hidden passage"
 )
 # The specimen's preset, on the first of the couplets that ship (samples/couplets.py), in frames that its
-# training text never combined. All but the site was chosen by looking at this prompt (`looked_at`):
+# training text never combined. All but the site was chosen on this prompt (hence `looked_at`):
 #   site      the end of the first line, which the second must rhyme with.
 #   suppress  the three features at the site with most influence in the attribution graph of " light", the
 #             likeliest rhyme (mizarr.attribution_graph(..., targets=[" light"])).
@@ -57,64 +57,80 @@ class FeaturePreset:
     """One exchange of features in one prompt. Features are named "layer:index"; words are one token each."""
 
     model: str
+    """Hub id or directory of the model."""
     dictionary: str
+    """Transcoders: directory or org/repo."""
     prompt: str
     """The text without its last word."""
     suppress: tuple[str, ...]
+    """Features that are suppressed."""
     inject: str
+    """Feature that is injected."""
     suppress_word: str
-    """The word that the suppressed features stand for."""
+    """Expected word, which the suppressed features promote; its probability is measured."""
     inject_word: str
-    """The word that the injected feature stands for."""
+    """Word that the injected feature promotes; its probability is measured."""
     site: int | str
     """Position of the exchange, or the token there; negative positions count from the end, "" is none."""
     strength: float = 10.0
-    """Multiple of the decoder vectors that is added and taken away."""
+    """Multiple of the decoder vectors that is added and subtracted."""
     ending: str = " "
-    """Text behind the prompt where its last word is predicted; the published runs put a space there."""
+    """Text appended to the prompt before its last word is predicted; the published runs append a space."""
     correct: str = ""
-    """A second injected feature that takes the first one back; "" for none."""
+    """Feature of the correction, injected into later layers; "" for none."""
     correct_word: str = ""
+    """Word whose probability the correcting feature raises."""
     correct_from_layer: int = 0
-    """First layer that the second injection writes to."""
+    """First layer that the correction is written to."""
     per_layer: str = ""
-    """Per-layer transcoders to compare with."""
+    """Per-layer transcoders to compare with: directory or org/repo; "" for none."""
     kind: str = "poem"
-    """Kind of text that the prompt is."""
+    """Genre of the prompt, such as "poem" or "couplet"; selects held-out texts (material/samples/kin.py)."""
     looked_at: int = 1
-    """Number of features tried on this prompt before the injected one was chosen."""
+    """Number of candidate features run on this prompt to choose the injected one; it corrects the p-value."""
     correct_looked_at: int = 1
-    """Number of features tried on this prompt before the correcting one was chosen."""
+    """Number of candidate features run on this prompt to choose the correcting one; it corrects the
+    p-value."""
     found: str = AS_PUBLISHED
-    """How the features were chosen, in a sentence."""
+    """Sentence on the selection of features, for captions of claims."""
 
 
 @dataclass(frozen=True)
 class ExchangePair:
-    """One exchange of a file of pairs. Words are followed by the first token with which the prompt goes
-    on."""
+    """One exchange of a file of pairs. Of each word the first token after the prompt is measured."""
 
     prompt: str
+    """The text without its last word."""
     suppress: tuple[str, ...]
+    """Features that are suppressed, "layer:index"."""
     suppress_word: str
+    """Expected word, which the suppressed features promote; its probability is measured."""
     inject: str
+    """Feature that is injected, "layer:index"."""
     inject_word: str
+    """Word that the injected feature promotes; its probability is measured."""
     site: int | str = -1
-    """Position where the word is held to be decided, or the token there; of several equal ones the first."""
+    """Position at which the word is assumed to be decided, or the token there; of equal tokens the first."""
 
 
 @dataclass(frozen=True)
 class PairPreset:
-    """Many exchanges for one model and its dictionary."""
+    """Feature exchanges in several prompts, for one model and dictionary."""
 
     model: str
+    """Hub id or directory of the model."""
     dictionary: str
+    """Transcoders: directory or org/repo."""
     pairs: tuple[ExchangePair, ...]
+    """Exchanges in running order; `limit` counts from the first."""
     strength: float = 10.0
+    """Multiple of the decoder vectors that is added and subtracted."""
     ending: str = ""
+    """Text appended to each prompt before its last word is predicted."""
     against: str = ""
-    """Preset of another model or dictionary with the same pairs."""
+    """Name of a preset with the same pairs on another model or dictionary, for comparison; "" for none."""
     found: str = AS_PUBLISHED
+    """Sentence on the selection of features, for captions of claims."""
 
     def of(self, pair: ExchangePair) -> FeaturePreset:
         """One pair as the preset of a single exchange."""
@@ -143,10 +159,10 @@ PRESETS = {
         kind=COUPLET,
         looked_at=211,
         correct_looked_at=960,
-        found="Chosen by looking at this couplet: what is suppressed has most influence in its attribution "
-        "graph; what is injected raises ' run' most of the 211 features that fire at the end of the line "
-        "where that is 'sun'; the strength is the smallest that suffices; what corrects brings a rhyme of "
-        "'night' back most of the 960 features of layers 0 and 1.",
+        found="Chosen on this couplet: the suppressed features have the largest influence in its attribution "
+        "graph; the injected one raises ' run' most among the 211 features that fire at the end of the line "
+        "if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the correcting "
+        "feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
@@ -212,42 +228,49 @@ ENDS_ON = {
         "In the whole coach they read three\nand Lorry with the wine said",
     ),
 }
-"""Couplets on which no feature below was chosen: the first twelve of `COUPLETS`, in frames that the
-specimen's training text never combined; each word with the two ends after which the untouched model finds it
-likeliest."""
+"""By word: two couplets after which the unchanged model predicts it. Couplets are the first twelve of
+`COUPLETS`, in frames that the specimen's training text never combined; no feature below was chosen on
+them."""
 ON_OTHERS = (
-    "The feature of layer 0 that, injected at the end of the first line, raises a word most on average over "
-    "twelve other couplets, those left out that rhyme with it; then the next feature and the next family of "
-    "rhymes, six in all; the larger of two strengths tried there. Nothing was chosen on the couplets shown."
+    "Features were chosen greedily on twelve other couplets: of all features of layer 0 and words, the pair "
+    "with the largest mean rise of the word when the feature is injected at the end of the first line, "
+    "couplets that rhyme with the word left out; then the next feature and the next family of rhymes, six in "
+    "all; the larger of two strengths tried there. Nothing was chosen on the couplets shown."
 )
+"""How the features of the preset "specimen" were chosen."""
 THE_SAME_WORDS = (
-    "For each word of the preset it is compared with, one after the other, the feature of layer 0 that "
-    "raises it most by the same rule, and no feature twice."
+    "For each word of the preset that this one is compared with, in order, the feature of layer 0 that "
+    "raises it most by the same rule; no feature is used twice."
 )
+"""How the features of the preset "specimen-plt" were chosen."""
 
 
 def crossed(features: Mapping[str, str]) -> tuple[ExchangePair, ...]:
-    """Every couplet with every other word, neighbours from different couplets, so that the first few show
-    all.
+    """Pairs of every couplet with every other word, ordered so that neighbours have different couplets and
+    the first few cover all words.
 
-    features: feature of each word; it is suppressed where the couplet expects a rhyme of that word.
+    Arguments:
+        features: feature of each word, which is suppressed in couplets that expect the word, and injected in
+            others.
     """
     words = list(features)
     return tuple(
-        ExchangePair(prompt, (features[word],), word, features[other], other, _first_end(prompt))
+        ExchangePair(prompt, (features[word],), word, features[injected], injected, _first_end(prompt))
         for step in range(1, len(words))
-        for turn in range(2)
+        for couplet in range(2)
         for i, word in enumerate(words)
-        for prompt, other in [(ENDS_ON[word][turn], words[(i + step) % len(words)])]
+        for prompt, injected in [(ENDS_ON[word][couplet], words[(i + step) % len(words)])]
     )
 
 
 def _first_end(couplet: str) -> str:
-    """Last word of the first line."""
+    """Last word of the first line of a couplet."""
     return couplet.partition("\n")[0].split()[-1]
 
 
 def _poem(lines: Sequence[str], suppress: Sequence[str], word: str) -> ExchangePair:
+    """Pair of a poem on Llama 3.2: features of its expected last word suppressed, the one of "that"
+    injected."""
     return ExchangePair("\n".join(lines), tuple(suppress), word, "14:13043", "that")
 
 
@@ -327,31 +350,38 @@ PAIR_PRESETS = {
 
 
 def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
-    """The preset that the settings name, with the fields that they set replaced.
+    """The preset that the settings name, with the fields replaced that they set.
 
-    Empty values and 0 leave the preset's; ("none",) means no features. A prompt given by the user is of no
-    kind, and features named for it, or put to it, count as chosen elsewhere unless `looked_at` says
-    otherwise. keep_site: whether the preset's site is also used for a prompt of the user. Raises ConfigError
-    for an unknown preset.
+    Empty values and 0 leave the preset's value; ("none",) means no features. A prompt in the settings has the
+    kind "prompt". Features in the settings, and those of the preset used with such a prompt, count as chosen
+    elsewhere unless settings.looked_at says otherwise.
+
+    Arguments:
+        settings: settings of an exchange workflow.
+        keep_site: whether the preset's site is also used for a prompt in the settings.
+
+    Raises:
+        ConfigError: the preset is unknown.
     """
     names = [field.name for field in fields(FeaturePreset) if hasattr(settings, field.name)]
-    given = {name: value for name in names if (value := getattr(settings, name))}
-    given = {name: () if value == ("none",) else value for name, value in given.items()}
+    overrides = {name: value for name in names if (value := getattr(settings, name))}
+    overrides = {name: () if value == ("none",) else value for name, value in overrides.items()}
     implied: dict[str, Any] = {}
-    if "prompt" in given:
+    if "prompt" in overrides:
         implied = {"kind": "prompt", "looked_at": 1, "correct_looked_at": 1, "found": ""}
+        # The site of the preset is a token of its own prompt.
         implied |= {} if keep_site else {"site": ""}
-    if "inject" in given:
+    if "inject" in overrides:
         implied |= {"looked_at": 1, "found": ""}
-    if "correct" in given:
+    if "correct" in overrides:
         implied |= {"correct_looked_at": 1, "found": ""}
-    return replace(preset_of(settings.preset, PRESETS), **implied | given)
+    return replace(preset_of(settings.preset, PRESETS), **implied | overrides)
 
 
 def read_pairs(path: Path) -> tuple[ExchangePair, ...]:
-    """The pairs of a JSON file, a list of objects with the fields of `ExchangePair`.
+    """The pairs of a JSON file: a list of objects with the fields of `ExchangePair`.
 
-    Raises ConfigError for a file that is missing or not of this form.
+    Raises ConfigError for a file that is missing, has another form, or has no pairs.
     """
     try:
         pairs = msgspec.json.decode(path.expanduser().read_bytes(), type=tuple[ExchangePair, ...])

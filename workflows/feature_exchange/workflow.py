@@ -1,7 +1,8 @@
-"""The one question of the exchange workflows: what does exchanging features here do there?
+"""Base of the exchange workflows: the effect at the end of a prompt of exchanging features at an earlier
+position.
 
-Each workflow is a subclass that says by class variables where features are exchanged, which words and weights
-are measured, and which settings of the preset apply; `ExchangeWorkflow` makes the nodes, the findings and the
+A subclass sets, by class variables, at which positions features are exchanged, which words and attention
+weights are measured, and which settings of the preset apply. `ExchangeWorkflow` makes the nodes, claims and
 views that all of them share (workflows/DESIGN.md, "Exchanges of features").
 """
 
@@ -36,18 +37,19 @@ __all__ = ["ExchangeWorkflow", "position_sweep"]
 
 
 class ExchangeWorkflow(Workflow):
-    """A workflow about one exchange of features in one prompt."""
+    """A workflow about one exchange of features, some suppressed and one injected, in one prompt."""
 
     exchange_type: ClassVar[type[FeatureExchange]] = FeatureExchange
+    """Class of `exchange`."""
     every_position: ClassVar[bool] = True
-    """Whether the sweep exchanges features at every position, so that a prompt of the user needs no site;
-    else only at the site."""
+    """Whether the sweep exchanges features at every position, so that a prompt in the settings needs no site;
+    else features are exchanged at the site only."""
     words: ClassVar[tuple[str, ...]] = ("inject_word", "suppress_word")
-    """Fields of the preset whose words are followed; the first is the measure of the claim."""
+    """Fields of the preset with the words whose probabilities are measured; claims are about the first."""
     with_attention: ClassVar[bool] = False
-    """Whether the attention from the end to the site is kept."""
+    """Whether the attention of the last token to the site is stored."""
     with_ending: ClassVar[bool] = True
-    """Whether the preset's ending is put behind the prompt."""
+    """Whether the preset's ending is appended to the prompt."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
         super().__init__(settings)
@@ -70,20 +72,20 @@ class ExchangeWorkflow(Workflow):
         self.nodes = {"sweep": sweep, **exchange.nodes, **self.further_nodes()}
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """The preset; ConfigError where it lacks what the workflow needs."""
+        """The preset. Raises ConfigError if it lacks a field that the workflow needs."""
         return preset
 
     def strengths(self) -> tuple[float, ...]:
-        """Strengths of the sweep."""
+        """Strengths of the sweep, multiples of the decoder vectors."""
         return (self.exchange.strength,)
 
     def further_nodes(self) -> Nodes:
-        """Nodes beside the sweep and the controls."""
+        """Nodes of the subclass, in addition to the sweep and the controls."""
         return {}
 
     @cached_property
     def sweep(self) -> xr.Dataset:
-        """The exchange at each strength and place, [strength, place], in memory."""
+        """Sweep of the exchange, [strength, place] with place = (prompt, position), in memory."""
         return self.result("sweep").load().isel(exchange=0)
 
     @cached_property
@@ -102,99 +104,108 @@ class ExchangeWorkflow(Workflow):
     # -- claims
 
     def effects(self, result: xr.Dataset) -> Floats:
-        """The measure of the claim, [place, exchange]."""
+        """Effect that claims are about, [place, exchange]: the change of P(first word)."""
         return changes(result)
 
     @property
     def claim(self) -> str:
         """Text of the claim about this prompt."""
-        off = f" in place of {self.labels.several(self.exchange.suppress)}" if self.exchange.suppress else ""
+        suppressed = self.labels.several(self.exchange.suppress) if self.exchange.suppress else ""
         return (
-            f"{self.labels.short(self.exchange.inject)}{off} at {self.exchange.site_label} changes "
+            f"injecting {self.labels.short(self.exchange.inject)}"
+            f"{f' and suppressing {suppressed}' if suppressed else ''} at {self.exchange.site_label} changes "
             f"P({self.exchange.words[0]!r}) at the end"
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The effect in this prompt, and in held-out texts of its kind."""
+        """Claims about the change of P(first word): in this prompt, and its mean over held-out prompts."""
         controls = self.result("controls")
         yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
-            there = self.effects(self.result("held_out"))
-            yield self.held_out_claim(there, f"the same in {self.exchange.kin.where}")
+            held_out = self.effects(self.result("held_out"))
+            yield self.held_out_claim(held_out, f"the same exchange in {self.exchange.kin.where}")
 
     def claims_caption(self) -> str:
-        """How the features were chosen."""
+        """Caption of the claims: how the features were chosen."""
         return self.preset.found
 
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
-        """A claim about this prompt. Without a named site the best place counts, of the exchange and of each
-        control.
+        """Claim about this prompt. Without a site, the exchange and each control count at their best
+        position.
 
-        effects: [place, exchange]. after: probability under the exchange, where the effect is its change,
-        [place].
+        Arguments:
+            effects: [place, exchange]; the exchanges are those of `FeatureExchange.tried`.
+            text: cause and effect; see `Claim`.
+            after: probability under the exchange, [place], where the effect is its change; None otherwise.
         """
+        # Each control takes its own best position too, so that the null includes the choice of position.
         best, exchange = effects.max(axis=0), self.exchange
         fields: dict[str, Any] = {"looked_at": exchange.looked_at}
         if after is not None:
             reached = float(after[effects[:, 0].argmax()])
+            # The probability before is that after minus the change, at the same position.
             fields["levels"] = (reached - float(best[0]), reached)
         return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
 
     def held_out_claim(self, effects: Floats, text: str) -> Claim:
-        """A claim about other texts, means over them. effects: [place, exchange]."""
+        """Claim about the mean effect over held-out texts. effects: [text, exchange]."""
         random, of = self.exchange.of_random(effects.mean(axis=0)), self.exchange.controls_label
         return Claim.against(text, effects[:, 0], random, of, held_out=True)
 
     # -- views
 
     def opening(self) -> Iterator[View]:
-        """What every exchange workflow shows first: the features, and the parts of the exchange."""
+        """Opening views of all exchange workflows: tables of exchanged features and of parts of the
+        exchange."""
         yield self.features_table()
         if self.exchange.words:
             yield self.parts_table()
 
     def features_table(self) -> Table:
-        """The exchanged features: their part in the exchange, what they write, and where in the prompt they
-        fire."""
+        """Table of the exchanged features: role in the exchange, token that each promotes, and token that it
+        fires on."""
         exchange, labels = self.exchange, self.labels
         features = [FeatureId(dose.layer, dose.index) for dose in exchange.doses]
-        parts = [exchange.company] * (len(features) - 1) + [exchange.cause]
+        roles = [exchange.company] * (len(features) - 1) + [exchange.cause]
         return Table.of(
-            list(dict(zip(features, parts, strict=True)).items()),
+            list(dict(zip(features, roles, strict=True)).items()),
             ("feature", lambda row: FeatureLabels(said=labels.said).short(row[0])),
-            ("part", lambda row: row[1]),
-            ("writes", lambda row: dash(labels.writes.get(row[0]), repr)),
+            ("role", lambda row: row[1]),
+            ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
-            title="The features that are exchanged",
-            caption="the token that each one's decoder raises most, read by the unembedding, without "
-            "what later layers make of it; the token of this prompt at which it is most active, if it is "
-            "active at all",
+            title="Exchanged features",
+            caption="promotes: the token whose logit the feature's decoder raises most through the "
+            "unembedding, without effects of later layers; fires on: the token of this prompt at which the "
+            "feature is most active, if it is active",
         )
 
     def parts_table(self) -> Table:
-        """Table of P(word) under the exchange, its parts, random features, and in facts of other kinds."""
+        """Table of P(first word) under the exchange, under its parts, under random features, and in other
+        facts."""
         return Table.of(
             rows := list(self._parts()),
-            ("what is done", "done"),
+            ("intervention", "done"),
             (f"P({format_token(self.exchange.words[0])})", "prob", format_probability),
             ("change", "change", "+.4f"),
             ("largest", "largest", "+.4f"),
             ("of", "draws", "d"),
             strong=lambda row: row["done"] == "both",
-            title=f"What each part of the exchange at {self.exchange.site_label} does",
-            caption="of several the median, and the largest change",
+            title=f"Effect of each part of the exchange at {self.exchange.site_label}",
+            caption="of several draws: medians of P and of its change, and the largest change; of: number of "
+            "draws",
             json={"parts": rows},
         )
 
     def _parts(self) -> Iterator[dict[str, Any]]:
-        """Records of `parts_table`: medians of P(word) and of its change, and the largest change."""
+        """Rows of `parts_table`: median of P(first word), median and largest change, number of draws."""
         exchange, controls = self.exchange, self.result("controls")
 
-        def record(done: str, prob: Floats, change: Floats) -> dict[str, Any]:
+        def record(intervention: str, prob: Floats, change: Floats) -> dict[str, Any]:
             medians = {"prob": float(np.median(prob)), "change": float(np.median(change))}
-            return {"done": done, **medians, "largest": float(change.max()), "draws": change.size}
+            return {"done": intervention, **medians, "largest": float(change.max()), "draws": change.size}
 
         prob, change = probabilities(controls), changes(controls)
+        # Without a site: the position at which the full exchange has the largest effect.
         best = int(change[:, 0].argmax())
         yield record("nothing", np.exp(controls["baseline_logprob"].values[best, 0]), np.zeros(1))
         names = {0: exchange.cause}
@@ -204,15 +215,20 @@ class ExchangeWorkflow(Workflow):
             yield record(name, prob[best, i], change[best, [i]])
         if exchange.random:  # controls=0 draws none
             drawn = (exchange.of_random(values.max(axis=0)) for values in (prob, change))
-            yield record(f"{exchange.controls_label}, in its place", *drawn)
+            yield record(f"{exchange.controls_label}, instead", *drawn)
         if exchange.elsewhere:
             elsewhere = self.result("elsewhere")
-            done = f"{names[0]}, in facts of other kinds, as far from their end"
-            yield record(done, probabilities(elsewhere), changes(elsewhere))
+            intervention = f"{names[0]}, in facts of other kinds at the same distance from the end"
+            yield record(intervention, probabilities(elsewhere), changes(elsewhere))
 
 
 def position_sweep(tokens: list[str], **columns: Any) -> list[dict[str, Any]]:
-    """Records of a sweep over positions: position, token, and a number of each column [position]."""
+    """Records of a sweep over positions, with position, token and the values of each column.
+
+    Arguments:
+        tokens: text of the token at each position.
+        columns: values [position] by name.
+    """
     values = {name: np.asarray(column, float).tolist() for name, column in columns.items()}
     return [
         {"position": i, "token": token, **{name: column[i] for name, column in values.items()}}

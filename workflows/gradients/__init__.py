@@ -1,1 +1,1 @@
-"""Questions about gradients: what they propose, and what exact runs say of it."""
+"""Workflows that attribute an answer by gradients, each checked against exact interventions."""

@@ -1,14 +1,14 @@
 """Which heads carry the difference between two prompts, by gradients, and do exact runs agree?
 
-Attribution patching: one pass back through the corrupted prompt gives an estimate of what every head does at
-every position when its clean value is put in (stages/causal/attribution/patching.py), on the scale on which 0
-is as corrupted and 100 % as clean by the difference of the two answers' logits. The largest estimates, and as
-many cells drawn at random, are then patched exactly.
+Attribution patching: one backward pass through the corrupted prompt estimates, to first order, the effect of
+patching in the clean activation of every head at every position (stages/causal/attribution/patching.py).
+Effects are recoveries of the difference of the two answers' logits: 0 % for the corrupted run, 100 % for the
+clean one. The cells with the largest estimates, and as many random cells, are then patched exactly.
 
-Defaults: pairs of shipped facts, of which those count that the model knows. Two claims: the cell with the
-largest estimate moves the answer when it is patched, beside cells of the same grid drawn at random; and
-estimates rank cells as exact runs do, beside estimates shuffled among them. Where attention or norms saturate
-first order is wrong, and the worst miss says how much.
+Two claims, about pairs of facts that the model knows: patching the cell with the largest estimate has a
+larger effect than patching random cells of the same grid; and estimates rank cells as exact effects do,
+against shuffled estimates. First-order estimates are wrong where attention or norms saturate; the largest
+error is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..material.answers import named
 from ..settings import Count, require_together, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import Nodes, loaded
-from .pairs import AttributedPairs, AttributionSettings, pair_json
+from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,27 +42,35 @@ __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 
 HEADS = "heads"
 STREAM = "states"
+"""Values of the setting `what`: outputs of heads before the projection, or states of the residual stream."""
 AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
-"""Numbers that say how estimates agree with exact runs."""
+"""Measures of agreement between estimates and exact effects."""
 
 
 @dataclass(frozen=True)
 class AttributionPatchingTraceSettings(AttributionSettings):
-    """What `--set` can change."""
+    """Settings of `AttributionPatchingTrace`.
+
+    Raises:
+        ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
+    """
 
     what: Literal["heads", "states"] = setting(
-        HEADS, '"heads" by position (what they have read), or "states" of the stream by position'
+        HEADS,
+        'what is patched: "heads", their outputs by position, or "states" of the residual stream by position',
     )
-    wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
-    dropout: bool = setting(False, "whether effects have the size of gradient dropout (AtP*)")
-    verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
+    wrong: str = setting("", "next word of the corrupted prompt, if prompt is set")
+    dropout: bool = setting(False, "estimate the size of effects by gradient dropout (AtP*)")
+    verify: Count = setting(
+        12, "number of cells with the largest estimates that are patched exactly, and of random ones"
+    )
 
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class AttributionPatchingTrace(AttributedPairs):
-    """A grid of estimates of the first pair, and cells of every pair run exactly."""
+    """Estimates of every cell in the first pair, and exact patches of some cells in every pair."""
 
     name = "attribution_patching"
     question = "Which heads carry the difference between two prompts, by gradients, and do exact runs agree?"
@@ -70,18 +78,18 @@ class AttributionPatchingTrace(AttributedPairs):
     settings: AttributionPatchingTraceSettings
 
     grid = loaded("grid")
-    """Estimates of the pair shown: recovery [layer, head, position], or [layer, position]."""
+    """Estimated recovery in the first pair, [layer, head, position] or [layer, position]; 1 is the clean
+    run."""
     checked = loaded("checked")
-    """Cells of every pair, [draw = pair, cell]."""
+    """Estimates and exact effects of the patched cells of every pair, [draw = pair, cell], in memory."""
 
     def plan(self) -> Nodes:
-        """The grid of the first pair, cells of all of them, and which answers the model knows."""
+        """Estimates of the first pair, exact patches in all pairs, and ranks of the answers."""
         self.read = self.read_pairs(self.settings.wrong)
         by_head = self.settings.what == HEADS
-        kind = self.subject.config.read_kind if by_head else "resid_post"
-        self.kind = kind
+        self.kind = kind = self.subject.config.read_kind if by_head else "resid_post"
 
-        def given(number: int) -> dict[str, Any]:
+        def arguments(number: int) -> dict[str, Any]:
             pair = self.read[number]
             return {
                 "clean": pair.clean,
@@ -94,17 +102,20 @@ class AttributionPatchingTrace(AttributedPairs):
             }
 
         checks = tuple(
-            AttributionCheck(verify=self.settings.verify, seed=self.settings.seed + number, **given(number))
+            AttributionCheck(
+                verify=self.settings.verify, seed=self.settings.seed + number, **arguments(number)
+            )
             for number in range(len(self.read))
         )
         return self.known_pairs_node(self.read) | {
-            "grid": self.on_model(AttributionPatching(**given(0))),
+            "grid": self.on_model(AttributionPatching(**arguments(0))),
             "checked": self.on_model(AtOnce(checks)),
         }
 
     @cached_property
     def effects(self) -> tuple[Floats, Floats]:
-        """Estimated and exact effects of the cells of pairs that count, percent [pair, cell]."""
+        """Estimated and exact recoveries of the patched cells in percent, [pair, cell], for pairs that
+        count."""
         estimate, exact = (
             100 * self.checked[name].transpose("draw", "cell").values[self.counts]
             for name in ("estimate", "exact")
@@ -114,68 +125,79 @@ class AttributionPatchingTrace(AttributedPairs):
     claim_sources = ("checked",)
 
     def claims(self) -> Iterator[Claim]:
-        """What the cell of the largest estimate does by a run, and whether estimates rank cells."""
+        """Exact effect of the cell with the largest estimate, and rank correlation of estimates with exact
+        effects."""
         settings, (estimate, exact) = self.settings, self.effects
-        drawn = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
-        if drawn.any():
-            text = f"the {self._place} with the largest estimate, patched exactly, moves the answer"
-            moved, others = np.abs(exact[:, 0]), np.abs(exact[:, drawn])
-            yield Claim.over(text, moved, others, f"another {self._place} of each pair", settings, unit="%")
-        text = "estimates rank cells as exact runs do (Spearman)"
+        is_random = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
+        if is_random.any():
+            text = (
+                f"patching the {self._cell_name} with the largest estimate changes the logit difference "
+                "(absolute recovery)"
+            )
+            largest, controls = np.abs(exact[:, 0]), np.abs(exact[:, is_random])
+            of = f"a random {self._cell_name} of each pair"
+            yield Claim.over(text, largest, controls, of, settings, unit="%")
+        text = "estimates rank cells as exact patches do (Spearman correlation)"
         yield Claim.ranking(text, list(zip(estimate, exact, strict=True)), "cells of each pair", settings)
 
     def claims_caption(self) -> str:
-        """Pairs that count, cells that were run, and the worst estimate."""
+        """Caption of the claims: pairs that count, cells that were patched, and the largest error of an
+        estimate."""
         estimate, exact = self.effects
         return (
-            f"{int(self.counts.sum())} of {len(self.read)} pairs, whose answer the model predicts; the "
-            f"{self.settings.verify} largest estimates and as many random cells of each are run exactly. "
-            f"Worst miss {float(np.abs(estimate - exact).max()):.1f} %. Estimates choose a cell before it "
-            "is run."
+            f"{int(self.counts.sum())} of {len(self.read)} pairs, those whose answer the model predicts; of "
+            f"each, the {self.settings.verify} cells with the largest estimates and as many random ones are "
+            f"patched. Largest error of an estimate: {float(np.abs(estimate - exact).max()):.1f} %. The cell "
+            "of the first claim is chosen by its estimate alone, so that no held-out pairs are needed."
         )
 
     @property
-    def _place(self) -> str:
+    def _cell_name(self) -> str:
+        """A cell of the grid, as claims name it."""
         return f"{'head and ' if self.settings.what == HEADS else ''}position"
 
     @cached_property
     def cells(self) -> list[dict[str, Any]]:
-        """Cells of the pair shown, largest estimates first: place, estimate and exact effect in percent."""
-        here = self.checked.isel(draw=0)
-        percent = here.assign(estimate=100 * here["estimate"], exact=100 * here["exact"])
+        """Records of the patched cells of the first pair, largest estimates first, with estimate and exact
+        recovery in percent."""
+        cells = self.checked.isel(draw=0)
+        percent = cells.assign(estimate=100 * cells["estimate"], exact=100 * cells["exact"])
         tokens = named(self.subject, self.read[0].corrupted)
         rows = records(percent, "cell", *PLACE, "sort", "estimate", "exact")
         return [row | {"token": tokens[row["position"]]} for row in rows]
 
     def views(self) -> Iterator[View]:
-        """The claims, the grid of the pair shown by head and by position, and its cells both ways."""
+        """Heatmaps of the first pair's estimates by head and by position, and a table of its patched
+        cells."""
         pair = self.read[0]
-        # A recovery counts from the corrupted run, which is 0: estimates of parts add up.
-        whole = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
-        maps = [self._map(whole, "position", "head")]
-        if "head" in whole.dims:
-            maps.insert(0, self._map(whole, "head", "position"))
-        title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
+        # Recovery is 0 for the corrupted run, so that first-order estimates of cells can be summed.
+        estimates = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
+        maps = [self._map(estimates, "position", "head")]
+        if "head" in estimates.dims:
+            maps.insert(0, self._map(estimates, "head", "position"))
+        title = f"Attribution patching of {pair.texts[0]!r} into {pair.texts[1]!r}"
         yield from together("attribution_patching", title, *maps, beside=[self.findings], columns=2)
-        yield self._told(pair)
+        yield self._cells_table(pair)
 
-    def _map(self, whole: xr.DataArray, kept: str, summed: str) -> Heatmap:
-        shown = whole.sum(summed, keep_attrs=True) if summed in whole.dims else whole
+    def _map(self, estimates: xr.DataArray, axis: str, summed: str) -> Heatmap:
+        """Heatmap of estimates by layer and `axis`, summed over the other axis `summed` where it exists."""
+        shown = estimates.sum(summed, keep_attrs=True) if summed in estimates.dims else estimates
         tokens = named(self.subject, self.read[0].corrupted)
-        over = f", summed over {summed}s" if summed in whole.dims else ""
+        over = f", summed over {summed}s" if summed in estimates.dims else ""
         return Heatmap.of(
-            shown.transpose("layer", kept).reset_coords(drop=True),
-            f"Estimated recovery by {kept}",
-            f"share of the answers' logit difference that comes back, to first order{over}; "
-            f"{self.read[0].texts[0]!r} put into {self.read[0].texts[1]!r}",
+            shown.transpose("layer", axis).reset_coords(drop=True),
+            f"Estimated recovery by {axis}",
+            f"share of the answers' logit difference that is recovered, to first order{over}; "
+            f"{self.read[0].texts[0]!r} patched into {self.read[0].texts[1]!r}",
             diverging=True,
             sources=("grid",),
-            json={f"estimate_by_{kept}": shown.transpose("layer", kept)},
-            **({"columns": tuple(format_token(each) for each in tokens)} if kept == "position" else {}),
+            json={f"estimate_by_{axis}": shown.transpose("layer", axis)},
+            **({"columns": tuple(map(format_token, tokens))} if axis == "position" else {}),
         )
 
-    def _told(self, pair: Any) -> Table:
-        agree = [
+    def _cells_table(self, pair: AttributedPair) -> Table:
+        """Table of the patched cells of the first pair: estimate beside exact recovery."""
+        agreement = [
             row | {"pair": number, "is_known": bool(self.counts[number])}
             for number in range(len(self.read))
             for row in records(self.checked.isel(draw=number), "chosen", "chosen", *AGREEMENT)
@@ -188,15 +210,15 @@ class AttributionPatchingTrace(AttributedPairs):
             ("chosen", "sort"),
             ("estimate", "estimate", "{:+.1f} %".format),
             ("exact", "exact", "{:+.1f} %".format),
-            title=f"{self.subject.name}: {pair.texts[0]!r} put into {pair.texts[1]!r}",
-            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by one "
-            f"patch of {self.kind}: to first order, and by a run.",
+            title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
+            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
+            f"one cell of {self.kind}: first-order estimate, and exact patch.",
             sources=("checked",),
             json={
                 **self.subject.about,
                 "kind": self.kind,
-                "pairs": [pair_json(each) for each in self.read],
+                "pairs": [pair_json(p) for p in self.read],
                 "cells": self.cells,
-                "agreement": agree,
+                "agreement": agreement,
             },
         )

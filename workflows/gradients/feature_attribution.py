@@ -1,19 +1,21 @@
 """Which features carry the difference between two prompts, by gradients, and do exact runs agree?
 
-Where a dictionary writes, two runs differ by what its features do and by a rest that no feature accounts for.
-One pass back through the corrupted prompt estimates what each of them moves when it is put in from the
-clean one (stages/features/effects/attribution.py; Marks et al. 2024, "Sparse Feature Circuits", section 3.1),
-on the scale on which 0 is as corrupted and 100 % as clean by the difference of the two answers' logits. The
-largest estimates, and as many cells drawn at random, are then run exactly.
+Where a dictionary (SAE, transcoder, CLT) writes, a clean and a corrupted run differ by the changes of its
+features and by the dictionary's error, which no feature explains ("rest" in names). One backward pass through
+the corrupted prompt estimates, to first order, the effect of patching in each feature's clean activation
+(stages/features/effects/attribution.py; Marks et al. 2024, "Sparse Feature Circuits", section 3.1). Effects
+are recoveries of the difference of the two answers' logits: 0 % for the corrupted run, 100 % for the clean
+one. The cells (feature or error, position) with the largest estimates, and as many random cells, are then
+patched exactly.
 
-Two claims, of pairs of shipped facts that the model knows. The feature with the largest estimate, put in
-exactly, moves the answer more than random ones: every feature that differs is exchanged for another one of
-its layer that writes as much at the same position, and the largest of these is put in, so that the draws pay
-for the choice too (random_attribution.py). And estimates rank cells as exact runs do, beside estimates
-shuffled.
+Two claims, about pairs of facts that the model knows. (1) Patching the feature with the largest estimate has
+a larger effect than random features. For each draw, every feature that differs between the runs is exchanged
+for a random one of its layer with the same norm of its write at the same position, and the one with the
+largest estimate is patched: the null distribution includes the selection (random_attribution.py). (2)
+Estimates rank cells as exact effects do, against shuffled estimates.
 
-What no feature accounts for is told beside them: a dictionary that leaves most of a difference in the rest
-says little about it, whatever its features do. The pair shown is the first that the model knows.
+The share of errors among the largest estimates is reported: if it is large, features explain little of the
+difference. The pair shown is the first that the model knows.
 """
 
 from __future__ import annotations
@@ -56,19 +58,27 @@ __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 @dataclass(frozen=True)
 class FeatureAttributionTraceSettings(AttributionSettings):
-    """What `--set` can change."""
+    """Settings of `FeatureAttributionTrace`.
 
-    wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
-    dictionary: str = setting("", "features: directory or org/repo; none: specimen/clt")
-    verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
-    draws: Count = setting(50, "times random features are drawn, of which the largest is put in")
+    Raises:
+        ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
+    """
+
+    wrong: str = setting("", "next word of the corrupted prompt, if prompt is set")
+    dictionary: str = setting("", "dictionary of features: directory or org/repo; none: specimen/clt")
+    verify: Count = setting(
+        12, "number of cells with the largest estimates that are patched exactly, and of random ones"
+    )
+    draws: Count = setting(
+        50, "draws of random features, of which the one with the largest estimate is patched"
+    )
 
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class FeatureAttributionTrace(AttributedPairs):
-    """Cells of every pair, estimated and run."""
+    """Estimates and exact patches of feature cells in every pair."""
 
     name = "feature_attribution"
     question = (
@@ -78,53 +88,55 @@ class FeatureAttributionTrace(AttributedPairs):
     settings: FeatureAttributionTraceSettings
 
     def plan(self) -> Nodes:
-        """The cells of each pair, what their features write, and what random ones do."""
-        given = self.settings
-        self.read = self.read_pairs(given.wrong)
-        self.dictionary = held = dictionary_of(given.dictionary, given.model, "clt")
-        held.require_fit(self.subject.config, self.subject.name)
+        """Per pair: cells, tokens that their features promote, and the null distribution of random
+        features."""
+        settings = self.settings
+        self.read = self.read_pairs(settings.wrong)
+        self.dictionary = dictionary = dictionary_of(settings.dictionary, settings.model, "clt")
+        dictionary.require_fit(self.subject.config, self.subject.name)
         nodes: Nodes = {}
         random = []
         for number, pair in enumerate(self.read):
-            asked: dict[str, Any] = {
+            arguments: dict[str, Any] = {
                 "clean": pair.clean,
                 "corrupted": pair.corrupted,
                 "metric": Recovery(LogitDifference(pair.answer, pair.wrong)),
-                "dictionary": held.name,
-                "features": held.identity,
-                "seed": given.seed + number,
+                "dictionary": dictionary.name,
+                "features": dictionary.identity,
+                "seed": settings.seed + number,
             }
-            nodes[f"pair_{number}"] = self.on_model(FeatureAttribution(verify=given.verify, **asked))
-            random.append(RandomAttribution(draws=given.draws, **asked))
-        if writes_to_stream(self.subject, held):
+            nodes[f"pair_{number}"] = self.on_model(FeatureAttribution(verify=settings.verify, **arguments))
+            random.append(RandomAttribution(draws=settings.draws, **arguments))
+        if writes_to_stream(self.subject, dictionary):
             readout = readout_node(self.subject.files, dtype=self.subject.dtype)
             for name in tuple(nodes):
                 nodes[f"words_{name}"] = words_of_attribution.on(
                     attribution=nodes[name],
                     readout=readout,
-                    dictionary=held.as_resource(),
+                    dictionary=dictionary.as_resource(),
                 )
         return self.known_pairs_node(self.read) | nodes | {"random": self.on_model(AtOnce(tuple(random)))}
 
-    # -- what came out
+    # -- the results
 
     @cached_property
     def pairs(self) -> list[xr.Dataset]:
-        """The cells of every pair."""
+        """Cells of every pair with their estimates, [cell]; exact effects of some, in memory."""
         return [self.result(f"pair_{number}").load() for number in range(len(self.read))]
 
     @cached_property
     def counted(self) -> list[int]:
-        """Numbers of the pairs that count."""
+        """Indices of the pairs that count; see `counts`."""
         return np.flatnonzero(self.counts).tolist()
 
     @cached_property
     def random(self) -> xr.Dataset:
-        """The largest feature of each pair, and of each draw, [draw = pair, cause]."""
+        """Feature with the largest estimate in each pair, then one of each random draw, [draw = pair,
+        cause]."""
         return self.result("random").load()
 
     def labels(self, number: int) -> FeatureLabels:
-        """What the largest features of a pair write, and what people call them."""
+        """Labels of the features of a pair: tokens that they promote, and labels that people gave."""
         name = f"words_pair_{number}"
         words = self.result(name).load() if name in self.nodes else None
         return FeatureLabels.of_words(self.subject, words).called(labels_of(self.store, self.dictionary))
@@ -135,44 +147,51 @@ class FeatureAttributionTrace(AttributedPairs):
         return self.labels(0).spoken
 
     def claims(self) -> Iterator[Claim]:
-        """What the largest feature does by a run, and whether estimates rank cells."""
+        """Exact effect of the feature with the largest estimate, and rank correlation of estimates with exact
+        effects."""
         exact = 100 * np.abs(self.random["exact"].transpose("draw", "cause").values[self.counted])
-        text = "the feature with the largest estimate, put in exactly, moves the answer"
-        of = "the largest of as many random features of the same layers, which write as much"
+        text = (
+            "patching the feature with the largest estimate changes the logit difference (absolute recovery)"
+        )
+        of = "the feature selected likewise among random features of the same layers and write norms"
         yield Claim.over(text, exact[:, 0], exact[:, 1:], of, self.settings, unit="%")
-        text = "estimates rank cells as exact runs do (Spearman)"
+        text = "estimates rank cells as exact patches do (Spearman correlation)"
         yield Claim.ranking(text, list(map(self._checked, self.counted)), "cells of each pair", self.settings)
 
     def claims_caption(self) -> str:
-        """Pairs that count, the worst estimate, and why no pairs are held out."""
+        """Caption of the claims: pairs that count, the largest error of an estimate, and why no pairs are
+        held out."""
+        # Over all patched cells, random ones included.
         worst = max(float(np.abs(a - b).max()) for a, b in map(self._checked, self.counted))
-        rest, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify
+        errors, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify
         return (
-            f"{len(self.counted)} of {len(self.read)} pairs, whose answer the model predicts; the {verify} "
-            f"largest estimates and as many random cells of each are run exactly. Worst miss {worst:.1f} %. "
-            f"Of the {verify} largest, {rest:.0f} % are errors of the dictionary. A feature is chosen by "
-            "its estimate in the pair it is run in, and each draw chooses in the same way among random "
-            "features, so that no pairs need to be held out."
+            f"{len(self.counted)} of {len(self.read)} pairs, those whose answer the model predicts; of each, "
+            f"the {verify} cells with the largest estimates and as many random ones are patched. Largest "
+            f"error of an estimate: {worst:.1f} %. Of the {verify} largest estimates, {errors:.0f} % are "
+            "errors of the dictionary. A feature is selected by its estimate in the pair that it is patched "
+            "in, and each draw selects in the same way among random features, so that no pairs need to be "
+            "held out."
         )
 
     def _checked(self, number: int) -> tuple[Any, Any]:
-        """Estimates and exact effects of the cells of a pair that were run, percent."""
+        """Estimated and exact recoveries of the patched cells of a pair in percent, [patched cell] each."""
         pair = self.pairs[number]
         estimate = pair["estimate"].values[pair["chosen_cell"].values]
         return 100 * estimate, 100 * pair["exact"].values
 
     def _rests(self, number: int) -> float:
-        """Share of the largest estimates of a pair that are rests, percent."""
+        """Percentage of a pair's largest estimates that are errors of the dictionary, not features."""
         pair = self.pairs[number]
         cells = pair["chosen_cell"].values[pair["sort"].values == LARGEST]
         return 100 * float((pair["feature"].values[cells] == REST).mean())
 
     def document(self, number: int) -> dict[str, Any]:
-        """A pair in plain values: its largest feature, beside the draws, and how estimates agree."""
-        found, pair = self.random.isel(draw=number), self.pairs[number]
-        exact = 100 * found["exact"].values
-        feature = FeatureId(int(found["layer"][0]), int(found["feature"][0]))
-        position = int(found["position"][0])
+        """Pair `number` for tables and JSON: its strongest feature, quantile among draws, agreement of
+        estimates."""
+        causes, pair = self.random.isel(draw=number), self.pairs[number]
+        exact = 100 * causes["exact"].values
+        feature = FeatureId(int(causes["layer"][0]), int(causes["feature"][0]))
+        position = int(causes["position"][0])
         null = Null(np.abs(exact[1:]), "random features")
         return {
             **pair_json(self.read[number]),
@@ -180,17 +199,18 @@ class FeatureAttributionTrace(AttributedPairs):
             **self.labels(number).json(feature),
             "position": position,
             "token": named(self.subject, self.read[number].clean)[position],
-            "estimate": 100 * float(found["estimate"][0]),
+            "estimate": 100 * float(causes["estimate"][0]),
             "exact": float(exact[0]),
             "random_median": null.median,
             "quantile": float((np.abs(exact[1:]) < abs(exact[0])).mean()),
-            "candidates": int(found["candidates"]),
+            "candidates": int(causes["candidates"]),
             "rests": self._rests(number),
             **record(pair.sel(chosen="all"), *AGREEMENT),
         }
 
     def cells(self, number: int) -> list[dict[str, Any]]:
-        """Cells of a pair that were run, largest estimates first, then those drawn; percent."""
+        """Records of the patched cells of a pair, largest estimates first, then random ones; effects in
+        percent."""
         pair, labels = self.pairs[number], self.labels(number)
         tokens = [named(self.subject, ids) for ids in (self.read[number].clean, self.read[number].corrupted)]
         estimate, exact = self._checked(number)
@@ -204,10 +224,10 @@ class FeatureAttributionTrace(AttributedPairs):
                 {
                     "layer": layer,
                     "index": None if is_rest else index,
-                    "label": "what no feature accounts for" if is_rest else labels.label(feature),
-                    "short": f"rest of layer {layer}" if is_rest else labels.short(feature),
+                    "label": "error of the dictionary" if is_rest else labels.label(feature),
+                    "short": f"error of layer {layer}" if is_rest else labels.short(feature),
                     "position": position,
-                    "tokens": [each[position] for each in tokens],
+                    "tokens": [texts[position] for texts in tokens],
                     "change": float(pair["change"][cell]),
                     "sort": str(pair["sort"].values[i]),
                     "estimate": float(estimate[i]),
@@ -218,39 +238,48 @@ class FeatureAttributionTrace(AttributedPairs):
         return rows
 
     def views(self) -> Iterator[View]:
-        """The claims, where the estimates of the pair shown are, its cells both ways, and all pairs."""
+        """Heatmaps of the shown pair's estimates by layer and position, its patched cells, and a table of
+        pairs."""
         number = self.counted[0] if self.counted else 0
         pair = self.read[number]
         maps = [
-            self._map(number, "features", "Features, summed by place"),
-            self._map(number, "rests", "What no feature accounts for"),
+            self._map(number, "features", "Features: sum of estimates"),
+            self._map(number, "rests", "Errors of the dictionary: estimates"),
         ]
-        title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
+        title = f"Feature attribution: {pair.texts[0]!r} patched into {pair.texts[1]!r}"
         yield from together("feature_attribution", title, *maps, beside=[self.findings], columns=2)
         yield self._cells_table(number, pair)
         yield self._pairs_table()
 
-    def _map(self, number: int, what: str, title: str) -> Heatmap:
-        """Estimates summed over the features, or of the rests, by layer and position, percent."""
+    def _map(self, number: int, cells: str, title: str) -> Heatmap:
+        """Heatmap of estimates summed by layer and position, in percent.
+
+        Arguments:
+            number: index of the pair.
+            cells: "features", or "rests" for errors of the dictionary.
+            title: of the heatmap.
+        """
         pair, tokens = self.pairs[number], named(self.subject, self.read[number].corrupted)
-        mine = np.flatnonzero((pair["feature"].values == REST) == (what == "rests"))
-        layers, positions = (pair[name].values[mine] for name in ("layer", "position"))
+        rows = np.flatnonzero((pair["feature"].values == REST) == (cells == "rests"))
+        layers, positions = (pair[name].values[rows] for name in ("layer", "position"))
         sums = np.zeros((self.subject.config.num_layers, len(tokens)))
-        np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[mine])
+        # `np.add.at` sums several features of one cell; `sums[...] += ...` would keep only the last.
+        np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[rows])
         array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
-        where = "read" if what == "features" else "written to"
+        where = "that features read" if cells == "features" else "that is written to"
         return Heatmap.of(
             array,
             title,
-            f"share of the answers' logit difference that comes back, to first order, by layer {where}; "
-            f"{self.read[number].texts[0]!r} put into {self.read[number].texts[1]!r}",
+            f"share of the answers' logit difference that is recovered, to first order, by layer {where}; "
+            f"{self.read[number].texts[0]!r} patched into {self.read[number].texts[1]!r}",
             diverging=True,
-            columns=tuple(format_token(each) for each in tokens),
+            columns=tuple(map(format_token, tokens)),
             sources=(f"pair_{number}",),
-            json={f"estimate_of_{what}": sums},
+            json={f"estimate_of_{cells}": sums},
         )
 
     def _cells_table(self, number: int, pair: AttributedPair) -> Table:
+        """Table of the patched cells of a pair: estimate, exact recovery and that of a random direction."""
         cells = self.cells(number)
         return Table.of(
             cells,
@@ -261,11 +290,11 @@ class FeatureAttributionTrace(AttributedPairs):
             ("exact", "exact", "{:+.1f} %".format),
             ("random direction", "random_direction", "{:+.1f} %".format),
             strong=lambda row: row["index"] is not None and row["sort"] == LARGEST,
-            title=f"{self.subject.name}: {pair.texts[0]!r} put into {pair.texts[1]!r}",
-            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by one "
-            f"feature of {self.dictionary.name} or one rest: to first order, by a run, and by a run with a "
-            "random direction as long in its place. In quotes what a feature writes; tokens: clean, and "
-            "corrupted where that is another.",
+            title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
+            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
+            f"one feature of {self.dictionary.name}, or its error in one layer: first-order estimate, exact "
+            "patch, and exact patch of a random direction of the same norm. In quotes: tokens that a feature "
+            "promotes; position: clean token, and the corrupted one if it differs.",
             sources=(f"pair_{number}",),
             json={
                 **self.subject.about,
@@ -276,6 +305,7 @@ class FeatureAttributionTrace(AttributedPairs):
         )
 
     def _pairs_table(self) -> Table:
+        """Table of the feature with the largest estimate in each pair, beside random features."""
         rows = [self.document(number) for number in range(len(self.read))]
         labels = [self.labels(number) for number in range(len(self.read))]
 
@@ -290,17 +320,19 @@ class FeatureAttributionTrace(AttributedPairs):
             ("random, median", "random_median", "{:.1f} %".format),
             ("quantile", "quantile", ".2f"),
             ("chosen among", "candidates", "d"),
-            ("rests", "rests", "{:.0f} %".format),
+            ("errors", "rests", "{:.0f} %".format),
             strong=lambda row: row["is_known"],
-            title="The largest feature of each pair, and the largest of as many random ones",
-            caption="By runs; random ones: other features of the same layers, writing as much at the same "
-            "positions, sizes of effects. Quantile: share of these draws that move the answer less. Rests: "
-            "share of the largest estimates that no feature accounts for. Bold: the model says the answer.",
+            title="The feature with the largest estimate in each pair, against random features",
+            caption="Recovery by exact patches; random: absolute recovery of other features of the same "
+            "layers, with the same norms of writes at the same positions. Quantile: share of random draws "
+            "with a smaller effect. Errors: share of the largest estimates that are errors of the "
+            "dictionary. Bold: the model predicts the answer.",
             sources=("random",),
             json={"pairs": rows},
         )
 
 
 def _tokens(tokens: list[str]) -> str:
+    """Clean token of a position, and the corrupted one if it differs."""
     clean, corrupted = map(format_token, tokens)
     return clean if clean == corrupted else f"{clean} / {corrupted}"

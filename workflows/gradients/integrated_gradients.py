@@ -1,16 +1,15 @@
 """Which tokens of a prompt does the answer's logit come from?
 
-Integrated gradients, and runs without each token.
+Integrated gradients (Sundararajan et al. 2017): gradients of the answer's log-probability are integrated
+along the straight line from the embeddings of a baseline prompt to those of the prompt
+(stages/causal/attribution/integrated.py). Each position gets an attribution; attributions sum to the
+difference of log-probability between prompt and baseline, up to a reported gap. They are compared with exact
+runs: the log-probability lost when the embedding of one position is replaced by that of the baseline.
 
-Along the straight line from the embeddings of an unrelated prompt to those of the prompt, gradients of the
-answer's log-probability are summed up (stages/causal/attribution/integrated.py): each position gets a share,
-and the shares add up to what the whole prompt does, but for a gap that is told. Beside them stands what exact
-runs say: the log-probability lost when the embedding of one position alone becomes that of the unrelated
-prompt.
-
-Defaults: shipped facts, of which those count that the model knows; baselines are other facts of as many
-tokens and another answer. Two claims: replacing the position with the largest share loses more than replacing
-another one of the same prompt; and shares rank positions as runs do, beside shares shuffled among them.
+Two claims, about facts that the model knows: replacing the token with the largest attribution loses more than
+replacing another token of the same prompt; and attributions rank tokens as exact runs do, against shuffled
+attributions. Default prompts are shipped facts; their baselines are other facts of the same length with
+another answer.
 """
 
 from __future__ import annotations
@@ -41,17 +40,18 @@ if TYPE_CHECKING:
 __all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
 
 MEASURED = ("log-probability of the answer", "nats")
+"""Name and unit of attributions."""
 
 
 @dataclass(frozen=True)
 class IntegratedGradientsTraceSettings(AttributionSettings):
-    """What `--set` can change."""
+    """Settings of `IntegratedGradientsTrace`."""
 
-    steps: Count = setting(32, "places along the way at which gradients are taken")
+    steps: Count = setting(32, "number of steps of the integral along the line")
 
 
 class IntegratedGradientsTrace(AttributedPairs):
-    """Paths from unrelated prompts to facts, one per fact."""
+    """Integrated gradients from a baseline prompt to each fact."""
 
     name = "integrated_gradients"
     question = "Which tokens of a prompt does the answer's logit come from?"
@@ -59,118 +59,126 @@ class IntegratedGradientsTrace(AttributedPairs):
     settings: IntegratedGradientsTraceSettings
 
     def plan(self) -> Nodes:
-        """A result per fact, and which answers the model knows."""
-        given = self.settings
+        """One result per fact, and ranks of the answers."""
+        settings = self.settings
         self.read = self.read_pairs()
         unrelated = Unrelated(self.subject)
         nodes: Nodes = {}
         for number, pair in enumerate(self.read):
             baseline = pair.corrupted
-            if not given.prompt:
-                (baseline,) = unrelated.to(pair.clean, 1, seed=given.seed + number, targets=pair.answers)
+            if not settings.prompt:
+                (baseline,) = unrelated.to(pair.clean, 1, seed=settings.seed + number, targets=pair.answers)
             nodes[f"fact_{number}"] = self.on_model(
                 IntegratedGradients(
                     prompt=pair.clean,
                     baseline=baseline,
                     metric=LogProbability(pair.answer),
-                    steps=given.steps,
+                    steps=settings.steps,
                 )
             )
         return self.known_pairs_node(self.read) | nodes
 
     @cached_property
     def facts(self) -> list[xr.Dataset]:
-        """What was found of each, over positions whose embedding differs from the baseline's."""
-        found = [self.result(f"fact_{number}").load() for number in range(len(self.read))]
-        return [each.isel(position=np.flatnonzero(each["attribution"].values != 0)) for each in found]
+        """Result of each fact, restricted to positions whose embedding differs from the baseline's."""
+        results = [self.result(f"fact_{number}").load() for number in range(len(self.read))]
+        # Where the embeddings are equal, the attribution is exactly 0.
+        return [fact.isel(position=np.flatnonzero(fact["attribution"].values != 0)) for fact in results]
 
     @cached_property
     def counted(self) -> list[xr.Dataset]:
         """Facts that the model knows, with more than one position that differs from the baseline."""
         return [
-            each
-            for each, known in zip(self.facts, self.counts, strict=True)
-            if known and each.sizes["position"] > 1
+            fact
+            for fact, is_known in zip(self.facts, self.counts, strict=True)
+            if is_known and fact.sizes["position"] > 1
         ]
 
     @property
     def not_claimed(self) -> str:
-        """See `KnownWorkflow`; also where one position alone differs from the baseline."""
-        alone = "One position differs from the baseline: there is none to compare it with."
-        return super().not_claimed or ("" if self.counted else alone)
+        """See `KnownWorkflow`; nothing is claimed either if only one position differs from the baseline."""
+        single = "Only one position differs from the baseline, so that there is no other to compare it with."
+        return super().not_claimed or ("" if self.counted else single)
 
     def claims(self) -> Iterator[Claim]:
-        """What the position with the largest share is worth by a run, and whether shares rank positions."""
+        """Exact effect of the token with the largest attribution, and rank correlation of attributions with
+        exact effects."""
         settings = self.settings
-        largest, others = zip(*map(self._removed, self.counted), strict=True)
-        count, random = min(map(len, others)), np.random.default_rng(settings.seed)
-        drawn = np.array([random.permutation(values)[:count] for values in others])
-        text = "without the token of the largest share the answer loses log-probability"
+        largest, controls = zip(*map(self._removed, self.counted), strict=True)
+        # Every prompt needs the same number of controls; the shortest has the fewest.
+        count, random = min(map(len, controls)), np.random.default_rng(settings.seed)
+        drawn = np.array([random.permutation(values)[:count] for values in controls])
+        text = (
+            "replacing the token with the largest attribution by the baseline's lowers the log-probability "
+            "of the answer"
+        )
         yield Claim.over(text, largest, drawn, "another token of each prompt", settings, unit="nats")
-        text = "shares rank tokens as runs without them do (Spearman)"
+        text = "attributions rank tokens as exact replacements do (Spearman correlation)"
         pairs = [(fact["attribution"].values, fact["removed"].values) for fact in self.counted]
         yield Claim.ranking(text, pairs, "tokens of each prompt", settings)
 
     def claims_caption(self) -> str:
-        """Facts that count, and the worst sum of shares."""
+        """Caption of the claims: facts that count, and the largest gap of the attributions."""
         gap = max(abs(float(fact["gap"])) for fact in self.facts)
         return (
-            f"{len(self.counted)} of {len(self.read)} facts, whose answer the model predicts; in "
-            f"{self.settings.steps} steps shares miss the whole by at most {gap:.3f} nats."
+            f"{len(self.counted)} of {len(self.read)} facts, those whose answer the model predicts; in "
+            f"{self.settings.steps} steps attributions sum to the whole difference up to {gap:.3f} nats."
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
-        """What is lost without the token of the largest share, and without each other one, in nats."""
+        """Log-probability lost, in nats, by replacing the token with the largest attribution, and each other
+        token, [token]."""
         most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 
     def document(self, number: int) -> dict[str, Any]:
-        """A fact in plain values."""
+        """Fact `number` for tables and the JSON document."""
         fact, pair = self.facts[number], self.read[number]
-        value, base = fact["value"].values.tolist()
+        value, baseline = fact["value"].values.tolist()
         return {
             **pair_json(pair),
             "is_known": bool(self.counts[number]),
             "log_probability": value,
-            "baseline_log_probability": base,
+            "baseline_log_probability": baseline,
             "gap": float(fact["gap"]),
             "tokens": records(fact, "position", "position", "token", "removed", share="attribution"),
         }
 
     def views(self) -> Iterator[View]:
-        """The claims, the tokens of the first fact both ways, and the way itself."""
+        """The first fact's attributions and exact effects, the path of log-probabilities, and a table of
+        facts."""
         facts = [self.document(number) for number in range(len(self.read))]
-        shown, told = self.facts[0], facts[0]
-        way = labelled(
+        shown, first_fact = self.facts[0], facts[0]
+        path = labelled(
             np.stack([fact["path"].values for fact in self.facts]),
             *MEASURED,
             fact=[f"{fact['answer']} ({n})" for n, fact in enumerate(facts)],
             step=shown["step"].values,
         )
         lines = Lines.of(
-            way,
-            "Along the way",
-            "log-probability of each fact's answer from its baseline (0) to its prompt (1)",
+            path,
+            "Log-probability along the line",
+            "of each fact's answer, from the embeddings of its baseline (0) to those of its prompt (1)",
             sources=tuple(self.nodes),
         )
         panels: list[View] = [lines]
-        if told["tokens"]:  # every position may be that of the baseline
-            names = [f"{format_token(each['token'])} {each['position']}" for each in told["tokens"]]
-            both = labelled(
+        if first_fact["tokens"]:  # empty if every position equals that of the baseline
+            names = [f"{format_token(row['token'])} {row['position']}" for row in first_fact["tokens"]]
+            by_measure = labelled(
                 np.stack([shown["attribution"].values, shown["removed"].values]),
                 *MEASURED,
-                what=["share", "lost without it"],
+                what=["attribution", "lost when replaced"],
                 position=names,
             )
             bars = Bars.of(
-                both,
-                f"Tokens of {told['clean_prompt']!r}",
-                f"share of each in the log-probability of {told['answer']!r}, and what is lost when its "
-                "embedding is that of the baseline",
+                by_measure,
+                f"Tokens of {first_fact['clean_prompt']!r}",
+                f"attribution of the log-probability of {first_fact['answer']!r}, and the log-probability "
+                "lost when the embedding is replaced by the baseline's",
                 sources=("fact_0",),
             )
             panels.insert(0, bars)
-        title = f"Where {told['answer']!r} comes from"
+        title = f"Integrated gradients of {first_fact['answer']!r}"
         yield from together("integrated_gradients", title, *panels, beside=[self.findings], columns=2)
         yield Table.of(
             facts,
@@ -179,14 +187,16 @@ class IntegratedGradientsTrace(AttributedPairs):
             ("log-probability", "log_probability", ".2f"),
             ("of the baseline", "baseline_log_probability", ".2f"),
             ("gap", "gap", "+.4f"),
-            ("largest share", _most),
+            ("largest attribution", _most),
             title=f"{self.subject.name}: {len(facts)} facts",
-            caption="Log-probability of the answer in nats; the gap is what shares do not add up to.",
+            caption="Log-probability of the answer in nats; gap: difference of prompt and baseline that the "
+            "sum of attributions misses.",
             sources=tuple(self.nodes),
             json={**self.subject.about, "steps": self.settings.steps, "facts": facts},
         )
 
 
-def _most(told: dict[str, Any]) -> str:
-    token = max(told["tokens"], key=lambda each: abs(each["share"]), default=None)
+def _most(fact: dict[str, Any]) -> str:
+    """Token of a fact with the largest absolute attribution."""
+    token = max(fact["tokens"], key=lambda row: abs(row["share"]), default=None)
     return "none" if token is None else f"{format_token(token['token'])} ({token['share']:+.2f})"

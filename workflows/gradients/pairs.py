@@ -1,8 +1,8 @@
-"""Pairs of prompts that attribution is asked about: whose answers differ, of as many tokens.
+"""Pairs of prompts for attribution: equal numbers of tokens, different answers.
 
-One's own pair, the pairs of `data`, or shipped facts; of the last two count those the model knows, whose
-clean answer is its likeliest next token (material/facts/known.py): gradients of an untrained network find
-causes, too, of nothing anybody said.
+Pairs are one pair given by the settings, the pairs of `data`, or shipped facts. Of the latter two, claims
+only count pairs that the model knows, whose clean answer is its likeliest next token
+(material/facts/known.py): gradients of an untrained network have largest entries too.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -29,12 +29,16 @@ __all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
 
 @dataclass(frozen=True)
 class AttributionSettings(DataSettings, ModelSettings):
-    """A question about a pair of prompts and their answers, or about pairs of facts."""
+    """Settings of attribution workflows: one pair of prompts and its answer, or pairs of facts.
+
+    Raises:
+        ConfigError: some but not all of prompt, corrupted and answer are set.
+    """
 
     prompt: str = setting("", "clean prompt; none: the pairs of data, or shipped facts")
-    corrupted: str = setting("", "the same of another answer, of as many tokens")
-    answer: str = setting("", "what comes next in the clean prompt; its first token is followed")
-    pairs: Count = setting(8, "how many pairs of facts, where no prompt is named")
+    corrupted: str = setting("", "corrupted prompt, with another answer and as many tokens")
+    answer: str = setting("", "next word of the clean prompt; its first token is measured")
+    pairs: Count = setting(8, "number of pairs of facts, if prompt is not set")
 
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted", "answer")
@@ -42,87 +46,99 @@ class AttributionSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class AttributedPair:
-    """Texts of a clean and a corrupted prompt and their answers, and all of it as token ids.
-
-    wrong: the corrupted prompt's answer, that of the clean one where nobody named it.
-    """
+    """Clean and corrupted prompt of equal token count, with answers, as text and token ids."""
 
     texts: tuple[str, str]
+    """Clean and corrupted prompt."""
     answers: tuple[str, str]
+    """Answers of the clean and of the corrupted prompt; the latter "" if unknown."""
     clean: tuple[int, ...]
+    """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
+    """Token ids of the corrupted prompt."""
     answer: int
+    """First token id of the clean prompt's answer."""
     wrong: int
+    """First token id of the corrupted prompt's answer; `answer` if that is unknown."""
 
 
 class AttributedPairs(KnownWorkflow):
-    """A question about such pairs."""
+    """A workflow that attributes the answers of pairs of prompts."""
 
     settings: AttributionSettings
     asked_about = "pairs"
 
     def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
-        """Those asked for, or the first of `data`, else of the shipped ones, that fit the model.
+        """The pair of the settings, or the first settings.pairs of `data`, or of shipped facts, that fit the
+        model.
 
-        wrong: the answer of one's own corrupted prompt. Raises ConfigError for prompts of different lengths
-        or of the same tokens, answers that begin alike, or no pair at all.
+        Arguments:
+            wrong: answer of the corrupted prompt of the settings; "" if unknown.
+
+        Raises:
+            ConfigError: prompts of different lengths or with equal tokens, answers with the same first token,
+                or no pair of facts that fits the model.
         """
-        given, subject = self.settings, self.subject
+        settings, subject = self.settings, self.subject
+        # Models that fill in masks have no next token to predict.
         require_next(subject)
-        if given.prompt:
-            return (_paired(subject, (given.prompt, given.corrupted), (given.answer, wrong)),)
-        found: list[AttributedPair] = []
-        for record in pair_records(subject, given.data):
-            one, other, answer, wrong = (record[name] for name in FIELDS)
+        if settings.prompt:
+            texts, answers = (settings.prompt, settings.corrupted), (settings.answer, wrong)
+            return (_paired(subject, texts, answers),)
+        pairs: list[AttributedPair] = []
+        for record in pair_records(subject, settings.data):
+            clean, corrupted, answer, wrong = (record[name] for name in FIELDS)
             try:
-                found.append(_paired(subject, (one, other), (answer, wrong)))
+                pairs.append(_paired(subject, (clean, corrupted), (answer, wrong)))
             except ConfigError:
-                continue  # answers that begin with the same token tell nothing apart
-            if len(found) == given.pairs:
+                continue  # lengths differ, or answers with the same first token, whose logits cannot differ
+            if len(pairs) == settings.pairs:
                 break
-        if not found:
+        if not pairs:
             raise ConfigError(
                 "expected pairs of facts that fit the model, of as many tokens and with answers that begin "
                 "differently, found none; give others in data=…, or name a prompt"
             )
-        return tuple(found)
+        return tuple(pairs)
 
     def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> Nodes:
-        """The node that says which pairs the model knows; none for a pair of one's own: it always counts."""
+        """The node that measures which pairs the model knows; none for the pair of the settings, which always
+        counts."""
         if self.settings.prompt:
             return {}
         return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in pairs]})
 
     @property
     def counts(self) -> npt.NDArray[np.bool_]:
-        """Which pairs count, bool [pair]: those that the model knows, and a pair of one's own."""
+        """Which pairs count, bool [pair]: those that the model knows, and the pair of the settings."""
         return np.ones(1, bool) if self.settings.prompt else self.is_known(SCORED)
 
 
 def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) -> AttributedPair:
+    """A pair of texts and their answers as token ids; see `read_pairs` for errors."""
     clean, corrupted = (tuple(encoded(subject, text).ids) for text in texts)
     answer = subject.answer_id(texts[0], answers[0])
     wrong = subject.answer_id(texts[1], answers[1]) if answers[1] else answer
     if len(clean) != len(corrupted):
         raise ConfigError(
-            f"expected prompts of as many tokens, found {len(clean)} in {texts[0]!r} and {len(corrupted)} in "
-            f"{texts[1]!r}; choose another corrupted prompt"
+            f"expected prompts with the same number of tokens, found {len(clean)} in {texts[0]!r} and "
+            f"{len(corrupted)} in {texts[1]!r}; choose another corrupted prompt"
         )
     if clean == corrupted:
         raise ConfigError(
             f"expected a corrupted prompt that differs from the clean one, found {texts[0]!r} twice; change "
-            "the words the answer depends on"
+            "the words that the answer depends on"
         )
     if answers[1] and answer == wrong:
         raise ConfigError(
             f"expected answers that begin with different tokens, found {answers[0]!r} and {answers[1]!r}; "
-            "choose others"
+            "choose other answers"
         )
     return AttributedPair(texts, answers, clean, corrupted, answer, wrong)
 
 
 def pair_json(pair: AttributedPair) -> dict[str, Any]:
-    """Fields of a pair in documents."""
+    """Fields of a pair for the JSON document."""
     return {
         "clean_prompt": pair.texts[0],
         "corrupted_prompt": pair.texts[1],

@@ -1,1 +1,1 @@
-"""Questions about plans: is the word that a text ends on decided earlier, and can that be taken back?"""
+"""Workflows on planning: whether the last word of a text is decided at an earlier token."""

@@ -1,25 +1,28 @@
-"""Is the rhyme of a couplet chosen before its second line, or at its end? Patched with controls.
+"""Is the rhyme of a couplet chosen before its second line, or at its end? Activation patching with controls.
 
-Two couplets differ in the end of their first line alone, words of two families of rhymes. States of the one
-are put into the other, layer by layer and role by role (stages/causal/grids/line_patching.py), and P(rhymes
-with the other) is read at the end of line 2, by all words of that family but both ends themselves. What
-becomes of its own rhyme is told beside it and decides nothing: any other state takes from that. That the end
-of line 1 itself turns the end of line 2 says only that the rhyme is read.
+Two couplets differ only in the last word of line 1, which belongs to two different rhymes. Residual states of
+the other couplet are patched into the first, one layer and role at a time
+(stages/causal/grids/line_patching.py). The effect is the change of P(rhymes with the other couplet) at the
+end of line 2: the summed probability of all words of that rhyme except both ends of line 1. The change of the
+couplet's own rhyme is reported but decides nothing, as any foreign state lowers it. That patching the end of
+line 1 itself has an effect only shows that the model rhymes.
 
-*Planned* is what Lindsey et al. 2025 ("On the Biology of a Large Language Model", planning in poems) set
-against improvisation, as far as patching can tell: a state at the line break or the first token of line 2
-that alone turns the end. *Improvised*: the last token, and nothing between, reads the other rhyme, and the
-end turns. Turns: beyond chance, and by at least `least` of what the other couplet does whole. Either, both or
-neither may be so. What is asked is which rhyme comes, not which of its words.
+Following Lindsey et al. 2025 ("On the Biology of a Large Language Model", planning in poems), as far as
+patching can tell, the verdict is
+- *planned* if one state at the line break or the first token of line 2 changes the rhyme at the end;
+- *improvised* if the last token alone, reading the other end of line 1 while all tokens between keep their
+  states, changes it.
+Both or neither may hold. A patch "changes the rhyme" if its effect is beyond chance and at least the share
+`least` of the effect of the whole other couplet. The question is about the rhyme, not about the word.
 
-Layer and role are chosen on half of the pairs and scored on the other half. Null: states under a third rhyme,
-under another word of the same rhyme, and random directions as long, put in likewise; told is the strictest of
-the three. Positions are no null, as a plan may lie at several: the map shows them all. Pairs count whose two
-ends the model rhymes with, and nothing is claimed of a model that does not end couplets on their own rhyme
-rather than on others.
+Layer and role are chosen on half of the pairs and scored on the other half. Controls, patched likewise, are
+states of a couplet with a third rhyme, of one with another word of the same rhyme, and random changes of the
+same norm; claims use the one with the largest p-value. Other positions are no null, as a plan may be held at
+several: the heatmap shows all. Only pairs count whose two couplets the model ends on their rhymes, and
+nothing is claimed of a model that does not rhyme.
 
-What comes before the end is asked as well: whether the state that turns it changes next tokens on the way.
-There a third rhyme is no null, as it would change them as much.
+A further claim is about the tokens before the end: whether the same state also changes next-token
+distributions within line 2. A third rhyme is no control there, as it would change them as much.
 """
 
 from __future__ import annotations
@@ -41,55 +44,59 @@ from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Heatmap, Note, Table, Text, Tokens, View, together
 from ..workflow import ModelWorkflow, Nodes
-from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, PairsRead
+from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletEffects, CoupletPatches
 
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
 BEFORE, BETWEEN, DIRECT = range(len(WAYS))
+"""Indices into WAYS."""
 UNIT = "pp"
+"""Percentage points of P(rhymes with the other couplet) at the end of line 2."""
 VERDICTS = {
     (True, False): (
-        "Planned: a state before line 2 alone turns its end, and what the last token reads of the end of "
-        "line 1 itself does not."
+        "Planned: one state at the line break or the first token of line 2 changes the rhyme at its end; "
+        "what the last token reads of the end of line 1 itself does not."
     ),
     (True, True): (
-        "Both: a state before line 2 alone turns its end, and so does what the last token reads of the end "
-        "of line 1 itself."
+        "Both: one state at the line break or the first token of line 2 changes the rhyme at its end, and so "
+        "does what the last token reads of the end of line 1 itself."
     ),
     (False, True): (
-        "Improvised: what the last token reads of the end of line 1 itself turns the end of line 2; the "
-        "state before line 2 that does most does not."
+        "Improvised: what the last token reads of the end of line 1 itself changes the rhyme at the end of "
+        "line 2; the strongest state at the line break or the first token of line 2 does not."
     ),
     (False, False): (
-        "Neither: no state before line 2, and nothing that the last token reads of the end of line 1 itself, "
-        "turns the end of line 2."
+        "Neither: no state at the line break or the first token of line 2, and nothing that the last token "
+        "reads of the end of line 1 itself, changes the rhyme at the end of line 2."
     ),
 }
-"""By whether the state before line 2 turns the end, and what the last token reads itself."""
+"""Verdict by whether the state before line 2 changes the rhyme, and whether direct reading of line 1 does."""
 LATE = (
-    "On the way: states within line 2 turn its end; no single state before it does, nor what the last token "
-    "reads of the end of line 1 itself."
+    "On the way: all states between line 1 and the last token together change the rhyme at the end of line "
+    "2; no single state before line 2 does, nor what the last token reads of the end of line 1 itself."
 )
-"""Where neither does, and all states between together do."""
+"""Verdict if neither changes the rhyme, but all states between together do."""
 ON_THE_WAY: Mapping[str, Any] = {"kinds": ("same", "random"), "unit": "nats"}
-"""What next tokens before the end are held against."""
-Pick = Callable[[PairsRead], Floats]
-"""A number of every draw of a result."""
+"""Controls and unit of the claim about next tokens before the end of line 2."""
+Pick = Callable[[CoupletEffects], Floats]
+"""Selects a measure of a result, such as the effect of one layer and role, [draw]."""
 
 
 @dataclass(frozen=True)
 class CoupletPlanningSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """Settings of `CoupletPlanning`."""
 
-    pairs: Count = setting(24, "pairs layer and role are chosen on, and as many that are scored; at most 24")
-    donors: Count = setting(2, "of every kind of control, per pair scored")
+    pairs: Count = setting(
+        24, "pairs to choose layer and role on, and as many held-out pairs to score; at most 24"
+    )
+    donors: Count = setting(2, "control donors of every kind per pair to score")
     least: Share = setting(
-        0.1, "of what the other couplet does whole, for a state to be said to turn the end"
+        0.1, "least share of the whole other couplet's effect for a patch to count as changing the rhyme"
     )
 
 
 class CoupletPlanning(ModelWorkflow):
-    """States of another couplet, put in by layer and role."""
+    """Patching of another couplet's states by layer and role."""
 
     name = "couplet_planning"
     question = "Is the rhyme of a couplet chosen before its second line, or at its end?"
@@ -97,20 +104,21 @@ class CoupletPlanning(ModelWorkflow):
     settings: CoupletPlanningSettings
 
     def plan(self) -> Nodes:
-        """Patching experiments on the pairs to choose on, the pairs to score, and control donors."""
+        """Patching experiments on pairs to choose on, on pairs to score, and with each kind of control
+        donor."""
         require_next(self.subject)
-        given = self.settings
-        self.patches = CoupletPatches(self.subject, given.pairs, given.donors, given.seed)
+        settings = self.settings
+        self.patches = CoupletPatches(self.subject, settings.pairs, settings.donors, settings.seed)
         return {name: self.on_model(self.patches.experiment(name)) for name in ("choice", "scored", *KINDS)}
 
-    # -- what came out
+    # -- the results
 
     @cached_property
-    def read(self) -> Mapping[str, PairsRead]:
-        """Every result, as numbers of its draws."""
+    def read(self) -> Mapping[str, CoupletEffects]:
+        """Effects of every result, by its name."""
         patches = self.patches
         return {
-            name: PairsRead(
+            name: CoupletEffects(
                 self.result(name).load(),
                 patches.choice if name == "choice" else patches.scored,
                 patches.donors.get(name, 1),
@@ -119,29 +127,38 @@ class CoupletPlanning(ModelWorkflow):
         }
 
     def values(self, name: str, pick: Pick) -> Floats:
-        """A number of the pairs that count, [pair, ...]; of donors [pair, donor, ...]."""
-        found, count = pick(self.read[name]), self.patches.donors.get(name, 0)
+        """A measure of a result for the pairs that count: [pair, ...], for control donors [pair, donor, ...].
+
+        Arguments:
+            name: name of the result.
+            pick: selects the measure.
+        """
+        measured, count = pick(self.read[name]), self.patches.donors.get(name, 0)
         if count:
-            found = found.reshape(-1, count, *found.shape[1:])
-        known: Floats = found[self.read["choice" if name == "choice" else "scored"].is_known]
-        return known
+            measured = measured.reshape(-1, count, *measured.shape[1:])
+        values: Floats = measured[self.read["choice" if name == "choice" else "scored"].is_known]
+        return values
 
     @cached_property
     def rhymes(self) -> Claim:
-        """Whether couplets end on their own rhyme, of all pairs to score."""
-        given, found = self.settings, self.read["scored"].rhymes
-        text = "the end of line 2 rhymes with line 1 more often than under the line 1 of the other couplet"
-        return Claim.paired(text, found, "draws of a sign for each pair", given, unit=UNIT)
+        """Claim that the model rhymes, over all pairs to score."""
+        text = "P(the end of line 2 rhymes with line 1) is higher than after the line 1 of the other couplet"
+        of = "draws of a random sign for each pair"
+        return Claim.paired(text, self.read["scored"].rhymes, of, self.settings, unit=UNIT)
 
     @property
     def fewest(self) -> int:
-        """Pairs to score on that must count. Of fewer, more than one draw of a null in 40 is the other
-        couplet itself in all of them, so that what turns every end would be no more than chance."""
+        """Least number of pairs to score that must count.
+
+        A draw of the null picks, in each pair, the other couplet or one of its donors. With fewer pairs, more
+        than CHANCE / 2 of the draws would pick the other couplet in all of them, and equal the effect
+        itself."""
+        # Each draw picks the other couplet with probability 1 / (1 + donors) in each pair.
         return math.ceil(math.log(2 / CHANCE) / math.log(1 + min(self.patches.donors.values())))
 
     @cached_property
     def not_claimed(self) -> str:
-        """Why nothing is claimed; empty where something is."""
+        """See `Workflow`: too few pairs that the model rhymes, or rhymes no likelier than by chance."""
         if not self.settings.controls:
             return NO_CONTROLS
         counts = [int(self.read[name].is_known.sum()) for name in ("choice", "scored")]
@@ -150,128 +167,144 @@ class CoupletPlanning(ModelWorkflow):
         pairs = len(self.patches.choice), len(self.patches.scored)
         return (
             f"{self.subject.name} ends both couplets on words that rhyme in {counts[0]} of {pairs[0]} pairs "
-            f"to choose on and {counts[1]} of {pairs[1]} to score on, of which {KNOWN} and {self.fewest} are "
-            f"needed; words that rhyme with line 1 are {self.rhymes.effect:+.1f} pp likelier than under "
-            "another line 1: nothing is claimed."
+            f"to choose on and {counts[1]} of {pairs[1]} to score on; {KNOWN} and {self.fewest} are needed. "
+            f"P(rhymes with line 1) is {self.rhymes.effect:+.1f} pp above that after another line 1: nothing "
+            "is claimed."
         )
 
-    def _finding(self, claim: str, effects: Floats, others: Floats, of: str, unit: str = UNIT) -> Claim:
-        return Claim.over(claim, effects, others, of, self.settings, unit=unit, held_out=True)
+    def _finding(self, text: str, effects: Floats, controls: Floats, of: str, unit: str = UNIT) -> Claim:
+        """Claim about the mean of effects [pair], against control donors [pair, donor]."""
+        return Claim.over(text, effects, controls, of, self.settings, unit=unit, held_out=True)
 
-    def beside(
-        self, claim: str, pick: Pick, *, kinds: tuple[str, ...] = tuple(KINDS), unit: str = UNIT
+    def strictest(
+        self, text: str, pick: Pick, *, kinds: tuple[str, ...] = tuple(KINDS), unit: str = UNIT
     ) -> Claim:
-        """A claim beside the kind of donors that reaches it most often, the first of equal ones."""
+        """Claim about a measure of the pairs to score, against the kind of control with the largest p-value.
+
+        Arguments:
+            text: cause and effect, see `Claim`.
+            pick: selects the measure.
+            kinds: kinds of controls to compare with; of equal p-values the first.
+            unit: unit of the measure.
+        """
         effects = self.values("scored", pick)
         return max(
-            (self._finding(claim, effects, self.values(kind, pick), KINDS[kind], unit) for kind in kinds),
+            (self._finding(text, effects, self.values(kind, pick), KINDS[kind], unit) for kind in kinds),
             key=lambda claim: claim.p_value,
         )
 
     def layer(self, role: int) -> int:
-        """The layer after which a role's state does most on the pairs to choose on."""
-        return int(self.values("choice", lambda read: read.effects).mean(0)[:, role].argmax())
+        """The layer at which patching a role has the largest mean effect on the pairs to choose on."""
+        return int(self.values("choice", lambda result: result.effects).mean(0)[:, role].argmax())
 
     @cached_property
     def site(self) -> tuple[int, int]:
         """Layer and role of the state before line 2 with the largest mean effect on pairs to choose on."""
-        mean = self.values("choice", lambda read: read.effects).mean(0)[:, list(PLAN)]
+        mean = self.values("choice", lambda result: result.effects).mean(0)[:, list(PLAN)]
         layer, role = np.unravel_index(int(mean.argmax()), mean.shape)
         return int(layer), PLAN[int(role)]
 
     @cached_property
     def _claims(self) -> tuple[Claim, ...]:
-        """That the model rhymes; the state before line 2; all of them; all between; none of them; and what
-        comes before the end."""
+        """Claims that the model rhymes; about the chosen state before line 2; about all states before line 2,
+        all states between line 1 and the last token, and direct reading of line 1, each in every layer; and
+        about next tokens within line 2."""
         layer, role = self.site
-        where = f"the state of the other couplet at the {ROLES[role]} after layer {layer}"
-        likelier = "its rhyme likelier at the end of line 2"
+        cause = f"patching the other couplet's state at the {ROLES[role]} after layer {layer}"
+        raises = "raises the probability of its rhyme at the end of line 2"
         return (
             self.rhymes,
-            self.beside(f"{where} makes {likelier}", _effect(layer, role)),
+            self.strictest(f"{cause} {raises}", _effect(layer, role)),
             *(
-                self.beside(
-                    f"states of the other couplet at {WAYS[way]}, in every layer, make {likelier}", _way(way)
+                self.strictest(
+                    f"patching the other couplet's states at {WAYS[index]}, in every layer, {raises}",
+                    _way(index),
                 )
-                for way in (BEFORE, BETWEEN)
+                for index in (BEFORE, BETWEEN)
             ),
-            self.beside(
-                "the end of line 1 of the other couplet, read by the last token alone while all between them "
-                f"is held, makes {likelier}",
+            self.strictest(
+                "patching the other couplet's end of line 1, with all tokens between it and the last token "
+                f"held at their states, {raises}",
                 _way(DIRECT),
             ),
-            self.beside(f"{where} changes next tokens on the way", _kl(layer, role), **ON_THE_WAY),
+            self.strictest(
+                f"{cause} changes next-token distributions within line 2 (KL)", _kl(layer, role), **ON_THE_WAY
+            ),
         )
 
     def claims(self) -> Sequence[Claim]:
-        """Whether couplets rhyme, and what each state and each way does to the end of line 2."""
+        """Claims that the model rhymes, and about the effects of states before, between, and at the last
+        token."""
         return self._claims
 
-    def turns(self, finding: Claim) -> bool:
-        """Whether an effect on the end is beyond chance, and enough of the whole."""
-        return finding.is_beyond_chance and finding.effect >= self.settings.least * self.total
+    def changes_rhyme(self, claim: Claim) -> bool:
+        """Whether an effect is beyond chance, and at least the share settings.least of the whole effect."""
+        return claim.is_beyond_chance and claim.effect >= self.settings.least * self.total
 
     @cached_property
     def total(self) -> float:
-        """How far the other couplet, whole, raises P(rhymes with it), pp."""
-        return float(self.values("scored", lambda read: read.total).mean())
+        """Mean change of P(rhymes with the other couplet) from this couplet to the other, pp."""
+        return float(self.values("scored", lambda result: result.total).mean())
 
     @property
     def verdict(self) -> str:
-        """Sentence that says plan, improvisation, both or neither, with the share of each way."""
+        """The verdict of VERDICTS or LATE, with the effects of the whole other couplet and of each set of
+        positions."""
         _, site, *ways, _ = self._claims
-        turns = self.turns(site), self.turns(ways[DIRECT])
-        is_late = not any(turns) and self.turns(ways[BETWEEN])
-        heard = "; ".join(
-            f"read by {name}, {each.effect:+.1f}" for each, name in zip(ways, WAYS, strict=True)
+        changes = self.changes_rhyme(site), self.changes_rhyme(ways[DIRECT])
+        is_late = not any(changes) and self.changes_rhyme(ways[BETWEEN])
+        by_way = "; ".join(
+            f"patched at {name}, by {claim.effect:+.1f} pp" for claim, name in zip(ways, WAYS, strict=True)
         )
         return (
-            f"{LATE if is_late else VERDICTS[turns]} The other couplet whole raises P(rhymes with it) by "
-            f"{self.total:.1f} pp; {heard}. Turns: beyond chance, and by at least "
-            f"{100 * self.settings.least:g} % of that."
+            f"{LATE if is_late else VERDICTS[changes]} The whole other couplet changes P(rhymes with it) by "
+            f"{self.total:+.1f} pp; {by_way}. A patch changes the rhyme if its effect is beyond chance and "
+            f"at least {100 * self.settings.least:g} % of that of the whole other couplet."
         )
 
     def claims_caption(self) -> str:
-        """Unit of the effects, and the pairs on which the state was chosen and scored."""
-        chosen, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
+        """Caption of the claims: meaning of pp, numbers of scored pairs, and selection of layer and
+        position."""
+        chosen_on, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
         return (
             "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
-            f"points of P(rhymes with it) at the end of line 2. Scored are {scored} of "
-            f"{len(self.patches.scored)} "
-            "pairs, those whose two ends the model rhymes with; layer and place were chosen on "
-            f"{chosen} other pairs, among {len(PLAN) * self.subject.config.num_layers}."
+            f"points of P(rhymes with it) at the end of line 2. Scored on {scored} of "
+            f"{len(self.patches.scored)} pairs, those whose two couplets the model ends on their rhymes; "
+            f"layer and position were chosen on {chosen_on} other pairs, among "
+            f"{len(PLAN) * self.subject.config.num_layers}."
         )
 
     def views(self) -> Iterator[View]:
-        """The verdict; the map; roles and ways in numbers; a couplet as text."""
+        """The verdict, heatmaps of effects, tables by role and by set of positions, and one couplet as
+        text."""
         yield Data(json={**self.subject.about, "pairs": self._pairs()})
         if self.not_claimed:
             return
         yield Note(title="Plan or improvisation?", text=self.verdict, json={"verdict": self.verdict})
         maps = (
             self._map("scored", "States of the other couplet", "mean over pairs"),
-            self._map("third", "States under a third rhyme", "mean over pairs and donors: what chance does"),
+            self._map("third", "Control: states with a third rhyme", "mean over pairs and donors"),
         )
-        title = f"Where {self.subject.name} keeps the rhyme of a couplet"
-        caption = "How far one state turns the end of line 2"
+        title = f"Where {self.subject.name} holds the rhyme of a couplet"
+        caption = "Effect of patching one state on the rhyme at the end of line 2"
         yield from together("couplet_planning", title, *maps, caption=caption)
-        yield from self._roles()
-        yield self._ways()
+        yield from self._roles_tables()
+        yield self._ways_table()
         yield self._example()
 
     def _pairs(self) -> list[dict[str, Any]]:
-        """Every pair asked, and whether it counts."""
+        """Every pair for the JSON document: its texts, what the model ends it on, and whether it counts."""
         return [
             {
-                "text": each.pair.text(each.pair.end),
-                "end": each.pair.end,
-                "other": each.pair.other,
+                "text": placed.pair.text(placed.pair.end),
+                "end": placed.pair.end,
+                "other": placed.pair.other,
                 "is_scored": name == "scored",
                 "ends_on": named(self.subject, tops),
-                "counts": bool(known),
+                "counts": bool(counts),
             }
             for name in ("choice", "scored")
-            for each, tops, known in zip(
+            for placed, tops, counts in zip(
                 getattr(self.patches, name),
                 self.read[name].unpatched_top,
                 self.read[name].is_known,
@@ -280,8 +313,8 @@ class CoupletPlanning(ModelWorkflow):
         ]
 
     def _map(self, name: str, title: str, caption: str) -> Heatmap:
-        """Mean effects by layer and role; both maps on one scale."""
-        means = {each: self._mean(each) for each in ("scored", "third")}
+        """Heatmap of mean effects in one result, [layer, role]; "scored" and "third" share one scale."""
+        means = {result: self._mean(result) for result in ("scored", "third")}
         layer, role = self.site
         return Heatmap(
             title=title,
@@ -292,7 +325,7 @@ class CoupletPlanning(ModelWorkflow):
             column_name="patched at",
             value_name="change of P(rhymes)",
             unit=UNIT,
-            high=float(max(np.abs(each).max() for each in means.values())),
+            high=float(max(np.abs(mean).max() for mean in means.values())),
             diverging=True,
             upward=True,
             numbers="+.0f",
@@ -303,34 +336,40 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _mean(self, name: str) -> Floats:
-        """Over pairs and donors, [layer, role]."""
-        values = self.values(name, lambda read: read.effects)
-        found: Floats = values.reshape(-1, *values.shape[-2:]).mean(0)
-        return found
+        """Mean effects of one result over pairs and donors, pp [layer, role]."""
+        values = self.values(name, lambda result: result.effects)
+        mean: Floats = values.reshape(-1, *values.shape[-2:]).mean(0)
+        return mean
 
-    def _record(self, pick: Pick, own: Pick) -> dict[str, Any]:
-        """An effect with its nulls, and what becomes of the couplet's own rhyme."""
-        finding = self.beside("", pick)
+    def _record(self, pick: Pick, pick_own: Pick) -> dict[str, Any]:
+        """An effect with its interval, controls and p-value, and the change of the couplet's own rhyme.
+
+        Arguments:
+            pick: selects the effect on the other rhyme.
+            pick_own: selects the effect on the own rhyme.
+        """
+        finding = self.strictest("", pick)
         return {
             "effect": finding.effect,
             "interval_95": finding.spread,
-            "own": float(self.values("scored", own).mean()),
+            "own": float(self.values("scored", pick_own).mean()),
             **{kind: float(self.values(kind, pick).mean()) for kind in KINDS},
             "p": finding.null.share_as_large(finding.effect),
             "is_beyond_chance": finding.is_beyond_chance,
         }
 
     def _on_the_way(self, pick: Pick) -> dict[str, Any]:
-        """How far next tokens change before the end, with its nulls; Nones for the last token."""
+        """KL of next tokens within line 2, with its controls and p-value; all None for the last token."""
         values = {kind: self.values(kind, pick) for kind in ("scored", *ON_THE_WAY["kinds"])}
         if np.isnan(values["scored"]).any():
             return dict.fromkeys((*values, "p"))
-        finding = self.beside("", pick, **ON_THE_WAY)
-        means = {kind: float(each.mean()) for kind, each in values.items()}
+        finding = self.strictest("", pick, **ON_THE_WAY)
+        means = {kind: float(kl.mean()) for kind, kl in values.items()}
         return means | {"p": finding.null.share_as_large(finding.effect)}
 
-    def _roles(self) -> Iterator[Table]:
-        """Every role at the layer chosen on the other pairs: the end, and next tokens from there to it."""
+    def _roles_tables(self) -> Iterator[Table]:
+        """Tables by role, each at the layer chosen on other pairs: change of P(rhymes) at the end, and KL of
+        next tokens within line 2."""
         records = [
             {
                 "role": name,
@@ -345,87 +384,89 @@ class CoupletPlanning(ModelWorkflow):
             ("patched at", "role"),
             ("layer", "layer", "d"),
             *COLUMNS,
-            strong=lambda each: each["is_beyond_chance"],
-            title="The end of line 2, by states of the other couplet",
-            caption="change: of P(rhymes with the other couplet), in pp, by its states; own rhyme: what "
-            "becomes of P(rhymes with its own); by a third rhyme, by the same, by random: the change by "
-            "states under such ends of line 1, or by random directions as long; p: the largest beside any of "
-            "the three, of each row by itself; layers were chosen on other pairs; bold: beyond chance",
+            strong=lambda record: record["is_beyond_chance"],
+            title="Rhyme at the end of line 2, by patched state of the other couplet",
+            caption="change: of P(rhymes with the other couplet), in pp, by patching its state; own rhyme: "
+            "change of P(rhymes with its own line 1); third rhyme, same rhyme, random: the change by control "
+            "states of couplets with such an end of line 1, or by random changes of the same norm; p: the "
+            "largest of the three controls, not corrected for the number of rows; layers were chosen on "
+            "other pairs; bold: beyond chance",
             sources=tuple(self.nodes),
             json={"roles": records},
         )
         heads = {"the other couplet": "scored", "the same rhyme": "same", "random": "random"}
         yield Table.of(
-            [each for each in records if each["kl"]["p"] is not None],
+            [record for record in records if record["kl"]["p"] is not None],
             ("patched at", "role"),
             ("layer", "layer", "d"),
-            *((head, lambda each, kind=kind: each["kl"][kind], ".4f") for head, kind in heads.items()),
-            ("p", lambda each: each["kl"]["p"], ".2g"),
-            title="Next tokens on the way, by the same states",
-            caption="KL of next tokens in nats, mean from what is patched to the last token but one; words "
-            "of one rhyme are often of one kind (she, we, he), so that more than under the same rhyme is not "
-            "yet planning",
+            *((head, lambda record, kind=kind: record["kl"][kind], ".4f") for head, kind in heads.items()),
+            ("p", lambda record: record["kl"]["p"], ".2g"),
+            title="Next tokens within line 2, by the same patches",
+            caption="KL of next-token distributions in nats, mean from the patched position to the last "
+            "token but one; words of one rhyme often have one part of speech (she, we, he), so that an "
+            "effect larger than that of the same rhyme does not show planning by itself",
             sources=tuple(self.nodes),
         )
 
-    def _ways(self) -> Table:
-        """Table of how much of the effect each way carries."""
+    def _ways_table(self) -> Table:
+        """Table of the effect of patching each set of positions in every layer."""
         records = [
-            {"heard_by": name, **self._record(_way(way), _own_way(way))} for way, name in enumerate(WAYS)
+            {"heard_by": name, **self._record(_way(index), _own_way(index))}
+            for index, name in enumerate(WAYS)
         ]
         return Table.of(
             records,
-            ("heard by", "heard_by"),
+            ("patched at", "heard_by"),
             *COLUMNS,
-            strong=lambda each: each["is_beyond_chance"],
-            title="Who must hear of the other rhyme",
-            caption="as above, where these alone have states of the other couplet, or read its line 1, in "
-            f"every layer; where all have, the change is {self.total:+.1f} pp",
+            strong=lambda record: record["is_beyond_chance"],
+            title="Effect of patching in every layer",
+            caption="columns as above; only these positions have states of the other couplet, or read the "
+            f"end of its line 1, in every layer; if all positions have, the change is {self.total:+.1f} pp",
             sources=tuple(self.nodes),
             json={"ways": records, "total": self.total},
         )
 
     def _example(self) -> Tokens:
-        """The pair that counts whose whole effect is nearest to the mean, token by token."""
+        """Effects by token and layer in one pair, the one whose whole effect is nearest to the mean."""
         read = self.read["scored"]
+        # Pairs that do not count are NaN, which `nanargmin` leaves out.
         total = np.where(read.is_known, read.total, np.nan)
         row = int(np.nanargmin(np.abs(total - np.nanmean(total))))
-        each, effects = self.patches.scored[row], read.effects[row]
-        tokens = tuple(format_token(text) for text in named(self.subject, each.ids))
+        placed, effects = self.patches.scored[row], read.effects[row]
+        tokens = tuple(format_token(text) for text in named(self.subject, placed.ids))
         shown = np.full((len(effects), len(tokens)), np.nan)
-        for role, positions in enumerate(each.roles):
+        for role, positions in enumerate(placed.roles):
             shown[:, list(positions)] = effects[:, [role]]
         layer, role = self.site
-        own, other = named(self.subject, read.unpatched_top[row])
+        own_end, other_end = named(self.subject, read.unpatched_top[row])
         (patched,) = named(self.subject, read.top[row, layer, [role]])
-        ends = {"own": own, "other": other, "patched": patched}
+        ends = {"own": own_end, "other": other_end, "patched": patched}
         return Tokens(
-            title=f"One couplet, token by token: {each.pair.end!r} becomes {each.pair.other!r}",
-            caption="How far the state of each token turns the end, by layer; tokens between are patched "
-            f"together. The model ends on {own!r}, of the other couplet on "
-            f"{other!r}, and with its state at the {ROLES[role]} after layer {layer} on "
-            f"{patched!r}. The pair is the one whose whole change is nearest to "
-            "the mean.",
+            title=f"One couplet, token by token: {placed.pair.end!r} becomes {placed.pair.other!r}",
+            caption="Effect of patching the state of each token, by layer; tokens between are patched "
+            f"together. The model ends this couplet on {own_end!r}, the other couplet on {other_end!r}, and "
+            f"this couplet with the other's state at the {ROLES[role]} after layer {layer} on {patched!r}. "
+            "Shown is the pair whose effect of the whole other couplet is nearest to the mean.",
             texts=tuple(Text(tokens, values, f"layer {layer}") for layer, values in enumerate(shown)),
             value_name="change of P(rhymes)",
             unit=UNIT,
             high=float(np.nanmax(np.abs(shown))),
             diverging=True,
             sources=("scored",),
-            json={"example": {"text": each.pair.text(each.pair.end), "ends_on": ends}},
+            json={"example": {"text": placed.pair.text(placed.pair.end), "ends_on": ends}},
         )
 
 
 COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("change", "effect", "+.1f"),
-    ("95 %", lambda each: "{:+.1f} to {:+.1f}".format(*each["interval_95"])),
+    ("95 %", lambda record: "{:+.1f} to {:+.1f}".format(*record["interval_95"])),
     ("own rhyme", "own", "+.1f"),
-    ("by a third rhyme", "third", "+.1f"),
-    ("by the same rhyme", "same", "+.1f"),
-    ("by random", "random", "+.1f"),
+    ("third rhyme", "third", "+.1f"),
+    ("same rhyme", "same", "+.1f"),
+    ("random", "random", "+.1f"),
     ("p", "p", ".2g"),
 )
-"""Of what `_record` gives."""
+"""Columns of tables of the records that `_record` returns."""
 
 
 def _effect(layer: int, role: int) -> Pick:
@@ -440,9 +481,9 @@ def _kl(layer: int, role: int) -> Pick:
     return lambda read: read.kl[:, layer, role]
 
 
-def _way(way: int) -> Pick:
-    return lambda read: read.ways[:, way]
+def _way(index: int) -> Pick:
+    return lambda read: read.ways[:, index]
 
 
-def _own_way(way: int) -> Pick:
-    return lambda read: read.own_ways[:, way]
+def _own_way(index: int) -> Pick:
+    return lambda read: read.own_ways[:, index]

@@ -1,1 +1,1 @@
-"""Questions about pushes: how far an answer follows one, and whether the states come back."""
+"""Workflows on steering: effects of scaled attention edges and of vectors added to the residual stream."""

@@ -1,24 +1,27 @@
 """Does the residual stream return after it was pushed?
 
-A contrastive steering vector added at one layer, and how soon later layers absorb it.
+A contrastive steering vector is added at one layer (a "push"), and the deviation is followed through later
+layers.
 
-The vector of a layer is the residual state of the prompt minus that of a counterpart, at one position;
-added to the prompt's own run at each layer by itself and at several strengths, it is followed through the
-layers above (stages/causal/convergence.py). Told: the matrix of cosines with the undisturbed run, what became
-of each push (stages/causal/absorption.py says what absorbed means), and how strength changes that at one
-layer.
+The vector of a layer is the residual state of the prompt minus that of a counterpart prompt, at one position.
+It is added to the prompt's run at one layer at a time and at several strengths
+(stages/causal/convergence.py). Reported are the cosines with the undisturbed run by layer pushed and layer
+read, the outcome of each push (stages/causal/absorption.py defines "absorbed"), and the dependence on
+strength at one layer.
 
-Control: pushes as long in random directions, at the same place, layers and strengths
-(stages/causal/random_pushes.py). What is left of a push at the end stands beside what is left of them.
+The claim is about the share of its largest distance from the undisturbed run that a push keeps at the last
+layer. Controls are pushes of the same norm in random directions, at the same position, layers and strengths
+(stages/causal/random_pushes.py).
 
-`feature` pushes along a feature of a dictionary in place of the contrast: what it writes to each of its
-layers, by itself (stages/features/effects/pushes.py). Its control are other features of its layer, as long.
+`feature` pushes along a feature of a dictionary instead: its decoder vector at each layer that it writes to,
+one layer at a time (stages/features/effects/pushes.py). Controls are other features of its layer, with the
+same norm.
 
-Defaults: the first shipped fact and its likest counterpart, the last position.
-A target of several tokens has the probability of all its pieces, never that of its last.
+Defaults: the first shipped fact, its most similar counterpart, and the last position. The probability of a
+target of several tokens is that of all of its tokens.
 
-`batch_file` names several experiments (convergence_batch.py). One that cannot be run is left out, with the
-reason in the answer.
+`batch_file` names several experiments (convergence_batch.py). An experiment that cannot be run is left out,
+with the reason in the results.
 """
 
 from __future__ import annotations
@@ -59,31 +62,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "PushedStatesSettings", "PushedStatesCases"]
 
-ABSORBED = f"at most {RETURNED:.0%} of its largest distance left, from there to the end"
+ABSORBED = f"at most {RETURNED:.0%} of its largest distance is left, from that layer to the last"
+"""Definition of absorbed, for captions."""
 
 
 @dataclass(frozen=True)
 class PushedStatesSettings(ControlSettings, FactSettings):
-    """What `--set` can change.
+    """Settings of `PushedStatesCases`.
 
-    Raises ConfigError for a dictionary without a feature, and two of feature, counterparts and batch_file.
+    Raises:
+        ConfigError: `dictionary` is set without `feature`, or two of feature, counterpart and batch_file are
+            set.
     """
 
-    contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
+    contrastive: str = setting("", "counterpart prompt; none: a similar one with as many tokens")
     inject_position: int | str = setting(
         "last",
-        'where the vector is added: "last", "auto" (first differing token from which a push reaches the '
-        "last), an index, or a phrase",
+        'position at which the vector is added: "last", "auto" (first differing token from which a push '
+        "reaches the last token), an index, or a phrase",
     )
     threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] = setting(
         NEAR,
-        "cosine from which on a state is near the undisturbed one; picks the layer told by strength",
+        "least cosine of a state near the undisturbed one; selects the layer shown by strength",
     )
     max_strength: Positive = setting(6.0, "largest factor of the vector")
-    strength_steps: Count = setting(12, "strengths tried, evenly spaced up to the largest")
+    strength_steps: Count = setting(12, "number of strengths, evenly spaced up to the largest")
     feature: str = setting("", "feature to push along, layer:index, in place of a counterpart")
-    dictionary: str = setting("", "of the feature: directory or org/repo; none: the specimen's own")
-    batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")
+    dictionary: str = setting(
+        "", "dictionary of the feature: directory or org/repo; none: the specimen's own"
+    )
+    batch_file: str = setting("", "JSON file with several experiments, instead of prompt and contrastive")
 
     def __post_init__(self) -> None:
         if self.feature and (self.contrastive or self.batch_file):
@@ -96,33 +104,42 @@ class PushedStatesSettings(ControlSettings, FactSettings):
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, its counterpart, and the position that is steered."""
+    """A prompt, its counterpart or feature, and the experiment that pushes it at every layer."""
 
     group: str
+    """Name of the group of experiments in the batch file; "" without one."""
     prompt: str
+    """Prompt that is pushed."""
     contrastive: str
+    """Counterpart prompt; "" for pushes along a feature."""
     target: str
+    """Answer whose probability is measured; may be empty."""
     pieces: tuple[int, ...]
+    """Token ids of the target."""
     position: int
+    """Position at which the vector is added."""
     experiment: Experiment
+    """The pushes, with their vectors."""
     config: Architecture
+    """Config of the model."""
     feature: FeatureId | None = None
+    """Feature that is pushed along; None for a contrast."""
 
     @property
-    def what(self) -> str:
-        """What it is pushed along, in words."""
+    def description(self) -> str:
+        """The pushes and their direction, as claims name them."""
         if self.feature is not None:
             return f"pushes of '{format_text(self.prompt)}' along {self.feature}"
-        one, other = map(format_text, (self.prompt, self.contrastive))
-        return f"pushes from {one!r} away from {other!r}"
+        prompt, contrastive = map(format_text, (self.prompt, self.contrastive))
+        return f"pushes from {prompt!r} away from {contrastive!r}"
 
     def first_reached(self, layer: int) -> int | None:
-        """First layer after which a push after `layer` can be seen at the last position."""
+        """First layer after which a push after `layer` can affect the last position; None if none can."""
         return first_reached(self.config, layer, self.position, len(self.experiment.tokens) - 1)
 
 
 class PushedStatesCases(ModelWorkflow):
-    """One or several prompts, each pushed at every layer."""
+    """Steering pushes of one prompt, or of each prompt of a batch file, by layer and strength."""
 
     name = "steering_convergence"
     question = "Does the residual stream return after it was pushed?"
@@ -130,20 +147,20 @@ class PushedStatesCases(ModelWorkflow):
     settings: PushedStatesSettings
 
     def plan(self) -> Nodes:
-        """Of each case its pushes, the vectors they are along, and the random pushes beside them."""
-        given = self.settings
-        steps = given.strength_steps
-        self.sweep = tuple(k * given.max_strength / steps for k in range(1, steps + 1))
+        """Per case: its pushes, their vectors, and control pushes in random directions."""
+        settings = self.settings
+        steps = settings.strength_steps
+        self.sweep = tuple(k * settings.max_strength / steps for k in range(1, steps + 1))
         self.skipped: list[dict[str, str]] = []
         """Experiments of the batch that cannot be run: {"group", "prompt", "error"}."""
-        self.cases = self._batch() if given.batch_file else [self._default()]
+        self.cases = self._batch() if settings.batch_file else [self._default()]
         nodes: Nodes = {}
         for i, case in enumerate(self.cases):
             nodes |= {
                 self._named("convergence", i): self.on_model(case.experiment),
                 self._named("vectors", i): self.on_model(case.experiment.contrast),
             }
-            if given.controls:
+            if settings.controls:
                 nodes[self._named("controls", i)] = self.on_model(self._controls(case.experiment))
         return nodes
 
@@ -151,85 +168,99 @@ class PushedStatesCases(ModelWorkflow):
         """Name of a result of case `i`."""
         return f"{result}_{i}" if self.settings.batch_file else result
 
-    def _controls(self, chosen: Experiment) -> Draws:
-        """The same pushes in random directions, at strength 1 and the largest."""
-        shared = {f.name: getattr(chosen, f.name) for f in fields(Pushes)}
-        shared["strengths"] = self.held_against
-        given = self.settings
-        if isinstance(chosen, FeaturePushes):
-            about = {name: getattr(chosen, name) for name in ("dictionary", "features", "feature")}
-            total, index = self.dictionary.n_features, chosen.feature[1]
-            others = chosen_at_random(range(total), given.controls, seed=given.seed, without=[index])
-            return Draws(tuple(RandomFeaturePushes(**shared, **about, draw=other) for other in others))
-        seeds = np.random.SeedSequence(given.seed).generate_state(given.controls)
+    def _controls(self, experiment: Experiment) -> Draws:
+        """Pushes of the same norm in random directions, or along random features of the same layer."""
+        shared = {f.name: getattr(experiment, f.name) for f in fields(Pushes)}
+        shared["strengths"] = self.control_strengths
+        settings = self.settings
+        if isinstance(experiment, FeaturePushes):
+            about = {name: getattr(experiment, name) for name in ("dictionary", "features", "feature")}
+            total, index = self.dictionary.n_features, experiment.feature[1]
+            drawn = chosen_at_random(range(total), settings.controls, seed=settings.seed, without=[index])
+            return Draws(tuple(RandomFeaturePushes(**shared, **about, draw=feature) for feature in drawn))
+        # Independent seeds, so that neighbouring settings.seed share no draws.
+        seeds = np.random.SeedSequence(settings.seed).generate_state(settings.controls)
         return Draws(tuple(RandomPushes(**shared, draw=int(draw)) for draw in seeds))
 
     @property
-    def held_against(self) -> tuple[float, ...]:
-        """Strengths of the pushes that are held against random ones."""
+    def control_strengths(self) -> tuple[float, ...]:
+        """Strengths at which pushes are compared with random ones: 1 and the largest."""
         return tuple(sorted({1.0, self.sweep[-1]}))
 
     def _default(self) -> Case:
-        given = self.settings
-        prompt, target = fact(given.model, given.prompt, given.target)
-        if given.feature:
+        """The case of the settings, without a batch file."""
+        settings = self.settings
+        prompt, target = fact(settings.model, settings.prompt, settings.target)
+        if settings.feature:
             return self._along_feature(prompt, target)
-        other = given.contrastive or counterpart(self.subject, given.model, prompt, target)
-        return self._case("", prompt, other, target, given.inject_position)
+        contrastive = settings.contrastive or counterpart(self.subject, settings.model, prompt, target)
+        return self._case("", prompt, contrastive, target, settings.inject_position)
 
     def _batch(self) -> list[Case]:
-        found = []
+        """Cases of the batch file; those that raise go to `skipped`. Raises ConfigError if none is left."""
+        cases = []
         for entry in read_batch(Path(self.settings.batch_file)):
             try:
-                found.append(self._case(*(entry[name] for name in FIELDS)))
+                cases.append(self._case(*(entry[name] for name in FIELDS)))
             except MizarrError as error:
                 self.skipped.append({"group": entry["group"], "prompt": entry["prompt"], "error": str(error)})
-        if not found:
+        if not cases:
             raise ConfigError(
                 f"expected an experiment that can be run in {self.settings.batch_file}, found none; the "
-                f"first says: {self.skipped[0]['error']}"
+                f"error of the first: {self.skipped[0]['error']}"
             )
-        return found
+        return cases
 
     def _case(self, group: str, prompt: str, contrastive: str, target: str, where: int | str) -> Case:
-        encoding, other = (encoded(self.subject, text) for text in (prompt, contrastive))
-        ids, others = tuple(encoding.ids), tuple(other.ids)
+        """A case that pushes a prompt away from its counterpart.
+
+        Arguments:
+            group: name of the group in the batch; "" without one.
+            prompt: prompt that is pushed.
+            contrastive: its counterpart.
+            target: answer; may be empty.
+            where: position at which the vector is added, see the setting inject_position.
+        """
+        encoding, other_encoding = (encoded(self.subject, text) for text in (prompt, contrastive))
+        ids, other_ids = tuple(encoding.ids), tuple(other_encoding.ids)
         if where == "last":
-            position, mirrored = len(ids) - 1, len(others) - 1
+            position, other_position = len(ids) - 1, len(other_ids) - 1
         else:
-            differs = first_difference(ids, others)  # refuses prompts of different length
-            reaching = self._reaching(ids, others, differs) if where == "auto" else None
-            position = mirrored = position_of(encoding, where) if reaching is None else reaching
+            difference = first_difference(ids, other_ids)  # raises for prompts of different lengths
+            reaching = self._reaching(ids, other_ids, difference) if where == "auto" else None
+            position = other_position = position_of(encoding, where) if reaching is None else reaching
         pieces = answer_pieces(self.subject, prompt, target)
         experiment = Experiment(
             ids,
             (ids,),
-            (others,),
+            (other_ids,),
             (position,),
-            (mirrored,),
+            (other_position,),
             position=position,
+            # Strength 1 is always run: the table by layer and the choice of the best layer use it.
             strengths=tuple(sorted({1.0, *self.sweep})),
             target=pieces,
         )
-        experiment.cells(self.subject.config)  # refuse wrong settings now, before anything runs
+        # Raises for wrong settings before anything runs.
+        experiment.cells(self.subject.config)
         return Case(group, prompt, contrastive, target, pieces, position, experiment, self.subject.config)
 
     @cached_property
     def dictionary(self) -> Dictionary:
-        """Of the feature. Raises ConfigError or DictionaryError where there is none that fits."""
-        found = dictionary_of(self.settings.dictionary, self.settings.model, "clt")
-        found.require_fit(self.subject.config, self.subject.name)
-        return found
+        """Dictionary of the feature. Raises ConfigError or DictionaryError if none fits the model."""
+        dictionary = dictionary_of(self.settings.dictionary, self.settings.model, "clt")
+        dictionary.require_fit(self.subject.config, self.subject.name)
+        return dictionary
 
     def _along_feature(self, prompt: str, target: str) -> Case:
-        """The prompt, pushed along a feature at every layer it writes to."""
-        given, encoding = self.settings, encoded(self.subject, prompt)
-        if given.inject_position == "auto":
+        """A case that pushes a prompt along a feature, at every layer that the feature writes to."""
+        settings, encoding = self.settings, encoded(self.subject, prompt)
+        if settings.inject_position == "auto":
             raise ConfigError(
                 "expected a position or a phrase to push at, found 'auto', which needs a counterpart"
             )
-        ids, feature = tuple(encoding.ids), self.dictionary.feature(given.feature)
-        position = position_of(encoding, given.inject_position)
+        ids, feature = tuple(encoding.ids), self.dictionary.feature(settings.feature)
+        position = position_of(encoding, settings.inject_position)
         pieces = answer_pieces(self.subject, prompt, target)
         experiment = FeaturePushes(
             ids,
@@ -244,61 +275,65 @@ class PushedStatesCases(ModelWorkflow):
         experiment.cells(self.subject.config)
         return Case("", prompt, "", target, pieces, position, experiment, self.subject.config, feature)
 
-    def _reaching(self, ids: Sequence[int], others: Sequence[int], first: int) -> int:
-        """The first position, from `first` on, where the prompts differ and a push after layer 0 can be seen
-        at the last; the last itself where windows hide all others."""
+    def _reaching(self, ids: Sequence[int], other_ids: Sequence[int], start: int) -> int:
+        """The first position, from `start` on, where the prompts differ and from which a push after layer 0
+        can reach the last position through attention windows; else the last position."""
         last, config = len(ids) - 1, self.subject.config
-        for place in range(first, last):
-            if ids[place] != others[place] and first_reached(config, 0, place, last) is not None:
-                return place
+        for position in range(start, last):
+            is_different = ids[position] != other_ids[position]
+            if is_different and first_reached(config, 0, position, last) is not None:
+                return position
         return last
 
-    def found(self, i: int = 0) -> xr.Dataset:
-        """What came out for case `i`, [layer, strength, read_layer]."""
+    def push_effects(self, i: int = 0) -> xr.Dataset:
+        """Result of the pushes of case `i`, [layer, strength, read_layer], in memory."""
         return self.result(self._named("convergence", i)).load()
 
     @cached_property
     def fates(self) -> list[PushFates]:
-        """What became of the pushes of each case."""
-        found = []
+        """Outcomes of the pushes of each case, and of its control pushes."""
+        fates = []
         for i, case in enumerate(self.cases):
-            similarity = self.found(i)["similarity"]
+            similarity = self.push_effects(i)["similarity"]
             vectors, controls = self.result(self._named("vectors", i)).load(), self._named("controls", i)
             drawn = self.result(controls).load() if controls in self.nodes else None
-            first = {layer: case.first_reached(layer) for layer in similarity["layer"].values.tolist()}
+            reached = {layer: case.first_reached(layer) for layer in similarity["layer"].values.tolist()}
             of = PushFates.of
             if case.feature is not None:
-                of = f"other features of layer {case.feature.layer}, as long, at the same place"
-            strengths = self.held_against
-            found.append(PushFates(case.what, similarity, vectors, strengths, drawn, first, of))
-        return found
+                of = f"other features of layer {case.feature.layer} with the same norm, at the same position"
+            strengths = self.control_strengths
+            fates.append(PushFates(case.description, similarity, vectors, strengths, drawn, reached, of))
+        return fates
 
     def document(self, i: int) -> dict[str, Any]:
-        """Case `i` in the fields of candle-mi's example.
+        """Case `i` for tables and the JSON document, in the fields of candle-mi's example.
 
-        `best_injection_layer`: the deepest after whose push of strength 1 a state is near the undisturbed
-        one, else the one of smallest KL. `absorption_layer`, `fate`, `share_left`: absorption.py.
+        `best_injection_layer`: the deepest layer whose push of strength 1 is followed by a state near the
+        undisturbed one, else the layer with the smallest KL. `absorption_layer`, `fate` and `share_left` are
+        defined in absorption.py.
         """
-        case, found, fates = self.cases[i], self.found(i), self.fates[i]
-        matrix = found["similarity"].sel(strength=1.0).transpose("layer", "read_layer").values
+        case, effects, fates = self.cases[i], self.push_effects(i), self.fates[i]
+        matrix = effects["similarity"].sel(strength=1.0).transpose("layer", "read_layer").values
 
         def pushed(layer: int, strength: float) -> dict[str, Any]:
-            here, became = found.sel(layer=layer, strength=strength), fates.of_all[layer, strength]
+            push, fate = effects.sel(layer=layer, strength=strength), fates.of_all[layer, strength]
             return {
-                "p_target": float(np.exp(here["target_logprob"])),
-                "kl_divergence": float(here["kl"]),
-                "absorption_layer": became.layer,
-                "fate": became.word,
-                "share_left": became.left,
+                "p_target": float(np.exp(push["target_logprob"])),
+                "kl_divergence": float(push["kl"]),
+                "absorption_layer": fate.layer,
+                "fate": fate.word,
+                "share_left": fate.left,
             }
 
-        layers = {layer: pushed(layer, 1.0) for layer in found["layer"].values.tolist()}
+        layers = {layer: pushed(layer, 1.0) for layer in effects["layer"].values.tolist()}
         best = best_layer(
             dict(zip(layers, matrix, strict=True)),
-            {layer: one["kl_divergence"] for layer, one in layers.items()},
+            {layer: push["kl_divergence"] for layer, push in layers.items()},
             self.settings.threshold,
         )
-        ids, chances = (found[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability"))
+        ids, probabilities = (
+            effects[name].values.tolist()[:5] for name in ("baseline_id", "baseline_probability")
+        )
         return {
             **{name: self.subject.about[name] for name in ("model_id", "n_layers", "hidden_size")},
             **target_json(self.subject, case.target, case.pieces),
@@ -306,149 +341,155 @@ class PushedStatesCases(ModelWorkflow):
             "contrastive_prompt": case.contrastive or None,
             **self._feature_json(case),
             "inject_position": case.position,
-            "baseline_p_target": float(np.exp(found["baseline_target_logprob"])),
+            "baseline_p_target": float(np.exp(effects["baseline_target_logprob"])),
             "baseline_top5": [
-                {"token": token, "token_id": one, "probability": p}
-                for token, one, p in zip(named(self.subject, ids), ids, chances, strict=True)
+                {"token": token, "token_id": token_id, "probability": p}
+                for token, token_id, p in zip(named(self.subject, ids), ids, probabilities, strict=True)
             ],
             "convergence_matrix": matrix,
             "label": fates.label,
-            "layer_summaries": [{"injection_layer": layer, **one} for layer, one in layers.items()],
+            "layer_summaries": [{"injection_layer": layer, **push} for layer, push in layers.items()],
             "best_injection_layer": best,
             "strength_sweep": [{"strength": strength, **pushed(best, strength)} for strength in self.sweep],
             "threshold": self.settings.threshold,
         }
 
     def _feature_json(self, case: Case) -> dict[str, Any]:
-        """The feature pushed along; nothing without."""
+        """Fields of the feature that is pushed along, for the JSON document; empty without one."""
         if case.feature is None:
             return {}
         return {"feature": asdict(case.feature), "clt_repo": self.dictionary.name}
 
     def views(self) -> Iterator[View]:
-        """The first case in tables and curves; a figure per case, and for a batch a line."""
-        told = [self.document(i) for i in range(len(self.cases))]
-        yield from self._tables(told[0])
-        yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
-        matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]
+        """Tables and curves of the first case, a figure per case, and for a batch a table of cases."""
+        documents = [self.document(i) for i in range(len(self.cases))]
+        yield from self._tables(documents[0])
+        yield self._batch_table(documents) if self.settings.batch_file else Data(json=documents[0])
+        matrices = [self._matrix(i, document["label"]) for i, document in enumerate(documents)]
         yield matrices[0]
-        kl = self.found()["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
-        yield Lines.of(kl, "How far the answer moves", low=0.0)
+        kl = self.push_effects()["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
+        yield Lines.of(kl, "Effect on the next-token distribution", low=0.0)
         for i, (case, matrix) in enumerate(zip(self.cases, matrices, strict=True)):
             yield Figure(
                 name="steering_convergence" + (f"_{i}" if self.settings.batch_file else ""),
                 title=self._pushed(case),
-                panels=(matrix, *self._strengths(i, told[i]["best_injection_layer"])),
+                panels=(matrix, *self._strengths(i, documents[i]["best_injection_layer"])),
             )
 
     def claims(self) -> Iterator[Claim]:
-        """The share of their largest distance that the pushes of each case keep to the end."""
+        """Per case with a verdict: the share of its largest distance that a push keeps at the last layer."""
         return (claim for fates in self.fates if (claim := fates.claim) is not None)
 
     def claims_caption(self) -> str:
-        """Which cases have no verdict, and why."""
+        """Caption of the claims: cases without a verdict, and why."""
         return "; ".join(
             f"no verdict on {fates.what}: {' or '.join(fates.words)}"
             for fates in self.fates
             if fates.claim is None
         )
 
-    def _pushed(self, case: Case, place: str = "") -> str:
-        """Model, direction and position of a case, for titles."""
+    def _pushed(self, case: Case, suffix: str = "") -> str:
+        """Title of a case: model, direction and position, then a suffix."""
         token = named(self.subject, case.experiment.tokens)[case.position]
-        one, other, at = format_text(case.prompt), format_text(case.contrastive), format_token(token)
-        what = f"{one!r} minus {other!r}" if case.feature is None else f"{case.feature} in {one!r}"
-        return f"{self.subject.name}: {what}, added at {at!r}{place}"
+        prompt, contrastive = format_text(case.prompt), format_text(case.contrastive)
+        vector = (
+            f"{prompt!r} minus {contrastive!r}" if case.feature is None else f"{case.feature} in {prompt!r}"
+        )
+        return f"{self.subject.name}: {vector}, added at {format_token(token)!r}{suffix}"
 
-    def _matrix(self, i: int, told: str) -> Choice:
-        """Cosines of case `i` by layer pushed and layer read, a grid per strength."""
-        found, fates = self.found(i)["similarity"].rename(layer="pushed_at"), self.fates[i].of_all
-        found = found.where(found["read_layer"] >= found["pushed_at"])
-        low, last = float(found.min()), found.sizes["read_layer"] - 1
+    def _matrix(self, i: int, label: str) -> Choice:
+        """Heatmaps of the cosines of case `i` by layer pushed and layer read, one per strength."""
+        cosines, fates = self.push_effects(i)["similarity"].rename(layer="pushed_at"), self.fates[i].of_all
+        # A push after a layer cannot change the states before it.
+        cosines = cosines.where(cosines["read_layer"] >= cosines["pushed_at"])
+        low, last = float(cosines.min()), cosines.sizes["read_layer"] - 1
 
         def grid(strength: float) -> Heatmap:
-            here = found.sel(strength=strength).transpose("pushed_at", "read_layer")
-            back = [fates[layer, strength].layer for layer in here["pushed_at"].values.tolist()]
-            framed = tuple((row, start, row, last) for row, start in enumerate(back) if start is not None)
+            shown = cosines.sel(strength=strength).transpose("pushed_at", "read_layer")
+            absorbed = [fates[layer, strength].layer for layer in shown["pushed_at"].values.tolist()]
+            framed = tuple((row, start, row, last) for row, start in enumerate(absorbed) if start is not None)
             return Heatmap.of(
-                here, low=low, high=1.0, upward=True, row_name="layer pushed", column_name="layer read",
+                shown, low=low, high=1.0, upward=True, row_name="layer pushed", column_name="layer read",
                 framed=framed, frame_name="absorbed",
             )  # fmt: skip
 
         return Choice.of(
             "strength",
-            found["strength"].values.tolist(),
+            cosines["strength"].values.tolist(),
             grid,
             start=1.0,
-            title="How far from its way is a state that was pushed?",
+            title="How far from the undisturbed run is a state after a push?",
             caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it; "
-            f"{told}. Framed: absorbed, {ABSORBED}.",
+            f"{label}. Framed: absorbed, {ABSORBED}.",
         )
 
     def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
-        """At the best layer of case `i`, cosines above it and KL by strength."""
-        row, threshold = self.found(i).sel(layer=best, strength=list(self.sweep)), self.settings.threshold
+        """Cosines in the layers above layer `best` by strength, and KL by strength, of case `i`."""
+        row, threshold = (
+            self.push_effects(i).sel(layer=best, strength=list(self.sweep)),
+            self.settings.threshold,
+        )
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
-        told = f"dashed: {threshold:g}, from which on a state is near the undisturbed one"
-        cosines = Lines.of(above, f"A push at layer {best}, by strength", told, y_name="cosine")
+        caption = f"dashed: {threshold:g}, least cosine of a state near the undisturbed one"
+        cosines = Lines.of(above, f"A push at layer {best}, by strength", caption, y_name="cosine")
         near = Line(f"near, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
-        title, kl = "What it does to the answer", row["kl"].expand_dims("layer")
+        title, kl = "Effect on the next-token distribution", row["kl"].expand_dims("layer")
         answer = Lines.of(kl, title, f"at layer {best}", low=0.0)
         return replace(cosines, lines=(*cosines.lines, near)), answer
 
-    def _tables(self, told: dict[str, Any]) -> Iterator[Table]:
-        """The layers of the first case, and its strengths at the best layer."""
-        case, last = self.cases[0], self.found().sel(strength=1.0).isel(read_layer=-1)
+    def _tables(self, document: dict[str, Any]) -> Iterator[Table]:
+        """Tables of the first case: by layer at strength 1, and by strength at its best layer."""
+        case, last = self.cases[0], self.push_effects().sel(strength=1.0).isel(read_layer=-1)
 
-        def became(one: dict[str, Any]) -> str:
-            layer = one["absorption_layer"]
-            return str(one["fate"]) if layer is None else f"absorbed at layer {layer}"
+        def outcome(push: dict[str, Any]) -> str:
+            layer = push["absorption_layer"]
+            return str(push["fate"]) if layer is None else f"absorbed at layer {layer}"
 
-        def target(one: dict[str, Any]) -> str:
-            return dash(one["p_target"], format_probability)
+        def target(push: dict[str, Any]) -> str:
+            return dash(push["p_target"], format_probability)
 
         def at_layer(name: str) -> Callable[[dict[str, Any]], float]:
-            return lambda one: float(last[name].sel(layer=one["injection_layer"]))
+            return lambda push: float(last[name].sel(layer=push["injection_layer"]))
 
         yield Table.of(
-            told["layer_summaries"],
+            document["layer_summaries"],
             ("layer", "injection_layer", "d"),
-            ("what became of it", became, str),
+            ("outcome", outcome, str),
             ("cosine at the end", at_layer("similarity"), ".4f"),
             ("KL", "kl_divergence", ".4f"),
             ("p(target)", target, str),
-            ("length", at_layer("vector_norm"), ".2f"),
-            ("of the state", at_layer("state_norm"), ".2f"),
+            ("norm of the push", at_layer("vector_norm"), ".2f"),
+            ("norm of the state", at_layer("state_norm"), ".2f"),
             title=self._pushed(case, f" ({case.position})"),
-            caption=f"{told['label']}; absorbed: {ABSORBED}; undisturbed p(target) "
-            f"{dash(told['baseline_p_target'], format_probability)}",
+            caption=f"{document['label']}; absorbed: {ABSORBED}; p(target) of the undisturbed run "
+            f"{dash(document['baseline_p_target'], format_probability)}",
         )
         yield Table.of(
-            told["strength_sweep"],
+            document["strength_sweep"],
             ("strength", "strength", "g"),
-            ("what became of it", became, str),
+            ("outcome", outcome, str),
             ("KL", "kl_divergence", ".4f"),
             ("p(target)", target, str),
-            title=f"Strength of the push at layer {told['best_injection_layer']}",
-            caption="the deepest layer after whose push of strength 1 a state has a cosine of at least "
-            f"{self.settings.threshold:g} again, else the one of smallest KL",
+            title=f"Strength of the push at layer {document['best_injection_layer']}",
+            caption="the deepest layer whose push of strength 1 is followed by a state with a cosine of at "
+            f"least {self.settings.threshold:g}, else the layer with the smallest KL",
         )
 
-    def _batch_table(self, told: list[dict[str, Any]]) -> Table:
-        """A line per case; which were left out."""
-        results = [{"group": case.group, **one} for case, one in zip(self.cases, told, strict=True)]
-        left_out = [f"{format_text(one['group'])}: {format_text(one['error'])}" for one in self.skipped]
+    def _batch_table(self, documents: list[dict[str, Any]]) -> Table:
+        """Table with a row per case; the caption names experiments that were left out."""
+        results = [{"group": case.group, **row} for case, row in zip(self.cases, documents, strict=True)]
+        left_out = [f"{format_text(entry['group'])}: {format_text(entry['error'])}" for entry in self.skipped]
 
-        def absorbed(one: dict[str, Any]) -> str:
-            layers = [layer["absorption_layer"] for layer in one["layer_summaries"]]
+        def absorbed(row: dict[str, Any]) -> str:
+            layers = [layer["absorption_layer"] for layer in row["layer_summaries"]]
             return f"{sum(layer is not None for layer in layers)}/{len(layers)}"
 
         return Table.of(
             results,
-            ("group", lambda one: format_text(one["group"])),
-            ("prompt", lambda one: format_text(one["prompt"])),
-            ("matrix", "label"),
-            ("absorbed", absorbed),
+            ("group", lambda row: format_text(row["group"])),
+            ("prompt", lambda row: format_text(row["prompt"])),
+            ("outcome", "label"),
+            ("layers absorbed", absorbed),
             ("best layer", "best_injection_layer"),
             title=f"{len(self.cases)} experiments",
             caption="left out: " + "; ".join(left_out) if left_out else "none left out",

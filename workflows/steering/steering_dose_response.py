@@ -1,15 +1,15 @@
 """How does the answer change with the weight of one attention edge? Dose-response of attention.
 
-Multiplies the weight of one attention edge by several doses, inside the pass and renormalised
-(stages/causal/steering.py), and measures the attention that comes of it and what the last position
-predicts. A calibration says which factor reaches a wanted attention: read linearly, interpolated on the
-measured curve, and exactly.
+The attention weight of one edge (query, key) is multiplied by several factors ("doses") inside the forward
+pass, and each row is renormalised (stages/causal/steering.py). Measured are the resulting attention weight
+and the last position's prediction. A calibration gives the factor that reaches a target attention weight:
+assuming linearity, interpolated on the measured curve, and exactly.
 
-The strongest dose stands beside the same dose of other edges of the same query: those whose attention is
-most alike. Defaults: the last token's edge, in all heads, whose layer and kind of key move other shipped
-facts most at that dose (material/edge_choice.py), beside the one that moves them least, and twice its
-attention as the aim; every other layer is run for comparison. A target of several tokens is followed by its
-first piece (logits) and by all of them (probability), never by its last.
+Null distribution of the claims: the largest dose of the other edges of the same query whose attention weights
+are nearest. Default edge: the query is the last token; layer and key are those, by role, whose scaling has
+the largest mean KL on other shipped facts (material/edge_choice.py), with the ones with the smallest for
+comparison; the target is twice its attention weight. Every other layer is run for comparison. Of a target of
+several tokens, logits are those of its first token, and the probability is that of all of its tokens.
 """
 
 from __future__ import annotations
@@ -49,21 +49,23 @@ if TYPE_CHECKING:
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
 NEAREST = 6
-"""Number of control edges in each other fact."""
+"""Number of control edges in each other fact, those with the nearest attention weights."""
 
 
 @dataclass(frozen=True)
 class SteeringDoseResponseSettings(ChosenEdgeSettings):
-    """What `--set` can change."""
+    """Settings of `SteeringDoseResponse`."""
 
-    doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
-    ratio: Positive = setting(2.0, "attention to aim at, as a multiple of what the edge has")
-    window: Count = setting(1, "layers steered together, from each layer on")
-    sweep: bool = setting(True, "show every layer that is steered, and not only the selected one")
+    doses: tuple[float, ...] = setting(
+        DOSE_LEVELS, "factors that the attention weight of the edge is multiplied by"
+    )
+    ratio: Positive = setting(2.0, "target attention weight, as a multiple of the edge's own")
+    window: Count = setting(1, "number of consecutive layers steered together")
+    sweep: bool = setting(True, "show every layer that is steered; false: only the selected one")
 
 
 class SteeringDoseResponse(EdgeWorkflow):
-    """One edge at several doses."""
+    """One attention edge at several doses, in every layer."""
 
     name = "steering_dose_response"
     question = "How does the answer change with the weight of one attention edge?"
@@ -71,85 +73,92 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
-    rule = "kind of key whose edge, at the strongest dose,"
+    rule = "kind of key whose edge, at the largest dose,"
     beside = "other (layer, key) edges of each prompt, nearest in attention"
 
     def plan(self) -> Nodes:
-        """Candidate edges at every dose, in one layer or in each; all edges at the largest dose."""
-        given = self.settings
-        shared = self.read_edge(given.window) | {"window": given.window}
-        layers = None if given.sweep or given.layer is None else (given.layer,)
-        asked = tuple(
-            DoseResponse(edges=((self.query, key),), doses=given.doses, layers=layers, **shared)
+        """Candidate edges at every dose, controls and edges of other facts at the largest dose."""
+        settings = self.settings
+        shared = self.read_edge(settings.window) | {"window": settings.window}
+        layers = None if settings.sweep or settings.layer is None else (settings.layer,)
+        responses = tuple(
+            DoseResponse(edges=((self.query, key),), doses=settings.doses, layers=layers, **shared)
             for key in self.keys
         )
-        for each in asked:
-            each.cells(self.subject.config)  # refuse wrong settings now, before anything runs
-        nodes = {"response": self.on_model(asked[0] if len(asked) == 1 else AtOnce(asked))}
-        if not given.controls:
+        for response in responses:
+            response.cells(self.subject.config)  # raises for wrong settings before anything runs
+        nodes = {"response": self.on_model(responses[0] if len(responses) == 1 else AtOnce(responses))}
+        if not settings.controls:
             return nodes
-        others = tuple(
-            DoseResponse(edges=((self.query, key),), doses=(max(given.doses),), **shared | {"top_k": 1})
+        controls = tuple(
+            # Controls need KL and logits, not the most changed tokens.
+            DoseResponse(edges=((self.query, key),), doses=(max(settings.doses),), **shared | {"top_k": 1})
             for key in range(self.query + 1)
         )
         self.only_claims = ("controls",)
-        return {**nodes, "controls": self.on_model(AtOnce(others)), **self.facts_node()}
+        return {**nodes, "controls": self.on_model(AtOnce(controls)), **self.facts_node()}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[Edge]) -> list[Experiment]:
-        """The strongest dose of each edge."""
-        given = self.settings
+        """See `PlaceWorkflow`: each edge scaled by the largest dose, in every layer."""
+        settings = self.settings
         return [
-            DoseResponse(tokens, (edge,), doses=(max(given.doses),), window=given.window, top_k=1)
+            DoseResponse(tokens, (edge,), doses=(max(settings.doses),), window=settings.window, top_k=1)
             for edge in edges
         ]
 
     @cached_property
     def response(self) -> xr.Dataset:
-        """The edge in every layer that is shown, at every dose, [layer, dose]."""
-        found = self.result("response").load()
-        if "draw" in found.dims:
-            found = found.isel(draw=self.keys.index(self.edge[1]))
-        return found if self.settings.sweep else found.sel(layer=[self.layer])
+        """Dose-response of the selected edge in every layer that is shown, [layer, dose], in memory."""
+        response = self._response_of(self.edge[1])
+        return response if self.settings.sweep else response.sel(layer=[self.layer])
+
+    def _response_of(self, key: int) -> xr.Dataset:
+        """Dose-response of the edge to one candidate key, [layer, dose]."""
+        response = self.result("response").load()
+        return response.isel(draw=self.keys.index(key)) if "draw" in response.dims else response
 
     def lost_here(self, key: int) -> Floats:
-        """See `PlaceWorkflow`: of one edge at the strongest dose, [layer]; NaN where it is not steered."""
-        found = self.result("response").load()
-        if "draw" in found.dims:
-            found = found.isel(draw=self.keys.index(key))
-        at_most = found["kl"].isel(dose=int(np.argmax(self.settings.doses)))
-        lost: Floats = np.full(self.last_layer + 1, np.nan)
-        lost[at_most["layer"].values] = at_most.values
-        return lost
+        """See `PlaceWorkflow`: KL of one edge at the largest dose, [layer]; NaN for layers that are not
+        steered."""
+        largest_dose = int(np.argmax(self.settings.doses))
+        kl = self._response_of(key)["kl"].isel(dose=largest_dose)
+        by_layer: Floats = np.full(self.last_layer + 1, np.nan)
+        by_layer[kl["layer"].values] = kl.values
+        return by_layer
 
     @cached_property
     def strongest(self) -> xr.Dataset:
-        """Every edge of the query in every layer at the strongest dose, [key, layer]."""
+        """Every edge of the query in every layer at the largest dose, [key, layer]."""
         return self.result("controls").load().isel(dose=0).rename(draw="key")
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """What the strongest dose does to one edge, beside edges with as much attention."""
+        """See `PlaceWorkflow`: claim about one edge at the largest dose, against edges of this query with the
+        nearest attention weights."""
         effects, weights = (
             self.strongest[name].transpose("key", "layer").values.ravel()
             for name in (measure, "baseline_attention")
         )
-        own = key * self.strongest.sizes["layer"] + layer
-        apart = unlike(weights, own)
-        near = np.argsort(apart, kind="stable")[: min(self.settings.controls, len(apart) - 1)]
+        cell = key * self.strongest.sizes["layer"] + layer
+        distance = weight_distance(weights, cell)
+        # The edge itself is at distance inf, and so comes last.
+        near = np.argsort(distance, kind="stable")[: min(self.settings.controls, len(distance) - 1)]
         low, high = weights[near].min(), weights[near].max()
-        attention = f"({low:.2g} to {high:.2g}, here {weights[own]:.2g})"
-        of = f"other edges of this query, nearest in attention {attention}"
-        return Claim.against(text, effects[own], effects[near], of, **fields)
+        attention = f"({low:.2g} to {high:.2g}; this edge {weights[cell]:.2g})"
+        of = f"other edges of this query with the nearest attention weights {attention}"
+        return Claim.against(text, effects[cell], effects[near], of, **fields)
 
     def doing(self, query: str, key: str, layer: int) -> str:
-        """Scaling by the strongest dose."""
+        """See `EdgeWorkflow`: scaling by the largest dose."""
         return f"scaling {query}'s attention to {key} in layer {layer} by {max(self.settings.doses):g}"
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """See `PlaceWorkflow`; beside the edges of each fact whose attention is most like that of the edge
-        chosen."""
+        """See `PlaceWorkflow`; the controls of each edge are the NEAREST edges of the same fact by attention
+        weight."""
         lost, weights = map(self.measured_on_facts, ("kl", "baseline_attention"))
-        flat, weights = (each[scored].reshape(len(scored), -1) for each in (lost, weights))
-        near = [np.argsort(unlike(weights, own), axis=1, kind="stable") for own in range(flat.shape[1])]
+        flat, weights = (values[scored].reshape(len(scored), -1) for values in (lost, weights))
+        near = [
+            np.argsort(weight_distance(weights, edge), axis=1, kind="stable") for edge in range(flat.shape[1])
+        ]
         controls = [np.take_along_axis(flat, order[:, :NEAREST], axis=1) for order in near]
         return CandidateEffects(
             lost[chosen_on][..., : len(ROLES)],
@@ -164,8 +173,9 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def exact(self) -> float | None:
-        """Factor that takes the mean over heads exactly to the aim; None if no factor does, or if several
-        layers are steered, as those above the first then have other inputs."""
+        """Factor with which the mean attention over heads is exactly the target; None if no factor reaches
+        it, or if several layers are steered."""
+        # With a window the layers above the first have changed inputs, and no closed form.
         if self.settings.window > 1:
             return None
         try:
@@ -177,12 +187,12 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def calibration(self) -> SteeringCalibration:
-        """Attention weight of the edge and the weight to aim at: `ratio` times as much, at most 1."""
+        """Attention weight of the edge, and the target: settings.ratio times as much, at most 1."""
         baseline = float(self.selected["baseline_attention"])
         return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
     def views(self) -> Iterator[View]:
-        """What is claimed; the doses at the one layer, and every layer's curves."""
+        """Table of the doses in the selected layer, and curves of attention and KL of every layer."""
         selected, baseline = self.selected, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
         reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
@@ -207,26 +217,26 @@ class SteeringDoseResponse(EdgeWorkflow):
                 ],
             }
         )
-        yield self._doses(f"{reads} reads {is_read}, mean weight {baseline:.3f}")
+        yield self._doses(f"attention of {reads} to {is_read}, mean weight {baseline:.3f}")
         shared: dict[str, Any] = {"x_name": "dose (factor of the weight)", "low": 0.0, "strong": self.layer}
         attention, kl = (self.response[name].transpose("layer", "dose") for name in ("attention", "kl"))
-        moved = Lines.of(
+        weights = Lines.of(
             attention,
-            f"How much {reads} then reads {is_read}",
-            f"thick: layer {self.layer}; dashed: what it would be there without renormalisation",
+            f"Attention of {reads} to {is_read} by dose",
+            f"thick: layer {self.layer}; dashed: its weight without renormalisation",
             **shared,
         )
-        linear = Line("if doses were linear", baseline * np.array(moved.x), control=True)
-        moved = replace(moved, lines=(*moved.lines, linear))
-        answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
+        linear = Line("without renormalisation", baseline * np.array(weights.x), control=True)
+        weights = replace(weights, lines=(*weights.lines, linear))
+        answer = Lines.of(kl, "Effect on the next-token distribution", f"thick: layer {self.layer}", **shared)
         query, key = (repr(format_token(tokens[place])) for place in self.edge)
-        title = f"{self.subject.name}: {query} reads {key} more or less in '{format_text(self.prompt)}'"
+        title = f"{self.subject.name}: attention of {query} to {key} scaled in '{format_text(self.prompt)}'"
         beside = [self.findings]
-        yield from together("steering_dose_response", title, moved, answer, beside=beside, columns=2)
+        yield from together("steering_dose_response", title, weights, answer, beside=beside, columns=2)
 
     def _points(self, layer: int) -> list[dict[str, Any]]:
-        """A layer in the fields of candle-mi's example, dose by dose."""
-        here = self.response.sel(layer=layer)
+        """Records of one layer by dose, in the fields of candle-mi's example."""
+        in_layer = self.response.sel(layer=layer)
         columns = {
             "scale_factor": "dose",
             "attention_level": "attention",
@@ -234,28 +244,28 @@ class SteeringDoseResponse(EdgeWorkflow):
             "target_logit_diff": "logit_diff",
             "p_target": "p_target",
         }
-        return records(here.assign(p_target=np.exp(here["target_logprob"])), "dose", **columns)
+        return records(in_layer.assign(p_target=np.exp(in_layer["target_logprob"])), "dose", **columns)
 
     def _doses(self, edge: str) -> Table:
-        """Table of the doses in the selected layer; the caption says which factor reaches the aim."""
+        """Table of the doses in the selected layer; the caption gives the factor that reaches the target
+        weight."""
         calibration, exact = self.calibration, self.exact
         aim, baseline = calibration.source_baseline, calibration.target_baseline
         condition = f"edge {self.edge}"
         curve = DoseResponseCurve.of(self.response, self.layer, sample_id=self.prompt, condition=condition)
         interpolated = curve.scale_for_target(aim)
         changed = [
-            top_changed_json(self.subject, one, "steered_prob") for one in _each(self.selected, "dose")
+            top_changed_json(self.subject, self.selected.isel(dose=i), "steered_prob")
+            for i in range(self.selected.sizes["dose"])
         ]
         rows = [
-            {**point, "top_changed": most}
-            for point, most in zip(self._points(self.layer), changed, strict=True)
+            {**point, "top_changed": tokens}
+            for point, tokens in zip(self._points(self.layer), changed, strict=True)
         ]
 
-        def most(point: dict[str, Any]) -> str:
-            first = point["top_changed"][0]
-            return (
-                f"'{format_token(first['token'])}' {points(first['steered_prob'] - first['baseline_prob'])}"
-            )
+        def most_changed(point: dict[str, Any]) -> str:
+            top = point["top_changed"][0]
+            return f"'{format_token(top['token'])}' {points(top['steered_prob'] - top['baseline_prob'])}"
 
         return Table.of(
             rows,
@@ -265,11 +275,11 @@ class SteeringDoseResponse(EdgeWorkflow):
             ("KL", "kl_divergence", ".5f"),
             ("logit diff", lambda point: dash(point["target_logit_diff"], "+.4f"), str),
             ("p(target)", lambda point: dash(point["p_target"], ".4f"), str),
-            ("changed most", most),
+            ("changed most", most_changed),
             title=f"{self.subject.name}, layer {self.layer}: {edge}",
-            caption=f"to attend {aim:.3f}: {calibration.scale_factor_to_source():.3g}x if doses were linear, "
-            f"{_or(interpolated, 'outside these doses')} interpolated, {_or(exact, 'out of reach')} exactly "
-            "(rows are renormalised)",
+            caption=f"factor that reaches a weight of {aim:.3f}: {calibration.scale_factor_to_source():.3g}x "
+            f"if doses were linear, {_or(interpolated, 'outside these doses')} interpolated, "
+            f"{_or(exact, 'out of reach')} exactly (rows are renormalised)",
             json={
                 "points": rows,
                 "calibration": {
@@ -284,19 +294,16 @@ class SteeringDoseResponse(EdgeWorkflow):
         )
 
 
-def _each(part: xr.Dataset, dim: str) -> list[xr.Dataset]:
-    """Datasets along a dim, one for each of its positions."""
-    return [part.isel({dim: place}) for place in range(part.sizes[dim])]
-
-
 def _or(factor: float | None, otherwise: str) -> str:
+    """Factor as text ("1.5x"), or `otherwise` for None."""
     return otherwise if factor is None else f"{factor:.3g}x"
 
 
-def unlike(weights: Floats, own: int) -> Floats:
-    """How far each weight [..., edge] is from that of one edge, as |ln ratio|; that edge is the farthest."""
-    # A weight of zero has no logarithm, and cannot be scaled either: farther than all that can.
-    known = np.log(np.maximum(weights, 1e-12))
-    apart: Floats = np.abs(known - known[..., [own]])
-    apart[..., own] = np.inf
-    return apart
+def weight_distance(weights: Floats, edge: int) -> Floats:
+    """Distance |ln ratio| of each attention weight [..., edge] from that of one edge; inf for this edge
+    itself."""
+    # ln 0 is -inf, and a weight of 0 cannot be scaled: clipped, it is farther than all that can be.
+    log_weights = np.log(np.maximum(weights, 1e-12))
+    distance: Floats = np.abs(log_weights - log_weights[..., [edge]])
+    distance[..., edge] = np.inf
+    return distance

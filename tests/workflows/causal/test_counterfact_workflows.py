@@ -183,7 +183,7 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
     assert found["effect"] == pytest.approx(np.mean(effects))
     assert found["prompts"] == len(effects) == 2
     ours = controls["token_id"].values[:, int(taken.argmax())]
-    said = np.repeat(patching.found["counterfactual_token_id"].values, 3)
+    said = np.repeat(patching.raw_patches["counterfactual_token_id"].values, 3)
     assert (ours == said).tolist() == nulls
     assert found["null"]["draws"] == 50
     least = patching.blocks[int(np.flatnonzero(taken == taken.min())[-1])]

@@ -166,7 +166,7 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
         (
             "attribution_patching",
             SPEAKERS | {"corrupted": "Chad, speaker of", "wrong": "French"},
-            "expected prompts of as many tokens, found 12 .* and ",
+            "expected prompts with the same number of tokens, found 12 .* and ",
         ),
         *(
             (name, SPEAKERS | {"corrupted": SPEAKERS["prompt"]} | own, "Vera Lynn, speaker of' twice")

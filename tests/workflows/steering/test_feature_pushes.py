@@ -54,7 +54,9 @@ def cosines(model: mizarr.Model, vector: torch.Tensor, layer: int) -> list[float
 @pytest.mark.parametrize("strength", [1.0, 20.0])
 def test_the_matrix_is_that_of_plain_passes_with_what_the_feature_writes(done, model, strength):
     held = mizarr.Dictionary.from_pretrained("specimen/clt")
-    similarity = done.found()["similarity"].sel(strength=strength).transpose("layer", "read_layer").values
+    similarity = (
+        done.push_effects()["similarity"].sel(strength=strength).transpose("layer", "read_layer").values
+    )
     for layer in range(5):
         vector = strength * held.decoder_vector("0:184", layer)
         # What was pushed at this layer itself is told before it is read.
@@ -80,7 +82,7 @@ def test_the_document_names_the_feature_and_the_null_says_what_was_drawn(done):
     assert [row["injection_layer"] for row in told["layer_summaries"]] == list(range(6))
     (claim,) = told["findings"]
     assert "along L0:184" in claim["claim"]
-    assert claim["null"]["of"] == "other features of layer 0, as long, at the same place"
+    assert claim["null"]["of"] == "other features of layer 0 with the same norm, at the same position"
     assert claim["null"]["draws"] == 3
 
 

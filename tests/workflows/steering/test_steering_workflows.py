@@ -242,7 +242,7 @@ def test_the_matrix_is_that_of_plain_passes_with_the_vector_added(pushes, model)
                 float(torch.cosine_similarity(one[p][0, -1].double(), steered[p][0, -1].double(), dim=0))
                 for p in (f"blocks.{read}.hook_resid_post" for read in range(3))
             ]
-            found = pushes.found().sel(layer=layer, strength=strength)
+            found = pushes.push_effects().sel(layer=layer, strength=strength)
             np.testing.assert_allclose(found["similarity"], similarity, atol=1e-5)
             if strength == 1.0:
                 np.testing.assert_allclose(document["convergence_matrix"][layer], similarity, atol=1e-5)
@@ -453,7 +453,7 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     done = doses if name == "doses" else pushes
     (path,) = done.render(Console(width=140), tmp_path)
     printed = capsys.readouterr().out
-    assert "interpolated" in printed if name == "doses" else "what became of it" in printed
+    assert "interpolated" in printed if name == "doses" else "outcome" in printed
     for key in done.to_json()["provenance"]["keys"].values():
         assert key[:12].encode() in path.read_bytes()
 
