@@ -265,8 +265,8 @@ class AttributionGraphs(Workflow):
             net,
             caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {kept[FEATURE]:,} kept "
             f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {kept[ERROR]:,} kept "
-            f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence on "
-            "the logits that comes from tokens through features, without error nodes; completeness score "
+            f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence "
+            "on the logits that comes from tokens through features, without error nodes; completeness score "
             f"{self.scores['completeness_score']:.2f}: share of the nodes' input that comes from tokens and "
             "features",
         )

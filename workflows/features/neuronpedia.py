@@ -180,7 +180,7 @@ def _set_rows(
 
 
 def _features(material: PageMaterial, results: Mapping[str, xr.Dataset]) -> Iterator[dict[str, Any]]:
-    """Rows of the table Neuron, without the columns that are the same for all features."""
+    """Rows of Neuronpedia's table Neuron, one per feature, without the columns of equal value in all rows."""
     windows, partners, decoders = (results[name] for name in ("windows", "partners", "decoders"))
     stats = material.statistics.sel(feature=windows["feature"])
     n_tokens = int(material.results["statistics"].attrs["n_tokens"])
