@@ -216,7 +216,10 @@ class HeadDetection(ModelWorkflow):
         settings = self.settings
         if settings.prompts:
             return f"{len(settings.prompts)} prompt{'s' if len(settings.prompts) > 1 else ''}"
-        return f"{settings.sequences} sequences of {settings.length} random tokens, repeated {settings.repeats} times"
+        return (
+            f"{settings.sequences} sequences of {settings.length} random tokens, repeated "
+            f"{settings.repeats} times"
+        )
 
     @property
     def measure(self) -> str:
