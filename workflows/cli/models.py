@@ -144,7 +144,7 @@ def inspect(
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
-        facts = list(tensor_facts(_readable(files), values=not shapes_only, seen=read.advance))
+        facts = list(tensor_facts(_readable(files), values=not shapes_only, on_progress=read.advance))
     understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
