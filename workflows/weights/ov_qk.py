@@ -121,7 +121,7 @@ class OvQk(ModelWorkflow):
             layer, head = np.unravel_index(pick(scores), scores.shape)
             name = f"L{copying['layer'].values[layer]}H{head}"
             text = f"{name} {effect} the logits of the tokens it attends to ({rank} copying score)"
-            of = f"draws in which all heads write into random directions, each with the {rank} of {heads} scores"
+            of = f"draws of random output directions of all heads, each with the {rank} of {heads} scores"
             return Claim.against(text, scores[layer, head], extreme(control, axis=(0, 1)), of, side=side)
 
         yield claim(np.nanmax, np.nanargmax, "raises", "largest", "above")
