@@ -5,7 +5,8 @@ Loss on text, induction, order of layers, facts.
 Four measures (stages/evaluation), each compared with a control on the same tokens:
 
 * text: loss in nats per token, compared with the same prompts with shuffled tokens, and with uniform
-guessing; * induction: loss on the repetition of random tokens, compared with a shuffled repetition;
+  guessing;
+* induction: loss on the repetition of random tokens, compared with a shuffled repetition;
 * order: loss with two layers exchanged. In a trained model every exchange raises the loss; if one lowers it,
   the layers of the checkpoint are in the wrong order, even if the model writes fluent text;
 * facts: log-probability of each fact's object after its own prompt, compared with the prompts of other facts.
