@@ -93,8 +93,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     roles, regions, counted = loaded("roles"), loaded("regions"), loaded("accuracy")
 
     def plan(self) -> Nodes:
-        """Nodes of all analyses, which are scored on the samples of one seed and fitted on those of
-        another."""
+        """Nodes of all analyses."""
         network, settings = self.network, self.settings
         if not network.is_rnn:
             raise ConfigError(
@@ -103,6 +102,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             )
         weights = network.weights_node()
         about: dict[str, Any] = {"task": network.task.name, "sequence": network.sequence}
+        # Neurons are chosen and explanations fitted on other samples than they are scored on.
         samples, fitted = (
             algzoo_samples.on(**about, samples=settings.analysed, seed=seed)
             for seed in (settings.seed, settings.seed + FITTED)
@@ -189,13 +189,13 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         return values_of(self.result("controls").load()["delta"].min("direction"))
 
     def claims(self) -> Iterator[Claim]:
-        """Cost of ablating the neuron that was chosen on other samples."""
+        """Claim about the cost of ablating the selected neuron, compared with random directions."""
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
         effect = -float(self.ablation["delta"][self.neuron])
         claim = (
             f"ablating neuron {self.neuron} of {self.network.title}, whose ablation costs most on other "
-            "samples, worsens its score by"
+            "samples, worsens its score"
         )
         of = f"random bases of the state, each with the direction of {hidden} whose ablation costs most"
         yield Claim.against(claim, effect, -self.null, of, unit=unit)
@@ -340,7 +340,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield Data(json={"pairs": _pairs(ablation)})
 
     def _roles_by_time(self) -> Choice:
-        """Correlation of the state after each number with functions of the numbers up to it, by neuron."""
+        """Curves, per neuron, of the correlation of its state at each step with interpretable functions."""
         correlation = self.roles["by_time"].transpose("neuron", "role_", "time")
         labels = _neurons(self.network.shape.hidden)
 

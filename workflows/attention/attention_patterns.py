@@ -90,6 +90,7 @@ class AttentionPatterns(ModelWorkflow):
         if self.settings.key is not None:
             return position_of(self.encoding, self.settings.key)
         weights = self.flow["from_query"].mean(("layer", "head")).values.copy()
+        # Left out: the first token, an attention sink, and the query itself.
         weights[[0, self.query]] = 0.0
         return int(weights.argmax())
 
@@ -169,7 +170,7 @@ class AttentionPatterns(ModelWorkflow):
         yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, all_queries))
 
     def _key_choice(self, query_name: str, key_name: str) -> str:
-        """Sentence that says how the key was chosen; empty if the settings name it."""
+        """Sentence on the choice of the key position; empty for a key from the settings."""
         if self.settings.key is not None or self.key == 0:
             return ""
         return (

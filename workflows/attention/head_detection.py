@@ -52,7 +52,7 @@ LOOKS = {
     "duplicate_token_head": ("Duplicate token", "attends to earlier occurrences of the current token"),
     "induction_head": ("Induction", "attends to the token after an earlier occurrence of the current token"),
 }
-"""Title and caption of the heatmap of each kind of head."""
+"""Heatmap title and caption by kind of head."""
 STATISTICS = {
     "entropy": ("Entropy", "entropy of the attention weights in nats; 0: all weight on one key"),
     "bos_share": ("On the first token", "share of the attention weight"),
@@ -94,7 +94,7 @@ class HeadDetection(ModelWorkflow):
     settings: HeadDetectionSettings
 
     def plan(self) -> Nodes:
-        """Nodes of the scores on the text and on the shuffled control, at all distances, and of statistics.
+        """Nodes of detection scores, control scores on shuffled tokens, and attention statistics.
 
         Raises:
             PromptError: for a prompt of fewer than two tokens.
@@ -146,6 +146,7 @@ class HeadDetection(ModelWorkflow):
         blocks = RepeatedBlocks.of(
             subject, settings.sequences, settings.length, repeats=settings.repeats, seed=settings.seed
         )
+        # Tokens of the first block have no earlier occurrence.
         first_query = 0 if settings.first_block else blocks.start
         return PackedTokens.from_lists(blocks.rows), PackedTokens.from_lists(blocks.mixed), first_query
 
@@ -273,7 +274,7 @@ class HeadDetection(ModelWorkflow):
         yield Figure(name="head_statistics", title=title, panels=tuple(statistic), columns=2)
 
     def _scores(self, kind: str, best: dict[str, Any], variable: str) -> Heatmap:
-        """Heatmap of the scores of a kind, or of those on shuffled tokens, by layer and head.
+        """Heatmap of detection scores, or of control scores on shuffled tokens, [layer, head].
 
         kind: one of `KINDS`. best: record of the head that is framed. variable: "score" or "control".
         """

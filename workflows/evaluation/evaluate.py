@@ -127,8 +127,8 @@ class Evaluate(ModelWorkflow):
     settings: EvaluateSettings
 
     def plan(self) -> Nodes:
-        """Nodes of all losses, of factual recall and of layer orders, and of the same with an intervention
-        and with its controls.
+        """Nodes of losses, factual recall and layer orders, unchanged, with the intervention, and with its
+        controls.
 
         Raises:
             ConfigError: for a masked language model, or without text to take means over.
@@ -371,7 +371,7 @@ class Evaluate(ModelWorkflow):
         ]
 
     def _control_range(self, name: str) -> dict[str, float]:
-        """Median of a measure over the control interventions, and the range of 95 % of them."""
+        """Median and 95 % range of a measure over the control interventions."""
         null = Null(np.array([control[name] for control in self.control_measures]), "control interventions")
         low, high = null.bound()
         return {"others_median": null.median, "others_low_95": low, "others_high_95": high}

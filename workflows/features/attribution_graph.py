@@ -187,7 +187,8 @@ class AttributionGraphs(Workflow):
 
     @cached_property
     def scores(self) -> dict[str, float]:
-        """replacement_score and completeness_score of the graph before pruning, each from 0 to 1."""
+        """Replacement and completeness score (Ameisen et al. 2025) of the unpruned graph, each from 0 to
+        1."""
         pruned = self.result("pruned")
         return {name: float(pruned[name]) for name in ("replacement_score", "completeness_score")}
 

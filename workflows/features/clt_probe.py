@@ -94,7 +94,7 @@ class CltProbe(ModelWorkflow):
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """Labels of the features active at the position and of those found by the search for the word."""
+        """Labels of the strongest active features and of the features with the nearest decoders."""
         words = self.result("words").load() if "words" in self.nodes else None
         labels = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity).called(
             labels_of(self.store, self.dictionary)
@@ -106,7 +106,7 @@ class CltProbe(ModelWorkflow):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """See `Workflow`."""
+        """Labels that people gave to the shown features; see `Workflow.spoken`."""
         return self.labels.spoken
 
     @property
@@ -120,6 +120,7 @@ class CltProbe(ModelWorkflow):
         layer, index, activation and label."""
         activity = self.activity
         at_position = activity.isel(active=activity["active_position"].values == self.position)
+        # `lexsort` sorts by its last key first.
         order = np.lexsort(
             (at_position["active_feature"], at_position["active_layer"], -at_position["activation"].values)
         )

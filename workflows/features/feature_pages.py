@@ -147,6 +147,7 @@ class FeaturePages(ModelWorkflow):
             layers=(self.layer,),
             zero_positions=settings.zero_positions,
         )
+        # Encoding is a node of its own, which other settings of the pages share.
         self.encoded = nodes[self.layer]
         writes = writes_to_stream(self.subject, self.dictionary)
         # `PageLayout` has fields that are no settings, such as `bins`; these keep their defaults.

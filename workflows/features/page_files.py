@@ -141,7 +141,10 @@ class PageMaterial:
 
 
 class PageFiles:
-    """The files of the pages, by name: the HTML page, and scripts with its data."""
+    """The files of the pages, by name: the HTML page, and scripts with its data.
+
+    Every file can be made alone, so that a server need not write them.
+    """
 
     def __init__(self, material: PageMaterial) -> None:
         self.material = material
@@ -180,7 +183,7 @@ class PageFiles:
 
     @cached_property
     def _common(self) -> dict[str, bytes]:
-        """Content of the files that do not depend on a portion of features."""
+        """Bytes of the HTML page, the list of features and the vocabulary, by file name."""
         return {
             "index.html": _page(self.material.title).encode(),
             "data/features.js": _script("features", self._overview()),

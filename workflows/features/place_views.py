@@ -37,6 +37,7 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     """
     shown = norms.sel(feature=norms["feature"].values[alive])
     norm = shown["norm"].values
+    # Index of the place of each feature's largest norm.
     largest = norm.argmax(axis=0)
     rows = [
         {

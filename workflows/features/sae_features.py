@@ -107,7 +107,7 @@ class SaeFeatures(ModelWorkflow):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """See `Workflow`."""
+        """Labels that people gave to the shown features; see `Workflow.spoken`."""
         return self.labels.spoken
 
     @property
@@ -120,6 +120,7 @@ class SaeFeatures(ModelWorkflow):
         layer, index, label, activation and decoder_norm."""
         at_position = self.activity.isel(active=self.activity["active_position"].values == position)
         value = at_position["activation"].values
+        # `lexsort` sorts by its last key first.
         order = np.lexsort((at_position["active_feature"].values, -value))[: self.settings.top_k]
         return [
             {

@@ -116,6 +116,7 @@ class LogitAttribution(ModelWorkflow):
             "against": pair["other_id"],
             "readout": readout,
         }
+        # Residual streams that do not start at the embedding have a form of the stage of their own.
         start = self.subject.config.stream_start.kind
         form = "" if start == "embed" else f"_{start}"
         form = form if self._has_mlps else "_of_mixers"

@@ -110,6 +110,7 @@ class LogitLens(ModelWorkflow):
         """The lens at the last token, or at the mask, of every prompt with an answer; the axis `prompt`
         replaces `token`."""
         prompts = self.lens["prompt"].values
+        # Prompts are packed end to end; a new one begins where the index changes.
         starts = np.flatnonzero(np.diff(prompts, prepend=-1))
         last = starts + np.array(self.ends)
         last = last[self.lens["target_id"].values[last] >= 0]

@@ -59,7 +59,7 @@ WORDS = {0: "no rhyme", 1: "the same word", 2: "another rhyming word"}
 
 @dataclass(frozen=True)
 class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
-    """Settings of `recurrent_feedback`; empty ones are taken from the preset."""
+    """Settings of `recurrent_feedback`; the preset replaces empty values."""
 
     model: str = setting("", 'hub id, directory, or a shipped one such as "specimen"')
     preset: Literal["specimen", "anacrousis"] = setting(
@@ -124,6 +124,7 @@ class RecurrentFeedback(ModelWorkflow):
         swept = [condition for condition in protocol if settings.sweep or condition.depth == 1]
         self.condition = self._selected_condition()
         self.conditions = tuple(swept) if self.condition in swept else (*swept, self.condition)
+        # With the line break in the prompt, generation begins with the second line.
         prompts = [tuple(encoded(self.subject, f"{line.text}\n").ids) for line in self.lines]
         words = [tuple(map(self._last_token, line.family)) for line in self.lines]
         trials = [
@@ -277,6 +278,7 @@ class RecurrentFeedback(ModelWorkflow):
 
     def claims_caption(self) -> str:
         """How the condition was chosen, and how many second lines reach the largest number of tokens."""
+        # Feedback at every token makes lines run on; their last word is scored all the same, as in candle-mi.
         n_lines = len(self.lines)
         n_unfinished = n_lines - self.records[self.row]["ended"]
         choice = self.preset.found if self._is_presets else "set by the user"
@@ -307,6 +309,7 @@ class RecurrentFeedback(ModelWorkflow):
             f"one direction for each line, from {self.settings.controls} random directions of equal norm, "
             "fed in the same way, and the rhyme itself",
             Controls(RESAMPLED if self.settings.controls else 0, self.settings.seed),
+            # The published condition is the best of 27 on these lines; its p-value is corrected for that.
             looked_at=self.preset.looked_at if self._is_presets else 1,
             unit="of lines",
         )

@@ -113,6 +113,7 @@ class RwkvInference(PlaceWorkflow):
         # `cells` raises for invalid settings, so that nothing runs before they are found.
         for steering in response:
             steering.cells(self.subject.config)
+        # Where only KL and logit difference are read, `top_k` 1 keeps stored results small.
         nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
@@ -138,7 +139,7 @@ class RwkvInference(PlaceWorkflow):
         return values_of(self.writes["kl"].sel(position=key), "layer")
 
     def _scored_node(self) -> Nodes:
-        """Node of knockouts at every kind of position in the facts on which the choice is scored."""
+        """Node of state knockouts by kind of position, on the held-out facts that score the choice."""
         if not self.is_chosen:
             return {}
         knockouts = (
@@ -155,6 +156,8 @@ class RwkvInference(PlaceWorkflow):
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
         """KL by layer and kind of position on other facts, [fact, layer, role]: of random values to choose
         by, of the writes themselves to score."""
+        # A token writes the same in every prompt: a write chosen for its own effect, the largest of many by
+        # chance, would have a large effect on held-out prompts too.
         random = values_of(self.result("facts")["kl"], "draw", "draw_of_write", "layer", "position")
         knockout = values_of(self.result("scored")["kl"], "draw", "layer", "position")
         return CandidateEffects(random[chosen_on].mean(1), knockout[scored - self.half], random[scored])
@@ -180,6 +183,7 @@ class RwkvInference(PlaceWorkflow):
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
         """The claim about one write of this prompt, compared with random values in its place."""
+        # Writes of other positions would be no control: recent writes are read most, whatever they contain.
         labels = {"layer": layer, "position": key}
         effect = float(self.writes.sel(labels)[measure])
         draws = self.controls.sel(labels)[measure].values
@@ -276,8 +280,8 @@ class RwkvInference(PlaceWorkflow):
         return self.changed_table(self.selected, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
-        """Table of the KL of the knockout at each position: in the layer of the largest KL, and in all
-        layers."""
+        """Table of the knockout KL by position: for the layer of the largest KL, and for all layers at
+        once."""
         kl, kl_all_layers = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
         effects = self.writes.assign(
             largest=kl.max("layer"), best_layer=kl.argmax("layer"), all_layers=kl_all_layers

@@ -53,5 +53,5 @@ class StatePatching(ActivationPatchingTrace):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of states that are patched: the setting, or the recurrent states that every layer has."""
+        """Hook point kinds to patch: the setting, or the recurrent states present in every layer."""
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)

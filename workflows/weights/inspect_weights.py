@@ -43,7 +43,7 @@ VERSION = 2
 OUTSIDE = -1
 """Layer index of tensors that belong to no layer, such as the embedding."""
 NO_AXIS = -1
-"""Entry of `shape` for axes that a tensor does not have."""
+"""Padding of `shape` for tensors of fewer axes."""
 SIZES = {
     "hidden_size": "hidden",
     "intermediate_size": "mlp",
@@ -105,6 +105,7 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
     identity = files.identity()
     size = sum(path.stat().st_size for path in files.weight_files)
     params = {"weights": identity.weights, "config": identity.config}
+    # Per entry of a block up to 8 bytes as stored, 8 in float64 and 8 for its square.
     estimate = Estimate(size, 1 << 16, 24 * BLOCK)
     return SourceNode(
         "weight_facts", VERSION, params, partial(weight_facts, files), estimate, (files.pinned,)

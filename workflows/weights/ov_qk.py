@@ -79,6 +79,7 @@ class OvQk(ModelWorkflow):
         require_outputs(config)
         require_embedding(config)
         config.require_linear_head()
+        # Attention by position applies the layer's first norm itself, so it needs unfolded matrices.
         folded, plain = (
             StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=folds)
             for folds in (True, False)

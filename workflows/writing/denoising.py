@@ -127,6 +127,7 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
 def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
     """Results of one prompt, without padding: its positions and its passes."""
     prompt = dataset.isel(prompt=row)
+    # Token ids past the end of a shorter prompt are -1.
     positions, passes = int((prompt["token_id"] >= 0).sum()), int(prompt["step_filled"].max()) + 1
     return prompt.isel(position=slice(positions), step=slice(passes))
 

@@ -182,7 +182,8 @@ class Generate(ModelWorkflow):
         is_remote = options.get("cluster") is not None or options.get("workers", 0) > 1
         if not options.get("quiet", True) and not is_remote and sys.stderr.isatty():
             self._live = _Printer(self._text_of)
-            options["quiet"] = True  # a progress bar would overwrite the text
+            # A progress bar would overwrite the text.
+            options["quiet"] = True
         try:
             return super().run(store, **options)
         finally:

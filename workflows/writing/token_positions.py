@@ -87,6 +87,7 @@ class TokenPositions(Workflow):
         self.converted = _or_default(settings.convert, CONVERTED if is_default else self.characters)
         self.labels = self.encoding.label_spans([(name, (start, end)) for name, start, end in self.spans])
         self.nodes = {}
+        # No stage runs; the answer is identified by the tokenizer's digest in place of result keys.
         self._keys = {"tokenizer": self.subject.tokenizer.digest.removeprefix("sha256:")}
 
     def run(self, store: Store, **options: Any) -> Self:
