@@ -53,8 +53,8 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
         ("mean norm", "mean_norm", ".3f"),
         ("features with their largest norm here", "strongest", "d"),
         title=f"Decoder norms of {name} by place",
-        caption="Decoder norms in units of the standard deviation of the states at the place; only features "
-        "that are active somewhere in the corpus.",
+        caption="Decoder norms after scaling the states of all places to a common size; only features that "
+        "are active somewhere in the corpus.",
         json={"places": rows},
     )
     if "relative_norm" not in norms:

@@ -218,7 +218,7 @@ def test_table_and_figure_show_every_layer_and_name_the_result(done, tmp_path, c
         ({"corpus": "nowhere.json"}, ConfigError, r"at nowhere\.json, found .* samples as JSON"),
         ({"corpus": None, "condition_a": "x"}, ConfigError, "set corpus=FILE"),
         ({"unit": "byte"}, ConfigError, "unit to be characters or bytes, found 'byte'"),
-        ({"start_layer": 3}, ConfigError, r"layers in 0\.\.2, .*found 3 to 2"),
+        ({"start_layer": 3}, ConfigError, r"both in 0\.\.2, found 3 and 2"),
         ({"samples": 0}, ConfigError, "samples to be int of at least 1"),
     ],
 )
