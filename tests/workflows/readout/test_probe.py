@@ -168,7 +168,7 @@ def test_labelled_texts_run_to_a_table(tiny_model, labelled, tmp_path, capsys):
     assert (told["target"], told["classes"]) == ("mood", ["it", "we"])
     assert told["n_train"] + told["n_test"] == 24
     (file,) = found.render(Console(width=100), tmp_path / "figures")
-    assert "mood, read off resid_post of" in capsys.readouterr().out
+    assert "Linear probe of mood on resid_post of" in capsys.readouterr().out
     assert document["provenance"]["keys"]["mood"][:12].encode() in file.read_bytes()
 
 
