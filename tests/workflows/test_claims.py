@@ -160,7 +160,7 @@ def test_no_change_of_random_weights_is_said_to_cost_more_than_others(kind: str,
         model = random_model(folder, seed, **SMALL | {"num_hidden_layers": 8})
         asked = CHEAP["evaluate"] | {"swapped": 0} | drawn_change(folder / "dictionary", kind, seed)
         answer = compute("evaluate", store=folder / "store", model=str(model), seed=seed, **asked).to_json()
-        costs = [each for each in answer["findings"] if " costs, on " in each["claim"]]
+        costs = [each for each in answer["findings"] if " increases the model's loss on " in each["claim"]]
         found.append([each["verdict"] == "beyond chance" for each in costs])
         shutil.rmtree(folder)
     assert np.shape(found) == (20, 3)

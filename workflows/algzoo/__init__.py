@@ -1,1 +1,1 @@
-"""Questions about the tiny networks of AlgZoo."""
+"""Workflows about AlgZoo: tiny networks trained on tasks with known correct answers."""

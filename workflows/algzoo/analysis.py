@@ -1,12 +1,14 @@
-"""How does a tiny RNN do its task? Every analysis there is of three matrices, and how much they explain.
+"""How does a tiny RNN do its task? Analyses of its three weight matrices, and how much they explain.
 
-Told are its weights in units of the input, what its neurons are worth alone and in pairs, which functions of
-the input they go with, the cones in which it is linear, its accuracy - exact for two and three numbers - and,
-for each of several explanations, the bits it takes, those it leaves unsaid, and the error of an accuracy
-worked out from it (stages/algzoo/analysis). candle-mi's `stoicheia_analysis`.
+The answer shows the weights in units of the input; ablations of neurons alone and in pairs; correlations of
+neurons with interpretable functions of the input; the linear regions of the network; its accuracy, exact for
+sequences of two and three numbers; and, for each of several explanations, its length in bits, its residual
+surprise, and the error of an accuracy estimated from it (stages/algzoo/analysis). The protocol is candle-mi's
+`stoicheia_analysis`.
 
-The selected neuron is the one it needs most on other samples, beside the direction it needs most of a random
-basis of the state: such a basis has as many directions to choose among as there are neurons.
+Claim: ablating the neuron whose ablation costs most on other samples. Null: the direction whose ablation
+costs most in each of several random bases of the state, which have as many directions to choose among as
+there are neurons.
 """
 
 from __future__ import annotations
@@ -44,29 +46,36 @@ if TYPE_CHECKING:
 __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 
 BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
-"""Numbers of an explanation for each size of noise."""
+"""Variables of surprise accounting that have one value for each explanation and noise level."""
 FITTED = 1
-"""Added to the seed: of samples that something is chosen or fitted on, and nothing is scored on."""
+"""Offset from the seed to that of the samples on which neurons are chosen and explanations are fitted;
+nothing is scored on these."""
 
 
 @dataclass(frozen=True)
 class StoicheiaAnalysisSettings(AlgZooSettings):
-    """What `--set` can change.
+    """Settings of `stoicheia_analysis`.
 
-    Raises ConfigError for a budget that is no multiple of CHUNK.
+    Raises:
+        ConfigError: for a budget that is no multiple of `CHUNK`.
     """
 
-    analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
+    analysed: Count = setting(
+        2000, "number of samples on which ablations, roles, regions and explanations are scored"
+    )
     controls: Natural = setting(
-        50, "random bases of the state that the neurons are held against; 0: none, nothing is claimed"
+        50, "number of random bases of the state, the null distribution; 0: none, nothing is claimed"
     )
-    sigmas: tuple[Positive, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
-    realisations: Count = setting(10, "noisy networks of each")
-    regions: Count = setting(16, "regions that the explanation by regions tells")
+    sigmas: tuple[Positive, ...] = setting(
+        SIGMAS, "levels of noise on the weights, in standard deviations of each matrix"
+    )
+    realisations: Count = setting(10, "number of noisy networks per noise level")
+    regions: Count = setting(16, "number of linear regions that the explanation by regions describes")
     budgets: tuple[Count, ...] = setting(
-        (1000, 10_000, 100_000, 1_000_000, 10_000_000), "samples an accuracy may be estimated from"
+        (1000, 10_000, 100_000, 1_000_000, 10_000_000),
+        "numbers of samples from which the accuracy is estimated",
     )
-    top: Count = setting(10, "rows of the table of regions")
+    top: Count = setting(10, "number of rows of the table of regions")
 
     def __post_init__(self) -> None:
         if any(budget % CHUNK for budget in self.budgets):
@@ -74,7 +83,7 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):
-    """Every analysis of one RNN's matrices. Raises ConfigError for a transformer."""
+    """Analyses of the weights of one RNN. Raises ConfigError for a transformer."""
 
     name = "stoicheia_analysis"
     question = "How does a tiny RNN do its task, and how much of it is explained?"
@@ -84,15 +93,16 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     roles, regions, counted = loaded("roles"), loaded("regions"), loaded("accuracy")
 
     def plan(self) -> Nodes:
-        """The analyses, of the samples of two seeds."""
+        """Nodes of all analyses."""
         network, settings = self.network, self.settings
         if not network.is_rnn:
             raise ConfigError(
-                f"{self.name}: expected an RNN, whose states are pieces of linear maps, found the "
-                f"transformer {network.title}; mizarr compute stoicheia_inference shows what it does"
+                f"{self.name}: expected an RNN, which is piecewise linear, found the transformer "
+                f"{network.title}; use stoicheia_inference"
             )
         weights = network.weights_node()
         about: dict[str, Any] = {"task": network.task.name, "sequence": network.sequence}
+        # Neurons are chosen and explanations fitted on other samples than they are scored on.
         samples, fitted = (
             algzoo_samples.on(**about, samples=settings.analysed, seed=seed)
             for seed in (settings.seed, settings.seed + FITTED)
@@ -129,21 +139,21 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             )
         return nodes
 
-    # -- what is shown
+    # -- results
 
     @cached_property
     def neuron(self) -> int:
-        """The neuron it needs most on the samples nothing is scored on."""
+        """Index of the neuron whose ablation costs most on the samples that nothing is scored on."""
         return int(self.result("chosen")["order"][0])
 
     @property
     def measure(self) -> str:
-        """What scores are: "accuracy", or of tasks with one number "minus RMSE"."""
+        """Name of the score: "accuracy", or "minus RMSE" for a scalar task."""
         return str(self.ablation.attrs["measure"])
 
     @cached_property
     def cards(self) -> list[dict[str, Any]]:
-        """What is known of each neuron."""
+        """A record per neuron: role, most correlated function, effect of its ablation, and weights."""
         network, roles = self.network, self.roles
         ih, hh = network.weights["weight_ih"].values[:, 0], network.weights["weight_hh"].values
         return [
@@ -162,7 +172,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """Accuracy, weights, neurons, regions, explanations."""
+        """Accuracy; weights; ablations and roles of neurons; linear regions; surprise accounting."""
         yield self._accuracy()
         yield from self._weights()
         yield from self._neurons()
@@ -172,47 +182,55 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @cached_property
     def null(self) -> Floats:
-        """Change by the direction that each random basis needs most, [draw]; empty without controls."""
+        """Null distribution: change of the score by ablating, in each random basis, the direction whose
+        ablation costs most, [draw]; empty without controls."""
         if "controls" not in self.nodes:
             return np.empty(0)
         return values_of(self.result("controls").load()["delta"].min("direction"))
 
     def claims(self) -> Iterator[Claim]:
-        """What the network loses without the neuron it needs most on other samples."""
+        """Claim about the cost of ablating the selected neuron, compared with random directions."""
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
         effect = -float(self.ablation["delta"][self.neuron])
         claim = (
-            f"without neuron {self.neuron}, the one needed most on other samples, {self.network.title} loses"
+            f"ablating neuron {self.neuron} of {self.network.title}, whose ablation costs most on other "
+            "samples, worsens its score"
         )
-        of = f"random bases of the state, of each the direction of {hidden} that is needed most"
+        of = f"random bases of the state, each with the direction of {hidden} whose ablation costs most"
         yield Claim.against(claim, effect, -self.null, of, unit=unit)
 
     def _accuracy(self) -> View:
-        found, is_scalar = self.accuracy(self.counted), self.network.task.is_scalar
+        """Accuracy on samples and, for two and three numbers, the exact one."""
+        view, is_scalar = self.accuracy(self.counted), self.network.task.is_scalar
         if "exact" not in self.nodes:
-            return found
+            return view
         exact, name = self.result("exact"), "rmse" if is_scalar else "accuracy"
         value = float(exact[name])
         shown = f"{value:.6g}" if is_scalar else f"{100 * value:.5f} %"
         pair = (f"exact, from {exact.sizes['cone']} cones", shown)
-        return replace(found, pairs=(*found.pairs, pair), json={**found.json, f"exact_{name}": value})
+        return replace(view, pairs=(*view.pairs, pair), json={**view.json, f"exact_{name}": value})
 
     def _weights(self) -> Iterator[View]:
+        """Heatmaps of the standardised weights."""
         if "standardized" not in self.nodes:
             return
-        found = self.result("standardized").load()
-        labels = _neurons(found.sizes["neuron"])
-        signs = [f"{j}{'+' if ih > 0 else '−'}" for j, ih in enumerate(found["weight_ih"].values[:, 0])]
-        recurrent = found["weight_hh"].assign_coords(neuron=signs, neuron_=labels)
-        readout = found["weight_oh"].assign_coords(neuron=labels, output=_neurons(found.sizes["output"]))
+        standardized = self.result("standardized").load()
+        labels = _neurons(standardized.sizes["neuron"])
+        signs = [
+            f"{j}{'+' if ih > 0 else '−'}" for j, ih in enumerate(standardized["weight_ih"].values[:, 0])
+        ]
+        recurrent = standardized["weight_hh"].assign_coords(neuron=signs, neuron_=labels)
+        readout = standardized["weight_oh"].assign_coords(
+            neuron=labels, output=_neurons(standardized.sizes["output"])
+        )
         panels = [
             Heatmap.of(
                 array,
                 title,
                 caption,
                 row_name=row,
-                column_name="read from neuron",
+                column_name="from neuron",
                 diverging=True,
                 numbers=".2f",
                 value_name="weight",
@@ -221,8 +239,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             for array, title, caption, row in (
                 (
                     recurrent,
-                    "From state to state",
-                    "in units of each neuron's input; the sign is that of its input weight",
+                    "Recurrent weights",
+                    "in units of each neuron's input; the sign after a neuron is that of its input weight",
                     "to neuron",
                 ),
                 (readout, "Readout", "rows are outputs", "output"),
@@ -231,44 +249,48 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield Data(
             json={
                 "standardized": {
-                    name: found[name] for name in ("scale", "weight_ih", "weight_hh", "weight_oh")
+                    name: standardized[name] for name in ("scale", "weight_ih", "weight_hh", "weight_oh")
                 }
             }
         )
         yield from together("stoicheia_weights", f"Standardised weights of {self.network.title}", *panels)
 
     def _neurons(self) -> Iterator[View]:
-        found, network, cards = self.ablation, self.network, self.cards
+        """Table of all neurons, effects of ablating one and two neurons, and correlations with functions."""
+        ablation, network, cards = self.ablation, self.network, self.cards
         labels = _neurons(network.shape.hidden)
         yield Table.of(
             cards,
             ("neuron", "neuron", "d"),
             ("role", lambda card: card["role"] if card["role"] != UNKNOWN else "–"),
-            ("goes with", "best"),
+            ("most correlated function", "best"),
             ("correlation", "correlation", ".3f"),
-            (f"{self.measure} without it", "delta", "+.4f"),
-            ("input", "input", "+.3f"),
-            ("itself", "self", "+.3f"),
-            ("driven by", "driven_by"),
-            ("held down by", "held_by"),
+            (f"change of {self.measure}", "delta", "+.4f"),
+            ("input weight", "input", "+.3f"),
+            ("self weight", "self", "+.3f"),
+            ("excited by", "driven_by"),
+            ("inhibited by", "held_by"),
             strong=lambda card: card["neuron"] == self.neuron,
-            title="Role cards",
-            caption=f"roles from a correlation of {THRESHOLD} on; which says that states go along, not why",
+            title="Roles and ablations of neurons",
+            caption=f"role: most correlated function of the input, from a correlation of {THRESHOLD} on, "
+            f"which is no evidence of a cause; change of {self.measure}: by ablating the neuron; excited, "
+            "inhibited by: neurons with the two largest positive and negative recurrent weights; bold: "
+            "selected neuron",
             sources=("roles", "ablation"),
-            json={"neurons": cards, "baseline": float(found["baseline"])},
+            json={"neurons": cards, "baseline": float(ablation["baseline"])},
         )
-        pair = found["interaction"].assign_coords(neuron=labels, neuron_=labels)
-        both = found["pair_delta"].assign_coords(neuron=labels, neuron_=labels)
-        look: dict[str, Any] = {
+        interaction = ablation["interaction"].assign_coords(neuron=labels, neuron_=labels)
+        pair_delta = ablation["pair_delta"].assign_coords(neuron=labels, neuron_=labels)
+        options: dict[str, Any] = {
             "row_name": "neuron",
             "column_name": "and neuron",
             "diverging": True,
             "numbers": ".2f",
         }
-        alone = Bars(
-            title="Without one neuron",
+        single = Bars(
+            title="Ablation of one neuron",
             x=tuple(labels),
-            lines=(Line("delta", found["delta"].values),),
+            lines=(Line("delta", ablation["delta"].values),),
             x_name="neuron",
             y_name=f"change of {self.measure}",
             signed=True,
@@ -276,17 +298,24 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=tuple(name for name in ("ablation", "controls") if name in self.nodes),
         )
         maps = (
-            Heatmap.of(both, "Without two", f"change of {self.measure}", **look, sources=("ablation",)),
             Heatmap.of(
-                pair,
-                "Interaction",
-                "what two lose together less what each loses alone; below 0 they stand in for each other",
-                **look,
+                pair_delta,
+                "Ablation of two neurons",
+                f"change of {self.measure}",
+                **options,
+                sources=("ablation",),
+            ),
+            Heatmap.of(
+                interaction,
+                "Interaction of two neurons",
+                "change by ablating both, minus the changes by ablating each; below 0: each can replace the "
+                "other",
+                **options,
                 sources=("ablation",),
             ),
         )
         yield from maps
-        yield Figure(name="stoicheia_ablation", title=f"Ablations of {network.title}", panels=(alone, *maps))
+        yield Figure(name="stoicheia_ablation", title=f"Ablations of {network.title}", panels=(single, *maps))
         by_time = (
             self.roles["by_time"]
             .isel(time=-1)
@@ -296,8 +325,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         by_time = by_time.assign_coords(neuron=labels)
         cards_view = Heatmap.of(
             by_time,
-            "What last states go with",
-            "absolute correlation with the best function of each kind",
+            "Correlation of final states with functions of the input",
+            "absolute correlation with the most correlated function of each role",
             row_name="neuron",
             column_name="role",
             value_name="correlation",
@@ -308,20 +337,22 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         )
         yield from together("stoicheia_roles", f"Roles of the neurons of {network.title}", cards_view)
         yield self._roles_by_time()
-        yield Data(json={"pairs": _pairs(found)})
+        yield Data(json={"pairs": _pairs(ablation)})
 
     def _roles_by_time(self) -> Choice:
-        """The same of the states on the way: after each number, with functions of the numbers until then."""
-        every = self.roles["by_time"].transpose("neuron", "role_", "time")
+        """Curves, per neuron, of the correlation of its state at each step with interpretable functions."""
+        correlation = self.roles["by_time"].transpose("neuron", "role_", "time")
         labels = _neurons(self.network.shape.hidden)
 
         def curves(neuron: int) -> Lines:
             return Lines(
                 title=f"Neuron {neuron}",
-                x=tuple(str(step) for step in range(every.sizes["time"])),
+                x=tuple(str(step) for step in range(correlation.sizes["time"])),
                 lines=tuple(
                     Line(str(role), values)
-                    for role, values in zip(every["role_"].values, every[neuron].values, strict=True)
+                    for role, values in zip(
+                        correlation["role_"].values, correlation[neuron].values, strict=True
+                    )
                 ),
                 x_name="after number",
                 y_name="absolute correlation",
@@ -334,30 +365,31 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             [int(label) for label in labels],
             curves,
             start=self.neuron,
-            title="What states go with, number by number",
-            caption="absolute correlation of a neuron's state after each number with the best function of "
-            "each kind of the numbers until then",
+            title="Correlation of states with functions of the input, by step",
+            caption="absolute correlation of a neuron's state after each number with the most correlated "
+            "function of each role of the numbers up to it",
             sources=("roles",),
             json={
                 "roles_by_time": {
                     "dims": ["neuron", "role", "time"],
-                    "roles": list(map(str, every["role_"].values)),
-                    "correlation": every,
+                    "roles": list(map(str, correlation["role_"].values)),
+                    "correlation": correlation,
                 }
             },
         )
 
     def _regions(self) -> Iterator[View]:
-        found, network = self.regions, self.network
-        many = int(found["count"].sum())
+        """Table of the most frequent linear regions and, for two and three numbers, a map of all regions."""
+        regions, network = self.regions, self.network
+        n_samples = int(regions["count"].sum())
         rows = [
             {
-                "region": place,
-                "share": float(found["count"][place]) / many,
-                "active": int(found["active"][place]),
-                "map": found["map"][place].values.tolist(),
+                "region": i,
+                "share": float(regions["count"][i]) / n_samples,
+                "active": int(regions["active"][i]),
+                "map": regions["map"][i].values.tolist(),
             }
-            for place in range(min(self.settings.top, found.sizes["region"]))
+            for i in range(min(self.settings.top, regions.sizes["region"]))
         ]
         gates = network.shape.hidden * network.sequence
         yield Table.of(
@@ -365,17 +397,18 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("region", "region", "d"),
             ("share", "share", ".2%"),
             ("open gates", lambda row: f"{row['active']} of {gates}"),
-            ("the matrix it is there, a row per output", lambda row: _matrix(row["map"])),
-            title=f"{found.sizes['region']} linear regions in {many:,} samples",
-            caption=f"of at most 2^{gates}; {100 * float(found['active_fraction']):.1f} % of gates are open",
+            ("linear map in the region, a row per output", lambda row: _matrix(row["map"])),
+            title=f"{regions.sizes['region']} linear regions in {n_samples:,} samples",
+            caption=f"of at most 2^{gates} regions; {100 * float(regions['active_fraction']):.1f} % of all "
+            "gates are open, mean over samples",
             sources=("regions",),
             json={
                 "regions": {
-                    "distinct": found.sizes["region"],
-                    "samples": many,
-                    "counts": found["count"],
-                    "active_fraction": float(found["active_fraction"]),
-                    "active_by_time": found["active_by_time"],
+                    "distinct": regions.sizes["region"],
+                    "samples": n_samples,
+                    "counts": regions["count"],
+                    "active_fraction": float(regions["active_fraction"]),
+                    "active_by_time": regions["active_by_time"],
                     "most_log2": gates,
                     "top": rows,
                 }
@@ -385,68 +418,77 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             yield self._map()
 
     def _map(self) -> View:
-        """Cones of linear regions, coloured by the network's answer, or by the number of open ReLUs."""
+        """Map of the cones of linear regions, coloured by the network's answer or, for a scalar task, by the
+        number of open gates."""
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
-            open_ones = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
-            levels, classes = np.unique(open_ones, return_inverse=True)
+            n_open = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
+            levels, classes = np.unique(n_open, return_inverse=True)
             names = tuple(f"{level} open gates" for level in levels.tolist())
             marked = np.zeros(len(classes), bool)
         else:
             classes = exact["said"].values
-            names = tuple(f"says {i}" for i in range(network.shape.outputs))
+            names = tuple(f"answer {i}" for i in range(network.shape.outputs))
             marked = classes != exact["target"].values
         cones = Cones(
             rays=exact["rays"].values,
             classes=classes,
             marked=marked,
             names=names,
-            mark_name="wrong there",
+            mark_name="wrong answer",
             axes_names=tuple(f"x{i}" for i in range(network.sequence)),
             sources=("exact",),
         )
-        seen = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
+        view_note = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
         caption = (
-            f"white lines part regions in which the network is one matrix; areas are probabilities{seen}"
+            "white lines separate regions in which the network is one linear map; areas are "
+            f"probabilities{view_note}"
         )
         return Figure(
             name="stoicheia_regions",
-            title=f"Where {network.title} says what",
+            title=f"Linear regions and answers of {network.title}",
             caption=caption,
             panels=(cones,),
         )
 
     def _surprise(self) -> Iterator[View]:
-        found, curve = self.result("surprise").load(), self.result("curve").load()
+        """Table of surprise accounting, and errors of accuracies estimated from explanations."""
+        surprise, curve = self.result("surprise").load(), self.result("curve").load()
         columns = ["estimator", "description", "agreement_rate", "sigma", "selection_bits", *BY_SIGMA]
         rows = [
-            row | (dict.fromkeys(("estimator", "description", "agreement_rate")) if place else {})
-            for name in found["estimator"].values
-            for place, row in enumerate(records(found.sel(estimator=name), "sigma", *columns))
+            row | (dict.fromkeys(("estimator", "description", "agreement_rate")) if i else {})
+            for name in surprise["estimator"].values
+            for i, row in enumerate(records(surprise.sel(estimator=name), "sigma", *columns))
         ]
-        many = int(found.attrs["samples"])
+        n_samples = int(surprise.attrs["samples"])
         yield Table.of(
             rows,
             ("explanation", "estimator"),
-            ("what is written down", "description"),
-            ("agrees", "agreement_rate", lambda share: f"{100 * share:.1f} %"),
+            ("description", "description"),
+            ("agreement", "agreement_rate", lambda share: f"{100 * share:.1f} %"),
             ("noise", "sigma", "g"),
-            ("bits told", "explanation_bits", ".0f"),
-            ("bits left", "residual_surprise", ".0f"),
-            ("selected", "selection_bits", ".0f"),
+            ("explanation bits", "explanation_bits", ".0f"),
+            ("residual bits", "residual_surprise", ".0f"),
+            ("selection bits", "selection_bits", ".0f"),
             ("bound", lambda row: "holds" if row["bound_satisfied"] else "fails"),
-            ("of it", "tightness", ".2f"),
-            ("holds up to", "covered", lambda many: f"{many:,.0f}" if np.isfinite(many) else "any number"),
+            ("ratio", "tightness", ".2f"),
+            (
+                "holds up to",
+                "covered",
+                lambda answers: f"{answers:,.0f}" if np.isfinite(answers) else "any number",
+            ),
             title="Surprise accounting",
-            caption=f"bits left code the answers to {many:,} samples given the explanation, and grow "
-            "with them; the bound holds where told and left are at most what was selected: up to so many "
-            "answers",
+            caption=f"residual bits encode the network's answers to {n_samples:,} samples given the "
+            "explanation; the bound holds if explanation and residual bits together are at most the "
+            "selection bits; ratio: of both sides; holds up to: number of answers for which the bound would "
+            "hold",
             sources=("surprise",),
-            json={"surprise": _account(found)},
+            json={"surprise": _account(surprise)},
         )
         yield from self._curve(curve)
 
     def _curve(self, curve: xr.Dataset) -> Iterator[View]:
+        """Mean squared error of estimates of the accuracy by number of samples. curve: of `compute_curve`."""
         rising = curve.sortby("samples")
         lines = [
             Line("samples, expected", rising["baseline_expected"].values, control=True),
@@ -455,11 +497,11 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         lines += [
             Line(str(name), rising["estimator_mse"].sel(estimator=name).values)
             for name in curve["estimator"].values
-            if str(name) != "piecewise"  # which samples as the network does
+            if str(name) != "piecewise"  # equal to the network, so that its curve is that of samples
         ]
         view = Lines(
             title="Error of an accuracy estimated from samples",
-            caption="of the network, and of explanations put in its place, which end at their bias",
+            caption="of the network, and of explanations in its place, whose error ends at their bias",
             x=tuple(rising["samples"].values.tolist()),
             lines=tuple(lines),
             x_name="samples",
@@ -475,20 +517,26 @@ class StoicheiaAnalysis(AlgZooWorkflow):
                 },
             },
         )
-        yield from together("stoicheia_compute", f"Estimating the accuracy of {self.network.title}", view)
+        title = f"Error of estimates of the accuracy of {self.network.title}"
+        yield from together("stoicheia_compute", title, view)
 
 
-def _neurons(many: int) -> list[str]:
-    return list(map(str, range(many)))
+def _neurons(count: int) -> list[str]:
+    """Labels of the neurons: "0", "1", …"""
+    return list(map(str, range(count)))
 
 
-def _strongest(row: Any, own: int, sign: int) -> str:
-    """The two neurons that a row of recurrent weights reads most, of one sign."""
-    order = [int(k) for k in np.argsort(-sign * row) if k != own and sign * row[k] > 0]
+def _strongest(row: Any, neuron: int, sign: int) -> str:
+    """The two other neurons with the largest recurrent weights of one sign: "3 (+0.52), 1 (+0.20)".
+
+    row: weights into `neuron`, [neuron]. sign: +1 or -1.
+    """
+    order = [int(k) for k in np.argsort(-sign * row) if k != neuron and sign * row[k] > 0]
     return ", ".join(f"{k} ({row[k]:+.2f})" for k in order[:2]) or "–"
 
 
 def _matrix(rows: list[list[float]]) -> str:
+    """A matrix as text, with at most four rows and columns."""
     shown = [
         "(" + " ".join(f"{value:+.3g}" for value in row[:4]) + (" …" if len(row) > 4 else "") + ")"
         for row in rows
@@ -496,34 +544,38 @@ def _matrix(rows: list[list[float]]) -> str:
     return " ".join(shown[:4]) + (" …" if len(shown) > 4 else "")
 
 
-def _pairs(found: xr.Dataset) -> list[dict[str, Any]]:
-    """What two neurons are worth, each pair once."""
+def _pairs(ablation: xr.Dataset) -> list[dict[str, Any]]:
+    """Effects of ablating two neurons, one record per pair."""
     columns = {"ablated": "pair_ablated", "delta": "pair_delta", "interaction": "interaction"}
     return [
-        {"a": a, "b": b, **record(found.isel(neuron=a, neuron_=b), **columns)}
-        for a, b in combinations(range(found.sizes["neuron"]), 2)
+        {"a": a, "b": b, **record(ablation.isel(neuron=a, neuron_=b), **columns)}
+        for a, b in combinations(range(ablation.sizes["neuron"]), 2)
     ]
 
 
-def _account(found: xr.Dataset) -> dict[str, Any]:
-    """The account of every explanation, for documents."""
+def _account(surprise: xr.Dataset) -> dict[str, Any]:
+    """JSON record of surprise accounting, with one entry per explanation."""
     names = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
     by_estimator = (*names, "noisy_agreement", *BY_SIGMA)
     return {
-        "n_samples": int(found.attrs["samples"]),
-        "param_count": int(found.attrs["param_count"]),
-        "sigmas": found["sigma"],
+        "n_samples": int(surprise.attrs["samples"]),
+        "param_count": int(surprise.attrs["param_count"]),
+        "sigmas": surprise["sigma"],
         **{
-            name: found[name]
+            name: surprise[name]
             for name in ("model_accuracy", "chance_accuracy", "selection_bits", "noisy_accuracy")
         },
         "estimators": {
-            str(name): record(found.sel(estimator=name), *by_estimator) for name in found["estimator"].values
+            str(name): record(surprise.sel(estimator=name), *by_estimator)
+            for name in surprise["estimator"].values
         },
     }
 
 
-def _curve_json(curve: xr.Dataset, of: str) -> list[dict[str, Any]]:
-    """Errors by number of samples, with the operations they take."""
-    more = ("baseline_expected", "groups") if of == "baseline" else ()
-    return records(curve, "samples", "samples", f"{of}_mse", f"{of}_operations", *more)
+def _curve_json(curve: xr.Dataset, prefix: str) -> list[dict[str, Any]]:
+    """JSON records of the mean squared error by number of samples, with the number of operations.
+
+    prefix: "baseline" for samples of the network, "estimator" for an explanation.
+    """
+    baseline_only = ("baseline_expected", "groups") if prefix == "baseline" else ()
+    return records(curve, "samples", "samples", f"{prefix}_mse", f"{prefix}_operations", *baseline_only)

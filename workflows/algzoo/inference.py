@@ -1,10 +1,10 @@
-"""What does a tiny network predict, and what are its hidden states? Inputs, answers, states, and how often it
-is right.
+"""What does a tiny network predict, and what are its hidden states? Inputs, answers, states and accuracy.
 
-A network of AlgZoo (RNN or transformer) reads drawn samples of its task. Told are the first of them with
-their right answers, how often it is right over many more (counted block by block, resumable; a transformer's
-inputs all of them where they are few), what is mistaken for what, and, for one input, the states behind every
-time step or the attention of every layer: candle-mi's `stoicheia_inference`.
+An AlgZoo network (RNN or transformer) reads random samples of its task. The answer shows the first samples
+with the correct answers; the accuracy over many more samples, computed in blocks that an interrupted run
+resumes, or over all inputs of a transformer if there are few; the confusion matrix; and, for one input, the
+pre-activations of an RNN at every step or the attention of every head of a transformer. The protocol is
+candle-mi's `stoicheia_inference`.
 """
 
 from __future__ import annotations
@@ -29,38 +29,48 @@ from .workflow import AlgZooSettings, AlgZooWorkflow
 __all__ = ["StoicheiaInference", "StoicheiaInferenceSettings"]
 
 ENUMERATED = 50_000
-"""Largest number of integer inputs that are all counted instead of sampled."""
+"""Largest number of possible integer inputs up to which accuracy is computed on all of them."""
 
 
 @dataclass(frozen=True)
 class StoicheiaInferenceSettings(AlgZooSettings):
-    """What `--set` can change. Raises ConfigError where the input shown is not among those drawn."""
+    """Settings of `stoicheia_inference`. Raises ConfigError for `shown` not below `inputs`."""
 
-    inputs: Count = setting(12, "drawn inputs that are shown with their answers")
+    inputs: Count = setting(12, "number of random inputs listed with their answers")
     source: Literal["task", "lcg"] = setting(
-        "task", "where the inputs shown come from: what the task is trained on, or candle-mi's generator"
+        "task",
+        "origin of the listed inputs: distribution of the training (task), or candle-mi's random generator "
+        "(lcg)",
     )
-    end_token: bool = setting(False, "of integers: the last one ends the sequence, and no other one does")
-    shown: Natural = setting(0, "the input whose states or attention are drawn")
-    dtype: Literal["float32", "float64"] = setting("float32", "what accuracy is counted in")
+    end_token: bool = setting(
+        False, "whether the largest integer is an end token, at the end of a sequence and nowhere else"
+    )
+    shown: Natural = setting(0, "index of the input whose states or attention are drawn")
+    dtype: Literal["float32", "float64"] = setting("float32", "dtype in which accuracy is computed")
 
     def __post_init__(self) -> None:
         if self.shown >= self.inputs:
-            raise ConfigError(f"expected shown in 0..{self.inputs - 1}, found {self.shown}; draw more inputs")
+            raise ConfigError(
+                f"expected shown in 0..{self.inputs - 1}, found {self.shown}; raise inputs or lower shown"
+            )
 
 
 class StoicheiaInference(AlgZooWorkflow):
-    """Answers and states of one network."""
+    """Answers, accuracy and hidden states of one AlgZoo network."""
 
     name = "stoicheia_inference"
     question = "What does a tiny network predict, and what are its hidden states?"
     descriptive = "Outputs of the network beside the targets, and its hidden states."
     settings_type = StoicheiaInferenceSettings
     settings: StoicheiaInferenceSettings
-    held, counted = loaded("states"), loaded("accuracy")
+    states, counted = loaded("states"), loaded("accuracy")
 
     def plan(self) -> Nodes:
-        """A pass over the inputs shown, with everything captured, and the count."""
+        """Nodes of all activations on the listed inputs, and of the accuracy.
+
+        Raises:
+            ConfigError: for `end_token` with an RNN, or source "lcg" with a transformer.
+        """
         network, settings = self.network, self.settings
         task, sequence = network.task, network.sequence
         if settings.end_token and network.is_rnn:
@@ -90,21 +100,22 @@ class StoicheiaInference(AlgZooWorkflow):
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether every input there is was counted."""
+        """Whether accuracy is computed on all possible inputs instead of random samples."""
         network = self.network
         is_small = network.sequence**network.sequence <= ENUMERATED
         return not network.is_rnn and is_small and not self.settings.end_token
 
     def views(self) -> Iterator[View]:
-        """Accuracy, answers, mistakes, states."""
+        """Accuracy, table of answers, confusion matrix, and states or attention of one input."""
         yield self._accuracy()
         yield self._answers()
         yield from self._drawn()
 
     def _accuracy(self) -> View:
+        """Accuracy with the length of the training."""
         counted, metadata = self.counted, self.network.metadata
-        of = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
-        found = self.accuracy(counted, of, with_error=False)
+        samples = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
+        found = self.accuracy(counted, samples, with_error=False)
         trained = (
             ()
             if metadata.trained is None
@@ -115,13 +126,14 @@ class StoicheiaInference(AlgZooWorkflow):
         return replace(found, pairs=(*found.pairs, *trained), json=about)
 
     def _answers(self) -> View:
-        x, said = self.held["x"].values, self.held["logits"].values
-        answers, targets = classes_or_numbers(said), self.network.task.targets(x)
+        """Table of the listed inputs with outputs, answers and correct answers."""
+        x, outputs = self.states["x"].values, self.states["logits"].values
+        answers, targets = classes_or_numbers(outputs), self.network.task.targets(x)
         is_scalar = self.network.task.is_scalar
         rows = [
             {
                 "input": x[i].tolist(),
-                "output": said[i].tolist(),
+                "output": outputs[i].tolist(),
                 "answer": answers[i].item(),
                 "target": targets[i].item(),
             }
@@ -135,17 +147,18 @@ class StoicheiaInference(AlgZooWorkflow):
             rows,
             ("input", lambda row: _numbers(row["input"])),
             ("output", lambda row: _numbers(row["output"])),
-            ("says", "answer", shown),
-            ("right", "target", shown),
+            ("answer", "answer", shown),
+            ("correct", "target", shown),
             strong=lambda row: not is_scalar and row["answer"] != row["target"],
             title="Answers to the first inputs",
-            caption="" if is_scalar else "wrong ones are bold",
+            caption="" if is_scalar else "bold: wrong answers",
             sources=("states",),
             json={"results": rows},
         )
 
     def _drawn(self) -> Iterator[View]:
-        network, held, place = self.network, self.held, self.settings.shown
+        """Figure of the confusion matrix, and of the states or attention of the input `shown`."""
+        network, states, shown = self.network, self.states, self.settings.shown
         panels: list[View] = []
         if not network.task.is_scalar:
             confusion = self.counted["confusion"]
@@ -154,10 +167,10 @@ class StoicheiaInference(AlgZooWorkflow):
             panels.append(
                 Heatmap.of(
                     shares.assign_coords(target=labels, output=labels),
-                    "What is taken for what",
-                    "share of the inputs of each right answer",
-                    row_name="right",
-                    column_name="says",
+                    "Confusion matrix",
+                    "share of the inputs with each correct answer",
+                    row_name="correct",
+                    column_name="answer",
                     value_name="share",
                     unit="",
                     low=0.0,
@@ -166,16 +179,16 @@ class StoicheiaInference(AlgZooWorkflow):
                     sources=("accuracy",),
                 )
             )
-        x = held["x"].values[place]
+        x = states["x"].values[shown]
         if network.is_rnn:
-            states = held["rnn_pre_activation"].isel(sample=place).transpose("neuron", "time")
+            pre_activation = states["rnn_pre_activation"].isel(sample=shown).transpose("neuron", "time")
             steps = [f"{step}: {value:+.2f}" for step, value in enumerate(x)]
-            neurons = [str(j) for j in range(states.sizes["neuron"])]
+            neurons = [str(j) for j in range(pre_activation.sizes["neuron"])]
             panels.append(
                 Heatmap.of(
-                    states.assign_coords(time=steps, neuron=neurons),
-                    f"What enters each ReLU, input {place}",
-                    "below 0 it is closed",
+                    pre_activation.assign_coords(time=steps, neuron=neurons),
+                    f"Pre-activations of the ReLUs, input {shown}",
+                    "below 0 the ReLU is closed",
                     row_name="neuron",
                     column_name="time step: number read",
                     value_name="pre-activation",
@@ -186,16 +199,16 @@ class StoicheiaInference(AlgZooWorkflow):
             )
         else:
             tokens = [f"{position}: {value}" for position, value in enumerate(x)]
-            for layer in range(held.sizes["layer"]):
-                for head in range(held.sizes["head"]):
-                    pattern = held["pattern"].isel(sample=place, head=head, layer=layer)
+            for layer in range(states.sizes["layer"]):
+                for head in range(states.sizes["head"]):
+                    pattern = states["pattern"].isel(sample=shown, head=head, layer=layer)
                     panels.append(
                         Heatmap.of(
                             pattern.assign_coords(query_position=tokens, key_position=tokens),
-                            f"Attention of layer {layer}, head {head}, input {place}",
-                            "rows read, columns are read",
-                            row_name="position",
-                            column_name="position that is read",
+                            f"Attention of layer {layer}, head {head}, input {shown}",
+                            "rows are queries, columns are keys",
+                            row_name="query position",
+                            column_name="key position",
                             value_name="weight",
                             low=0.0,
                             high=1.0,
@@ -203,10 +216,11 @@ class StoicheiaInference(AlgZooWorkflow):
                             sources=("states",),
                         )
                     )
-        yield from together("stoicheia_inference", f"{network.title} at its task", *panels)
-        yield Data(json={"shown": place})
+        yield from together("stoicheia_inference", f"Predictions and states of {network.title}", *panels)
+        yield Data(json={"shown": shown})
 
 
 def _numbers(values: list[Any]) -> str:
+    """The first eight numbers, separated by spaces."""
     shown = [str(value) if isinstance(value, int) else f"{value:+.3g}" for value in values[:8]]
     return " ".join(shown) + (" …" if len(values) > 8 else "")

@@ -1,12 +1,12 @@
 """How wide must a tiny network be for sequences of each length?
 
-Accuracy over width, length, seed and training, as one
-labelled dataset.
+Accuracy by width, sequence length, training seed and length of training, as one labelled dataset.
 
-Networks come from a folder of the zoo (`{task}_{hidden}_{sequence}_{trained}_{seed}.pth` or `.safetensors`),
-or are trained on the way: seeded, cached, with far fewer sequences than the zoo's 2^30, which is days on a
-CPU. Several checkpoints of each are those of one training, whose schedule is that of the longest. The best
-of the seeds of each size is shown, as the zoo keeps the best of five: candle-mi's `stoicheia_sweep`.
+Networks are read from a folder of AlgZoo files (`{task}_{hidden}_{sequence}_{trained}_{seed}.pth` or
+`.safetensors`), or trained by the workflow: seeded and cached, on far fewer sequences than the zoo's 2^30,
+which take days on a CPU. Several checkpoints of a network are those of one training, with the learning rate
+schedule of the longest. For each size the best seed is shown, as the zoo keeps the best of five. The protocol
+is candle-mi's `stoicheia_sweep`.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 __all__ = ["StoicheiaSweep", "StoicheiaSweepSettings"]
 
 SEQUENCES = 2**20
-"""Of a training that nobody says more about: a second."""
+"""Default number of sequences of a training, which takes about a second."""
 LAST = -1
-"""In place of a number of sequences: as many as the longest training in a folder has."""
+"""Number of training sequences that stands for the longest training of each size and seed in a folder."""
 Place = tuple[int, int, int, int]
-"""Width, length, seed, sequences of the training."""
+"""(width, sequence length, seed, number of training sequences) of one network."""
 
 
 @dataclass(frozen=True)
 class StoicheiaSweepSettings:
-    """What `--set` can change. Raises ConfigError for a width, length or seed that is named twice."""
+    """Settings of `stoicheia_sweep`. Raises ConfigError for a width, length or seed given twice, or none."""
 
-    task: str = setting("2nd_argmax", "what the networks do")
-    zoo: str = setting("", "folder with networks of the zoo; none: they are trained")
-    hidden: tuple[Count, ...] = setting((2, 4), "widths")
-    sequences: tuple[Count, ...] = setting((2, 3), "lengths")
+    task: str = setting("2nd_argmax", "task of the networks")
+    zoo: str = setting("", "folder of AlgZoo networks; none: networks are trained")
+    hidden: tuple[Count, ...] = setting((2, 4), "widths of the networks")
+    sequences: tuple[Count, ...] = setting((2, 3), "lengths of the sequences that the networks read")
     seeds: tuple[Natural, ...] = setting((0, 1), "seeds of the training")
     trained: tuple[Natural, ...] = setting(
         (),
-        "sequences of the training, of a folder its checkpoints; several are checkpoints of one training; "
-        "none: 2^20, of a folder the last there is",
+        "numbers of training sequences; several are checkpoints of one training; none: 2^20, or in a folder "
+        "the longest training of each size and seed",
     )
-    samples: Count = setting(100_000, "drawn samples each accuracy is counted on")
-    seed: Natural = setting(0, "of the samples")
+    samples: Count = setting(100_000, "number of random samples on which each accuracy is measured")
+    seed: Natural = setting(0, "seed of the samples")
 
     def __post_init__(self) -> None:
         for name in ("hidden", "sequences", "seeds", "trained"):
@@ -69,7 +69,7 @@ class StoicheiaSweepSettings:
 
 
 class StoicheiaSweep(Workflow):
-    """Accuracies of many networks of one task."""
+    """Accuracy of many networks of one task, by width, sequence length and training seed."""
 
     name = "stoicheia_sweep"
     question = "How wide must a tiny network be for sequences of each length?"
@@ -80,7 +80,9 @@ class StoicheiaSweep(Workflow):
     def __init__(self, settings: StoicheiaSweepSettings, model: Any = None) -> None:
         super().__init__(settings)
         if model is not None:
-            raise ConfigError(f"{self.name}: expected no model, as it asks about many, found {model!r:.60}")
+            raise ConfigError(
+                f"{self.name}: expected no model, as it compares many networks, found {model!r:.60}"
+            )
         self.task = task_named(settings.task)
         self.places: list[Place] = [
             (hidden, sequence, seed, trained)
@@ -89,7 +91,9 @@ class StoicheiaSweep(Workflow):
             for seed in settings.seeds
             for trained in self.trained
         ]
-        weights = self._of_folder(Path(settings.zoo).expanduser()) if settings.zoo else self._trained()
+        weights = (
+            self._folder_weights(Path(settings.zoo).expanduser()) if settings.zoo else self._trained_weights()
+        )
         self.nodes = {
             self._label(place): sampled_accuracy_node(
                 node, task=self.task.name, sequence=place[1], samples=settings.samples, seed=settings.seed
@@ -99,18 +103,21 @@ class StoicheiaSweep(Workflow):
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Sequences of each training, in rising order; of a folder the checkpoints asked for, or the last."""
+        """Numbers of training sequences, ascending; without the setting `SEQUENCES`, or `LAST` for a
+        folder."""
         return tuple(sorted(self.settings.trained)) or (LAST if self.settings.zoo else SEQUENCES,)
 
-    def _trained(self) -> dict[Place, ResultNode]:
-        found: dict[Place, ResultNode] = {}
+    def _trained_weights(self) -> dict[Place, ResultNode]:
+        """Nodes that train the networks. Raises ConfigError for a task of transformers, or for checkpoints
+        that are no whole numbers of batches."""
+        nodes: dict[Place, ResultNode] = {}
         for place in self.places:
             hidden, sequence, seed, trained = place
             recipe = ZooTraining(self.task.name, hidden, sequence, seed, self.trained[-1])
             if recipe.shape.kind != "rnn":
                 raise ConfigError(
-                    f"{self.name}: expected a task of numbers to train RNNs of, found {self.task.name}; give "
-                    "a folder of trained transformers: zoo=FOLDER"
+                    f"{self.name}: expected a task of real numbers, for which RNNs are trained, found "
+                    f"{self.task.name}; give a folder of trained transformers: zoo=FOLDER"
                 )
             about: dict[str, Any] = {
                 "task": recipe.task,
@@ -120,44 +127,47 @@ class StoicheiaSweep(Workflow):
                 "sequences": self.trained[-1],
             }
             if not self._has_several:
-                found[place] = trained_rnn.on(**about)
+                nodes[place] = trained_rnn.on(**about)
                 continue
-            replace(recipe, checkpoints=self.trained)  # refuse wrong checkpoints now, before anything runs
-            on_its_way = training_checkpoints.on(**about, checkpoints=self.trained)
-            found[place] = weights_at.on(trained=on_its_way, checkpoint=trained)
-        return found
+            replace(recipe, checkpoints=self.trained)  # raises for invalid checkpoints before anything runs
+            checkpoints = training_checkpoints.on(**about, checkpoints=self.trained)
+            nodes[place] = weights_at.on(trained=checkpoints, checkpoint=trained)
+        return nodes
 
     @property
     def _has_several(self) -> bool:
-        """Whether checkpoints are an axis."""
+        """Whether results have an axis of several checkpoints, `trained`."""
         return len(self.trained) > 1
 
-    def _of_folder(self, folder: Path) -> dict[Place, ResultNode]:
-        """Weights of the files there are, of each size and seed the checkpoint asked for."""
+    def _folder_weights(self, folder: Path) -> dict[Place, ResultNode]:
+        """Nodes of the networks that the folder has; for `LAST` the one trained longest.
+
+        Raises ConfigError for a folder that does not exist, or has no matching file.
+        """
         if not folder.is_dir():
-            raise ConfigError(f"expected a folder with networks of the zoo, found none at {folder}")
-        sizes, best = {place[:3] for place in self.places}, dict[Place, tuple[int, Path]]()
+            raise ConfigError(f"expected a folder of AlgZoo networks, found none at {folder}")
+        sizes, longest = {place[:3] for place in self.places}, dict[Place, tuple[int, Path]]()
         for path in sorted(folder.iterdir()):
-            said = metadata_of_name(path.stem)
-            if path.suffix not in FORMATS or said.task != self.task.name or said.hidden is None:
+            metadata = metadata_of_name(path.stem)
+            if path.suffix not in FORMATS or metadata.task != self.task.name or metadata.hidden is None:
                 continue
-            size = (said.hidden, said.sequence or 0, said.seed or 0)
-            trained = said.trained or 0
+            size = (metadata.hidden, metadata.sequence or 0, metadata.seed or 0)
+            trained = metadata.trained or 0
             place = (*size, trained if self.settings.trained else LAST)
             if size in sizes and place in self.places:
-                best[place] = max(best.get(place, (-1, path)), (trained, path))
-        if not best:
+                longest[place] = max(longest.get(place, (-1, path)), (trained, path))
+        if not longest:
             raise ConfigError(
                 "expected files such as "
                 f"{self.task.name}_{self.places[0][0]}_{self.places[0][1]}_1048576_0.pth in {folder}, found "
-                "none of the sizes, seeds and checkpoint asked for"
+                "none of the sizes, seeds and checkpoints of the settings"
             )
-        return {place: load_model(path).weights_node() for place, (_, path) in sorted(best.items())}
+        return {place: load_model(path).weights_node() for place, (_, path) in sorted(longest.items())}
 
     @cached_property
     def table(self) -> xr.Dataset:
-        """Score [hidden, sequence, seed], of several checkpoints [hidden, sequence, seed, trained]; NaN for
-        networks there are not."""
+        """Accuracy, or RMSE for a scalar task, [hidden, sequence, seed], with several checkpoints [hidden,
+        sequence, seed, trained]; NaN for missing networks."""
         import xarray as xr
 
         settings = self.settings
@@ -171,30 +181,33 @@ class StoicheiaSweep(Workflow):
         for place in self.places:
             if self._label(place) in self.nodes:
                 counted = self.result(self._label(place)).load()
-                at = tuple(labels.index(value) for labels, value in zip(axes.values(), place, strict=True))
-                scores[at] = rmse_of(counted) if self.task.is_scalar else accuracy_of(counted)
+                index = tuple(labels.index(value) for labels, value in zip(axes.values(), place, strict=True))
+                scores[index] = rmse_of(counted) if self.task.is_scalar else accuracy_of(counted)
         name = "rmse" if self.task.is_scalar else "accuracy"
         about = {"long_name": name.upper() if self.task.is_scalar else name, "units": "1"}
-        found = xr.Dataset(
+        table = xr.Dataset(
             {name: (tuple(axes), scores, about)},
             coords=axes,
             attrs={"task": self.task.name, "samples": settings.samples},
         )
         if self._has_several:
-            return found
-        return found.isel(trained=0, drop=True).assign_attrs(trained_sequences=self.trained[0])
+            return table
+        return table.isel(trained=0, drop=True).assign_attrs(trained_sequences=self.trained[0])
 
     def views(self) -> Iterator[View]:
-        """The best of the seeds of each size, and every seed."""
+        """Accuracy of the best seed of each size, of every seed and, with several checkpoints, in the course
+        of training."""
         (name,) = map(str, self.table.data_vars)
         scores = self.table[name]
         dims = list(map(str, scores.dims))
-        every_best = scores.min("seed") if self.task.is_scalar else scores.max("seed")
-        every_best.attrs = scores.attrs
+        best_seed = scores.min("seed") if self.task.is_scalar else scores.max("seed")
+        best_seed.attrs = scores.attrs
         if self._has_several:
-            yield self._course(name, every_best)
-        # Sizes are shown at the end of the training.
-        best, last = (each.isel(trained=-1) if self._has_several else each for each in (every_best, scores))
+            yield self._course(name, best_seed)
+        # Sizes are compared at the last checkpoint.
+        best, last = (
+            values.isel(trained=-1) if self._has_several else values for values in (best_seed, scores)
+        )
         rows = [
             {
                 "hidden": hidden,
@@ -230,8 +243,8 @@ class StoicheiaSweep(Workflow):
             },
         )
         labelled = best.assign_coords(
-            hidden=[str(each) for each in self.settings.hidden],
-            sequence=[str(each) for each in self.settings.sequences],
+            hidden=[str(hidden) for hidden in self.settings.hidden],
+            sequence=[str(sequence) for sequence in self.settings.sequences],
         )
         grid = Heatmap.of(
             labelled,
@@ -243,10 +256,10 @@ class StoicheiaSweep(Workflow):
             high=None if self.task.is_scalar else 1.0,
             numbers=".3f",
         )
-        every = Lines(
-            title="Every seed",
-            caption="seeds of one size part where training ends in a local minimum",
-            x=tuple(str(each) for each in self.settings.hidden),
+        all_seeds = Lines(
+            title=f"{name} of the best seed (line) and of every seed (dots)",
+            caption="seeds of one size differ where training ends in different local minima",
+            x=tuple(str(hidden) for hidden in self.settings.hidden),
             lines=tuple(
                 Line(f"{n} numbers", best.sel(sequence=n).values, dots=last.sel(sequence=n).values)
                 for n in self.settings.sequences
@@ -256,23 +269,29 @@ class StoicheiaSweep(Workflow):
             low=0.0,
             high=None if self.task.is_scalar else 1.0,
         )
-        yield from together("stoicheia_sweep", f"{self.task.name} by width and length", grid, every)
+        title = f"{self.task.name}: {name} by width and sequence length"
+        yield from together("stoicheia_sweep", title, grid, all_seeds)
         yield Data(json={"dims": dims, name: scores})
 
     def _course(self, name: str, best: xr.DataArray) -> Lines:
-        """How the best of the seeds came along."""
-        is_log = min(self.trained) > 0  # the network as it was drawn has no place on a logarithmic axis
+        """Curves of the best seed's score by number of training sequences. best: [hidden, sequence,
+        trained]."""
+        is_log = min(self.trained) > 0  # the untrained network, at 0, is not on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
             caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint of one training"
-            + ("" if self.settings.zoo else f", whose rate falls as for {self.trained[-1]:,} sequences"),
-            x=self.trained if is_log else tuple(f"{each:,}" for each in self.trained),
+            + (
+                ""
+                if self.settings.zoo
+                else f", with the learning rate schedule of {self.trained[-1]:,} sequences"
+            ),
+            x=self.trained if is_log else tuple(f"{trained:,}" for trained in self.trained),
             lines=tuple(
                 Line(f"width {h}, {n} numbers", best.sel(hidden=h, sequence=n).values)
                 for h in self.settings.hidden
                 for n in self.settings.sequences
             ),
-            x_name="sequences trained on",
+            x_name="training sequences",
             log_x=is_log,
             y_name=name,
             low=0.0,
@@ -280,24 +299,26 @@ class StoicheiaSweep(Workflow):
         )
 
     def _label(self, place: Place) -> str:
-        """Name of a network's node."""
+        """Name of the result of a network, such as "h4_n3_seed0"."""
         hidden, sequence, seed, trained = place
         return f"h{hidden}_n{sequence}_seed{seed}" + (f"_after{trained}" if self._has_several else "")
 
     @property
     def _summary(self) -> str:
+        """Caption: origin of the networks, number of samples, and number of missing networks."""
         settings = self.settings
-        of = (
+        origin = (
             f"networks of {settings.zoo}"
             if settings.zoo
             else f"trained on {self.trained[-1]:,} sequences each"
         )
-        missing = len(self.places) - len(self.nodes)
-        return f"{of}; {settings.samples:,} samples each" + (
-            f"; {missing} networks are not there" if missing else ""
+        n_missing = len(self.places) - len(self.nodes)
+        return f"{origin}; {settings.samples:,} samples each" + (
+            f"; {n_missing} networks are missing" if n_missing else ""
         )
 
 
 def _number(value: Any) -> float | None:
-    found = float(value)
-    return found if np.isfinite(found) else None
+    """A number for JSON; None for NaN."""
+    number = float(value)
+    return number if np.isfinite(number) else None

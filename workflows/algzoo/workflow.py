@@ -1,6 +1,7 @@
-"""What questions about networks of AlgZoo share: which network, its task, and samples to score it on.
+"""Base of workflows about one AlgZoo network: settings of the network, its task and the samples it is scored
+on.
 
-Border: names and nodes; reads a file of a few kilobytes, computes nothing.
+Border: names and nodes; reads the network's file of a few kilobytes, computes nothing.
 """
 
 from __future__ import annotations
@@ -24,26 +25,31 @@ __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 
 @dataclass(frozen=True)
 class AlgZooSettings:
-    """A question about one network of AlgZoo."""
+    """Settings that all workflows about one AlgZoo network share."""
 
     model: str = setting(
         SHIPPED[1],
         f"file (.safetensors, .pth), {', '.join(SHIPPED)}, or handcrafted-2nd-argmax-2, -3, -10",
     )
-    task: str = setting("", "what it does; none: what its file says")
-    sequence: Count | None = setting(None, "numbers it reads; none: what its tensors or its file say")
-    heads: Count = setting(1, "of a transformer, which no file tells")
-    samples: Count = setting(100_000, "drawn samples its accuracy is counted on")
-    seed: Natural = setting(0, "of what is drawn")
+    task: str = setting("", "task of the network; none: as its file states")
+    sequence: Count | None = setting(
+        None, "length of the sequences it reads; none: as its tensors or its file state"
+    )
+    heads: Count = setting(1, "number of heads of a transformer, which files do not state")
+    samples: Count = setting(100_000, "number of random samples on which accuracy is measured")
+    seed: Natural = setting(0, "seed of all random samples")
 
 
 class AlgZooWorkflow(Workflow):
-    """A question about one network of AlgZoo: `plan` says what is computed."""
+    """Base of workflows about one AlgZoo network; `plan` returns the nodes to compute."""
 
     settings: AlgZooSettings
 
     def __init__(self, settings: AlgZooSettings, model: Any = None) -> None:
-        """model: a loaded network to use in place of the one `settings` names."""
+        """Loads the network and plans the nodes.
+
+        model: a loaded `AlgZooModel` in place of the one that `settings` names; None for that one.
+        """
         super().__init__(settings)
         self.network: AlgZooModel = model or load_model(
             settings.model, task=settings.task or None, sequence=settings.sequence, heads=settings.heads
@@ -51,18 +57,19 @@ class AlgZooWorkflow(Workflow):
         self.nodes = self.plan()
 
     def plan(self) -> Nodes:
-        """What is computed, by name. Raises ConfigError for settings that this network cannot meet."""
+        """Nodes to compute, by name of their result. Raises ConfigError for settings that do not apply to the
+        network."""
         raise NotImplementedError
 
     def accuracy(
         self, counted: xr.Dataset, samples: str = "{:,} samples", *, with_error: bool = True
     ) -> Values:
-        """How often the network is right, or how far it is off, with what it is.
+        """View of the accuracy of the network, or of its root mean squared error for a scalar task.
 
         Arguments:
-            counted: of `sampled_accuracy_node`.
-            samples: what was counted, with the number left open.
-            with_error: whether to say the standard error of an accuracy.
+            counted: result of `sampled_accuracy_node`.
+            samples: format of the number of samples.
+            with_error: whether to show the standard error of an accuracy.
         """
         network, count = self.network, int(counted["samples"].sum())
         on = samples.format(count)
@@ -70,13 +77,13 @@ class AlgZooWorkflow(Workflow):
             error = rmse_of(counted)
             pairs, numbers = [("root mean squared error", f"{error:.5g} on {on}")], {"rmse": error}
         else:
-            share, guess = accuracy_of(counted), network.task.chance(network.sequence)
-            spread = float(np.sqrt(share * (1 - share) / count))
-            numbers = {"accuracy": share} | ({"accuracy_error": spread} if with_error else {})
-            between = f" ± {100 * spread:.2g}" if with_error else ""
+            accuracy, chance = accuracy_of(counted), network.task.chance(network.sequence)
+            standard_error = float(np.sqrt(accuracy * (1 - accuracy) / count))
+            numbers = {"accuracy": accuracy} | ({"accuracy_error": standard_error} if with_error else {})
+            error_text = f" ± {100 * standard_error:.2g}" if with_error else ""
             pairs = [
-                ("accuracy", f"{100 * share:.4f} %{between} on {on}"),
-                ("a guess", f"{100 * guess:.1f} %"),
+                ("accuracy", f"{100 * accuracy:.4f} %{error_text} on {on}"),
+                ("guessing", f"{100 * chance:.1f} %"),
             ]
         return Values(
             pairs=tuple(pairs),
@@ -88,7 +95,7 @@ class AlgZooWorkflow(Workflow):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Fields about the network that every document has."""
+        """Fields of every JSON document that describe the network."""
         network = self.network
         return {
             "model_id": network.title,
@@ -104,10 +111,10 @@ class AlgZooWorkflow(Workflow):
 
     @property
     def summary(self) -> str:
-        """The network in a line."""
+        """One line about the network: kind, number of parameters, width, sequence length and task."""
         network = self.network
         kind = "RNN" if network.is_rnn else "transformer"
         return (
-            f"{kind} of {network.parameters} numbers, {network.shape.hidden} wide, {network.sequence} steps; "
-            f"{network.task.meaning}"
+            f"{kind} with {network.parameters} parameters, width {network.shape.hidden}, {network.sequence} "
+            f"steps; {network.task.meaning}"
         )

@@ -1,1 +1,1 @@
-"""Questions about attention: where heads look, and which of them do so for a reason that can be named."""
+"""Workflows about attention: patterns of a prompt, detection of head types, and scans over layers."""

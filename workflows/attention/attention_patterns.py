@@ -1,11 +1,12 @@
 """Which positions does each head attend to? Attention patterns of one prompt, by layer and by head.
 
-Captures the attention weights of every layer (once; they stay in the store), and reads off them where one
-query looks, who looks at one key, and in which layer that edge is strongest (stages/attention/flow.py).
+Captures the attention weights of every layer (once; they stay in the store), and reads from them which keys
+one query attends to, which queries attend to one key, and in which layer the weight of that edge is largest
+(stages/attention/flow.py).
 
-Defaults: the last token as the query; as the key the token it reads most, but for itself and the first one.
-Models use the first token as an attention sink, which takes most of the weight of many heads and says little
-of what they do; `key=first` asks how much.
+Defaults: the query is the last token; the key is the token with the largest mean weight, apart from the query
+itself and the first token. Models use the first token as an attention sink: it takes most of the weight of
+many heads, whatever they compute. `key=first` shows its weight.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
 @dataclass(frozen=True)
 class AttentionPatternsSettings(EdgeSettings, ModelSettings):
-    """What `--set` can change."""
+    """Settings of `attention_patterns`."""
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
-    top_k: Count = setting(5, "most attended positions listed per layer")
+    top_k: Count = setting(5, "number of most attended positions listed per layer")
 
 
 class AttentionPatterns(ModelWorkflow):
-    """Attention weights of one prompt: head means, and one query and one key by head."""
+    """Attention weights of one prompt: means over heads, and one query and one key for each head."""
 
     name = "attention_patterns"
     question = "Which positions does each head attend to?"
@@ -59,17 +60,23 @@ class AttentionPatterns(ModelWorkflow):
     settings: AttentionPatternsSettings
 
     flow = loaded("flow")
-    """The head means, and the chosen query and key by head; in memory."""
+    """Result of `attention_flow`, in memory: mean_pattern [layer, query_position, key_position], from_query
+    [layer, head, key_position], largest, largest_head and entropy."""
 
     def plan(self) -> Nodes:
-        """The attention weights of the prompt, summed up for one query and one key."""
-        given = self.settings
-        self.prompt, _ = fact(given.model, given.prompt, "")
+        """Node of the prompt's attention weights, reduced to head means and the weights of one query.
+
+        Raises:
+            ConfigError, PromptError: for a query or key outside the prompt, or a key after the query in a
+                causal model.
+        """
+        settings = self.settings
+        self.prompt, _ = fact(settings.model, settings.prompt, "")
         self.encoding = encoded(self.subject, self.prompt)
-        self.query = position_of(self.encoding, given.query)
-        if given.key is not None:
-            # Refuses an edge into the future, unless the model looks there.
-            edge = SteeringSpec.scale(1.0).edge(self.query, position_of(self.encoding, given.key))
+        self.query = position_of(self.encoding, settings.query)
+        if settings.key is not None:
+            # `resolved` raises for a key after the query, unless attention is bidirectional.
+            edge = SteeringSpec.scale(1.0).edge(self.query, position_of(self.encoding, settings.key))
             edge.resolved(len(self.encoding), ahead=self.subject.config.looks_ahead)
         tokens = self.subject.pack([self.prompt])
         self.captured = self.subject.capture_weights(tokens)
@@ -78,11 +85,12 @@ class AttentionPatterns(ModelWorkflow):
 
     @cached_property
     def key(self) -> int:
-        """The position that is read: as asked, or the one with the largest mean weight over layers and heads
-        but for the first token and the query; the first token where there is no other."""
+        """Key position: that of the settings, or else the one with the largest weight from the query, mean
+        over layers and heads, apart from the first token and the query; 0 if no other position exists."""
         if self.settings.key is not None:
             return position_of(self.encoding, self.settings.key)
         weights = self.flow["from_query"].mean(("layer", "head")).values.copy()
+        # Left out: the first token, an attention sink, and the query itself.
         weights[[0, self.query]] = 0.0
         return int(weights.argmax())
 
@@ -92,10 +100,10 @@ class AttentionPatterns(ModelWorkflow):
         return named(self.subject, self.encoding.ids)
 
     def views(self) -> Iterator[View]:
-        """Every head to look into, the edge by layer; who looks where on the mean over heads."""
+        """Patterns of every head, weights of the edge by layer and head, and head means."""
         flow = self.flow.transpose("layer", "head", "query_position", "key_position")
         tokens, mean = tuple(map(format_token, self.tokens)), flow["mean_pattern"]
-        reads, is_read = (f"{tokens[place]!r} ({place})" for place in (self.query, self.key))
+        query_name, key_name = (f"{tokens[position]!r} ({position})" for position in (self.query, self.key))
         edge = flow["from_query"].isel(key_position=self.key)
         peak, weight = peak_layer(mean, self.query, self.key)
         row = flow["layer"].values.tolist().index(peak)
@@ -108,13 +116,13 @@ class AttentionPatterns(ModelWorkflow):
             )
             yield Attention(
                 title=f"Attention of each head in '{format_text(self.prompt)}'",
-                caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "
-                "what it reads; weights alone do not say what a head does with them.",
+                caption="Point at a token, or move with the arrow keys. The weights of a query sum to 1 over "
+                "its keys. Weights alone do not show what a head writes, nor whether its output matters.",
                 tokens=tokens,
                 layers=tuple(pattern["layer"].values.tolist()),
                 pattern=pattern.values,
                 overview=edge.values,
-                overview_name=f"how much {reads} reads {is_read}",
+                overview_name=f"attention weight from {query_name} to {key_name}",
                 layer=peak,
                 head=int(edge.values[row].argmax()),
                 query=self.query,
@@ -126,8 +134,8 @@ class AttentionPatterns(ModelWorkflow):
         }
         yield Lines.of(
             stacked("heads", parts),
-            f"How much {reads} reads {is_read}",
-            self._choice_told(reads, is_read),
+            f"Attention weight from {query_name} to {key_name}",
+            self._key_choice(query_name, key_name),
             control="smallest head",
             y_name="attention weight",
             unit="",
@@ -136,89 +144,95 @@ class AttentionPatterns(ModelWorkflow):
         yield from self._tables(tokens, edge, peak, weight)
         by_layer = Heatmap.of(
             mean.isel(query_position=self.query, key_position=slice(self.query + 1)),
-            f"Where {reads} looks",
-            f"by layer, mean over heads; framed: it reads {is_read} most",
+            f"Attention weights of {query_name}",
+            f"by layer, mean over heads; framed: layer of the largest weight on {key_name}",
             columns=tokens[: self.query + 1],
             column_name="key",
             value_name="weight",
             low=0.0,
             framed=((row, self.key) * 2,),
         ).without_first_token()
-        everybody = Heatmap.of(
+        all_queries = Heatmap.of(
             mean.sel(layer=peak),
-            f"Everybody, in layer {peak}",
-            f"mean over heads, in the layer in which {reads} reads {is_read} most",
+            f"All queries, in layer {peak}",
+            f"mean over heads, in the layer of the largest weight from {query_name} to {key_name}",
             rows=tokens,
             columns=tokens,
-            row_name="query (reads)",
-            column_name="key (is read)",
+            row_name="query",
+            column_name="key",
             value_name="weight",
             low=0.0,
         ).without_first_token()
         by_head = Heatmap.of(
-            edge, "The same edge by head", f"{reads} reads {is_read}", value_name="weight", low=0.0
+            edge, "The same edge by head", f"from {query_name} to {key_name}", value_name="weight", low=0.0
         )
         title = f"Attention of {self.subject.name}"
-        yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, everybody))
+        yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, all_queries))
 
-    def _choice_told(self, reads: str, is_read: str) -> str:
-        """Why this key, where nobody named one."""
+    def _key_choice(self, query_name: str, key_name: str) -> str:
+        """Sentence on the choice of the key position; empty for a key from the settings."""
         if self.settings.key is not None or self.key == 0:
             return ""
         return (
-            f"Of all positions but itself and the first, an attention sink, {reads} reads {is_read} most, "
-            "mean over layers and heads."
+            f"{key_name} was chosen as the key with the largest weight from {query_name}, mean over layers "
+            "and heads, apart from the query itself and the first token, an attention sink."
         )
 
     def _tables(
         self, tokens: tuple[str, ...], edge: xr.DataArray, peak: int, weight: float
     ) -> Iterator[Table]:
-        """Where the query looks in each layer, and who looks at the key in the layer of the peak."""
+        """Tables of the query's largest weights in each layer, and of the weights on the key in layer `peak`.
+
+        edge: weights from query to key, [layer, head]. peak, weight: layer of the largest mean over heads,
+        and that mean.
+        """
         mean, key = self.flow["mean_pattern"], self.key
         layers = [
             {
                 "layer": layer,
                 "top_attended": [
-                    {"position": place, "token": self.tokens[place], "weight": value}
-                    for place, value in top_attended_positions(mean, layer, self.query, self.settings.top_k)
+                    {"position": position, "token": self.tokens[position], "weight": value}
+                    for position, value in top_attended_positions(
+                        mean, layer, self.query, self.settings.top_k
+                    )
                 ],
                 "weight_by_head": edge.sel(layer=layer),
             }
             for layer in mean["layer"].values.tolist()
         ]
 
-        # The first token, an attention sink, would be the most read one of nearly every layer.
-        row = mean.isel(query_position=self.query).transpose("layer", "key_position").values
-        order = 1 + np.argsort(-row[:, 1:], axis=1, kind="stable")
-        place = {layer: i for i, layer in enumerate(mean["layer"].values.tolist())}
+        # The first token, an attention sink, would have the largest weight in nearly every layer.
+        weights = mean.isel(query_position=self.query).transpose("layer", "key_position").values
+        order = 1 + np.argsort(-weights[:, 1:], axis=1, kind="stable")
+        row_of = {layer: i for i, layer in enumerate(mean["layer"].values.tolist())}
 
-        def attended(rank: int, told: dict[str, Any]) -> Any:
-            i = place[told["layer"]]
+        def attended(rank: int, record: dict[str, Any]) -> Any:
+            i = row_of[record["layer"]]
             position = int(order[i, rank])
-            return f"{tokens[position]} ", dim(f"({position}) {row[i, position]:.3f}")
+            return f"{tokens[position]} ", dim(f"({position}) {weights[i, position]:.3f}")
 
-        shown = ("most", "2nd", "3rd", "4th", "5th")[: min(self.settings.top_k, self.query)]
+        rank_names = ("largest", "2nd", "3rd", "4th", "5th")[: min(self.settings.top_k, self.query)]
         yield Table.of(
             layers,
             ("layer", "layer", lambda layer: bold(str(layer))),
-            ("first token", lambda told: row[place[told["layer"]], 0], ".3f"),
-            *((name, partial(attended, rank)) for rank, name in enumerate(shown)),
-            title=f"Where {tokens[self.query]!r} ({self.query}) looks, mean over the heads of "
+            ("first token", lambda record: weights[row_of[record["layer"]], 0], ".3f"),
+            *((name, partial(attended, rank)) for rank, name in enumerate(rank_names)),
+            title=f"Attention weights of {tokens[self.query]!r} ({self.query}), mean over the heads of "
             f"{self.subject.name}",
-            caption=f"most, 2nd, …: of all tokens but the first, an attention sink; it looks most at "
-            f"{tokens[key]!r} ({key}) in layer {peak}: {weight:.3f}",
+            caption=f"largest, 2nd, …: among all keys but the first token, an attention sink. Its weight on "
+            f"{tokens[key]!r} ({key}) is largest in layer {peak}: {weight:.3f}",
             json={"layers": layers},
         )
         by_head = self.flow.sel(layer=peak).isel(key_position=key)
         incoming = attention_to_position(mean, peak, key).values.tolist()
         readers = [
-            {"position": place, "token": self.tokens[place], "weight": incoming[place]}
-            for place in range(key, len(tokens))
+            {"position": position, "token": self.tokens[position], "weight": incoming[position]}
+            for position in range(key, len(tokens))
         ]
 
         def largest(reader: dict[str, Any]) -> str:
-            one = by_head.isel(query_position=reader["position"])
-            return f"{float(one['largest']):.3f} (head {int(one['largest_head'])})"
+            of_query = by_head.isel(query_position=reader["position"])
+            return f"{float(of_query['largest']):.3f} (head {int(of_query['largest_head'])})"
 
         yield Table.of(
             readers,
@@ -226,7 +240,7 @@ class AttentionPatterns(ModelWorkflow):
             ("token", lambda reader: tokens[reader["position"]]),
             ("mean", "weight", ".3f"),
             ("largest head", largest, str),
-            title=f"Who looks at {tokens[key]!r} ({key}) in layer {peak}",
-            caption=f"the query above gives it {incoming[self.query]:.3f}",
+            title=f"Attention weights on {tokens[key]!r} ({key}) in layer {peak}, by query",
+            caption=f"the query of the table above: {incoming[self.query]:.3f}",
             json={"incoming": readers},
         )

@@ -3,20 +3,21 @@
 Head detection on repeated random tokens, or on prompts.
 
 Captures attention patterns (once; they stay in the store) and scores every head with TransformerLens'
-detection patterns (stages/attention/head_detection.py). By default on blocks of random tokens that are
-repeated: nothing but the repetition can tell what comes next, so that a head which attends behind the
-earlier occurrence of a token is an induction head (Olsson et al. 2022); queries of the first block, which
-have nothing to find, are left out.
+detection patterns (stages/attention/head_detection.py), by default on blocks of random tokens that are
+repeated. There only the repetition predicts the next token, so a head that attends to the token after an
+earlier occurrence of the current token is an induction head (Olsson et al. 2022). Queries of the first block
+have no earlier occurrence and are left out.
 
-Control: the same tokens with every repetition shuffled, scored at the places of the unshuffled text. A head
-that matches content loses its score there, as what it looks for stands elsewhere; a head that only looks so
-many tokens back keeps it, and is no induction head.
+Control: the same tokens with every repetition shuffled, scored at the positions of the unshuffled text. The
+score of a head that matches content drops, as the token it attends to is elsewhere; a head that attends at a
+fixed distance keeps its score and is no induction head.
 
-What is claimed is that a head looks right behind an earlier occurrence: how far the best of all heads is
-ahead of its shuffled score there, beside the best of all heads at other distances behind that occurrence.
-Random weights prefer or shun their own token a little, in every sequence alike: more sequences would be no
-control. A previous-token head keeps its score rightly, as places are all it needs, and a duplicate-token head
-may be such a preference: nothing is claimed of these.
+Claim: attention to the token right after an earlier occurrence, minus the same on shuffled tokens, for the
+best of all heads. Null: the same difference, also of the best of all heads, at other distances after the
+occurrence. More random sequences would be no control: a head with random weights prefers or avoids its own
+token slightly, in the same way in every sequence. Nothing is claimed about the other kinds of heads: a
+previous-token head needs positions alone, so shuffling rightly leaves its score unchanged, and a
+duplicate-token score may be such a preference of random weights.
 """
 
 from __future__ import annotations
@@ -47,41 +48,44 @@ if TYPE_CHECKING:
 __all__ = ["HeadDetection", "HeadDetectionSettings"]
 
 LOOKS = {
-    "previous_token_head": ("Previous token", "looks at the token before"),
-    "duplicate_token_head": ("Duplicate token", "looks where its token stood before"),
-    "induction_head": ("Induction", "looks behind where its token stood before"),
+    "previous_token_head": ("Previous token", "attends to the previous token"),
+    "duplicate_token_head": ("Duplicate token", "attends to earlier occurrences of the current token"),
+    "induction_head": ("Induction", "attends to the token after an earlier occurrence of the current token"),
 }
+"""Heatmap title and caption by kind of head."""
 STATISTICS = {
-    "entropy": ("Entropy", "nats; 0: one key only"),
-    "bos_share": ("On the first token", "share of the weight"),
-    "current_share": ("On the current token", "share of the weight"),
-    "distance": ("How far back", "tokens, mean"),
+    "entropy": ("Entropy", "entropy of the attention weights in nats; 0: all weight on one key"),
+    "bos_share": ("On the first token", "share of the attention weight"),
+    "current_share": ("On the current token", "share of the attention weight"),
+    "distance": ("Distance", "mean number of tokens from key to query"),
 }
+"""Title and caption of the heatmap of each statistic of a head's attention."""
 SCORES = ("score", "spread", "control")
 COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
-"""Columns of the table of the best heads: variable by column name."""
+"""Column name -> variable, for the table of the best heads."""
 
 
 @dataclass(frozen=True)
 class HeadDetectionSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """Settings of `head_detection`."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
-    sequences: Count = setting(16, "random sequences")
-    length: AtLeastTwo = setting(50, "tokens of the block that is repeated, all different")
-    repeats: AtLeastTwo = setting(2, "how often the block stands in a sequence")
-    first_block: bool = setting(False, "let queries of the first block take part, as TransformerLens does")
+    sequences: Count = setting(16, "number of random sequences")
+    length: AtLeastTwo = setting(50, "number of tokens of the repeated block, all different")
+    repeats: AtLeastTwo = setting(2, "number of occurrences of the block in a sequence")
+    first_block: bool = setting(False, "score queries of the first block too, as TransformerLens does")
     exclude_bos: bool = setting(False, "leave out attention to the first position")
     exclude_current_token: bool = setting(False, "leave out attention to the current token")
     error_measure: Literal["mul", "abs"] = setting(
-        "mul", '"mul": share of the attention; "abs": 1 - mean difference'
+        "mul",
+        'score: "mul", share of attention on the detection pattern; "abs", 1 - mean absolute difference',
     )
-    top: Count = setting(5, "heads listed per kind")
-    seed: Natural = setting(0, "of the random tokens and of the shuffled control")
+    top: Count = setting(5, "number of heads listed per kind")
+    seed: Natural = setting(0, "seed of the random tokens and of the shuffled control")
 
 
 class HeadDetection(ModelWorkflow):
-    """Every head's match with what previous-token, duplicate-token and induction heads do."""
+    """Scores of every head as a previous-token, duplicate-token and induction head, and their controls."""
 
     name = "head_detection"
     question = "Which heads are induction heads, and which attend to the previous token?"
@@ -90,175 +94,207 @@ class HeadDetection(ModelWorkflow):
     settings: HeadDetectionSettings
 
     def plan(self) -> Nodes:
-        """Scores on what is read, on the same shuffled, and what each head's attention is like."""
-        given = self.settings
-        tokens, other, first_query = self._tokens()
+        """Nodes of detection scores, control scores on shuffled tokens, and attention statistics.
+
+        Raises:
+            PromptError: for a prompt of fewer than two tokens.
+        """
+        settings = self.settings
+        tokens, mixed_tokens, first_query = self._tokens()
         kind = self.subject.attention_kind
-        captured, control = (self.subject.capture_weights(each)[kind] for each in (tokens, other))
-        asked: dict[str, Any] = {
+        captured, control = (self.subject.capture_weights(packed)[kind] for packed in (tokens, mixed_tokens))
+        options: dict[str, Any] = {
             "token_id": column(tokens.ids, "token", "token_id"),
             "row_size": column(tokens.row_size, "prompt", "row_size"),
-            "exclude_bos": given.exclude_bos,
-            "exclude_current_token": given.exclude_current_token,
-            "error_measure": given.error_measure,
+            "exclude_bos": settings.exclude_bos,
+            "exclude_current_token": settings.exclude_current_token,
+            "error_measure": settings.error_measure,
             "first_query": first_query,
         }
-        behind = (1, *self._others(int(tokens.row_size.min())))
+        displacements = (1, *self._other_displacements(int(tokens.row_size.min())))
         return {
-            "scores": head_scores.on(pattern=captured, **asked),
-            "control": head_scores.on(pattern=control, **asked),
-            "statistics": head_statistics.on(pattern=captured, row_size=asked["row_size"]),
-            "displaced": displaced_scores.on(pattern=captured, displacements=behind, **asked),
-            "displaced_control": displaced_scores.on(pattern=control, displacements=behind, **asked),
+            "scores": head_scores.on(pattern=captured, **options),
+            "control": head_scores.on(pattern=control, **options),
+            "statistics": head_statistics.on(pattern=captured, row_size=options["row_size"]),
+            "displaced": displaced_scores.on(pattern=captured, displacements=displacements, **options),
+            "displaced_control": displaced_scores.on(pattern=control, displacements=displacements, **options),
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:
-        """What is read, the same shuffled, and the first query of every prompt that takes part."""
+        """Tokens of all prompts, the same tokens shuffled, and the first position of a prompt that is scored
+        as a query."""
         from ...store import PackedTokens
 
-        chosen, subject = self.settings, self.subject
-        if chosen.prompts:
-            tokens = subject.pack(chosen.prompts)
+        settings, subject = self.settings, self.subject
+        if settings.prompts:
+            tokens = subject.pack(settings.prompts)
             if (short := np.flatnonzero(tokens.row_size < 2)).size:
                 raise PromptError(
-                    f"expected prompts of at least 2 tokens, found {chosen.prompts[short[0]]!r}; a head "
-                    "needs a token to look back at"
+                    f"expected prompts of at least 2 tokens, found {settings.prompts[short[0]]!r}; a head "
+                    "needs an earlier token to attend to"
                 )
             rows = [row.tolist() for row in tokens]
-            special = [sum(one.special) for one in subject.tokenizer.encode_batch(list(chosen.prompts))]
+            # Special tokens, such as BOS, stay in front.
+            special = [
+                sum(encoding.special) for encoding in subject.tokenizer.encode_batch(list(settings.prompts))
+            ]
             mixed = [
-                shuffled(row, fixed, max(1, len(row) - fixed), chosen.seed + i)
-                for i, (row, fixed) in enumerate(zip(rows, special, strict=True))
+                shuffled(row, n_fixed, max(1, len(row) - n_fixed), settings.seed + i)
+                for i, (row, n_fixed) in enumerate(zip(rows, special, strict=True))
             ]
             return tokens, PackedTokens.from_lists(mixed), 0
         blocks = RepeatedBlocks.of(
-            subject, chosen.sequences, chosen.length, repeats=chosen.repeats, seed=chosen.seed
+            subject, settings.sequences, settings.length, repeats=settings.repeats, seed=settings.seed
         )
-        first_query = 0 if chosen.first_block else blocks.start
+        # Tokens of the first block have no earlier occurrence.
+        first_query = 0 if settings.first_block else blocks.start
         return PackedTokens.from_lists(blocks.rows), PackedTokens.from_lists(blocks.mixed), first_query
 
     @cached_property
     def scores(self) -> xr.Dataset:
-        """score, spread, control [kind, layer, head] and the statistics [layer, head], in memory."""
-        found = self.result("scores").assign(control=self.result("control")["score"])
-        return found.merge(self.result("statistics")).load()
+        """In memory: score, spread over prompts and control [kind, layer, head], and statistics [layer,
+        head]."""
+        scores = self.result("scores").assign(control=self.result("control")["score"])
+        return scores.merge(self.result("statistics")).load()
 
     def best(self, kind: str) -> list[dict[str, Any]]:
-        """The heads that match a kind best, best first, with all that is known of them."""
-        found = self.scores.sel(kind=kind).transpose("layer", "head")
-        return largest(found, found["score"], self.settings.top, *SCORES, *STATISTICS)
+        """The `top` heads with the largest scores of a kind: records with layer, head, scores and statistics.
 
-    def _others(self, shortest: int) -> list[int]:
-        """Distances behind an earlier occurrence that induction is held against, drawn at random; none at
-        which a repeated block begins again."""
-        given = self.settings
-        longest = shortest - 1 if given.prompts else given.length - 1
+        kind: one of `KINDS`, such as "induction_head".
+        """
+        scores = self.scores.sel(kind=kind).transpose("layer", "head")
+        return largest(scores, scores["score"], self.settings.top, *SCORES, *STATISTICS)
+
+    def _other_displacements(self, shortest: int) -> list[int]:
+        """Distances after an earlier occurrence, in tokens, for the null distribution: drawn at random from 2
+        on. shortest: number of tokens of the shortest prompt."""
+        settings = self.settings
+        # A distance of a whole block would be the next occurrence, where induction heads attend again.
+        longest = shortest - 1 if settings.prompts else settings.length - 1
         return sorted(
-            chosen_at_random(range(2, longest + 1), given.controls, seed=given.seed) if longest > 1 else []
+            chosen_at_random(range(2, longest + 1), settings.controls, seed=settings.seed)
+            if longest > 1
+            else []
         )
 
     @cached_property
     def lead(self) -> xr.DataArray:
-        """Scores less those on shuffled tokens, by distance behind an earlier occurrence: [displacement,
-        layer, head]."""
-        one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
-        return (one - other).transpose("displacement", "layer", "head")
+        """Scores minus those on shuffled tokens, by distance after an earlier occurrence of the current
+        token, [displacement, layer, head]; displacement 1 is induction."""
+        score, shuffled_score = (
+            self.result(name)["score"].load() for name in ("displaced", "displaced_control")
+        )
+        return (score - shuffled_score).transpose("displacement", "layer", "head")
 
     @property
     def not_claimed(self) -> str:
-        """Why there is no verdict on prompts that hold one distance alone."""
+        """Reason why prompts too short for a second distance give no claim; empty for longer ones."""
         is_short = self.lead.sizes["displacement"] == 1 and self.settings.controls
-        return "no verdict: prompts too short to look anywhere else" if is_short else ""
+        return (
+            "no verdict: the prompts are too short to measure attention at another distance"
+            if is_short
+            else ""
+        )
 
     def claims(self) -> Iterator[Claim]:
-        """How far the best head is ahead of its score on shuffled tokens, right behind an earlier occurrence
-        and elsewhere."""
+        """Induction score of the best head minus its score on shuffled tokens, compared with the best head at
+        other distances after an earlier occurrence."""
         lead = self.lead
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
         text = (
-            f"layer {lead['layer'].values[layer]}, head {head} looks behind where its token stood before by "
-            f"this much more than when the tokens are shuffled ({self.measure})"
+            f"layer {lead['layer'].values[layer]}, head {head}, the best of {n_heads} heads, attends to the "
+            "token after an earlier occurrence of the current token more than at the same positions of "
+            f"shuffled tokens ({self.measure}, difference)"
         )
-        of = f"other distances behind it, every time the best of {n_heads} heads"
+        of = f"other distances after the occurrence, each with the best of {n_heads} heads"
         best = lead.max(("layer", "head")).values
         yield Claim.against(text, best[0], best[1:], of)
 
     @property
     def text_read(self) -> str:
-        """What was read, in words."""
-        chosen = self.settings
-        if chosen.prompts:
-            return f"{len(chosen.prompts)} prompt{'s' if len(chosen.prompts) > 1 else ''}"
-        return f"{chosen.sequences} sequences of {chosen.length} random tokens, {chosen.repeats} times over"
+        """Description of the text that was read, for titles."""
+        settings = self.settings
+        if settings.prompts:
+            return f"{len(settings.prompts)} prompt{'s' if len(settings.prompts) > 1 else ''}"
+        return (
+            f"{settings.sequences} sequences of {settings.length} random tokens, repeated "
+            f"{settings.repeats} times"
+        )
 
     @property
     def measure(self) -> str:
-        """What a score is, in words."""
+        """Name of the score, for captions and axes."""
         if self.settings.error_measure == "abs":
-            return "1 - mean difference from a head that looks only there"
-        return "share of attention where such a head looks"
+            return "1 - mean absolute difference from the detection pattern"
+        return "share of attention on the detection pattern"
 
     def views(self) -> Iterator[View]:
-        """The best heads of each kind; scores and controls by layer and head; what attention is like."""
-        found, model = self.scores.transpose("kind", "layer", "head"), self.subject.name
+        """Table of the best heads of each kind; heatmaps of scores, controls and statistics by layer and
+        head."""
+        data, model = self.scores.transpose("kind", "layer", "head"), self.subject.name
         best = {kind: self.best(kind) for kind in KINDS}
         kinds = {
             kind: {
-                **{name: found[name].sel(kind=kind) for name in SCORES},
+                **{name: data[name].sel(kind=kind) for name in SCORES},
                 "best": [{name: row[name] for name in ("layer", "head", *SCORES)} for row in rows],
             }
             for kind, rows in best.items()
         }
-        statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
+        statistics = {name: {"unit": data[name].attrs["units"], "by_head": data[name]} for name in STATISTICS}
         names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
         yield Table.of(
             [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],
             ("kind", "kind"),
             *((name, name, "d") for name in ("layer", "head")),
             *((name, key, ".2f") for name, key in COLUMNS.items()),
-            ("back", "distance", ".1f"),
+            ("distance", "distance", ".1f"),
             title=f"Heads of {model} on {self.text_read}",
-            caption=f"score: {self.measure}, ± over prompts; shuffled: the same places when the tokens are "
-            "shuffled; entropy in nats; BOS, own: share on the first and the current token; back: mean "
-            "distance, tokens",
+            caption=f"score: {self.measure}, ± standard deviation over prompts; shuffled: score at the same "
+            "positions of shuffled tokens; entropy of the attention weights in nats; BOS, own: share of the "
+            "weight on the first and on the current token; distance: mean from key to query in tokens",
             json={**self.subject.about, "read": self.text_read, "kinds": kinds, "statistics": statistics},
         )
         scores, mixed = (
-            [self._scores(kind, best[kind][0], of) for kind in KINDS] for of in ("score", "control")
+            [self._scores(kind, best[kind][0], variable) for kind in KINDS]
+            for variable in ("score", "control")
         )
-        statistic = [self._statistic(found[name], *told) for name, told in STATISTICS.items()]
+        statistic = [self._statistic(data[name], *labels) for name, labels in STATISTICS.items()]
         for title, source, by, panels in (
-            ("Heads by what they do", "scores", "kind", scores),
-            ("The same places when the tokens are shuffled", "control", "kind", mixed),
-            ("Where the heads look", "statistics", "statistic", statistic),
+            ("Scores of each kind of head", "scores", "kind", scores),
+            ("Control: scores at the same positions of shuffled tokens", "control", "kind", mixed),
+            ("Statistics of the attention weights", "statistics", "statistic", statistic),
         ):
-            labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [each.title for each in panels]
+            labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [panel.title for panel in panels]
             options = tuple(zip(labels, panels, strict=True))
             yield Choice(title=title, sources=(source,), name=by, options=options)
-        what = f"What the heads of {model} do on {self.text_read}"
-        yield Figure(name="head_detection", title=what, panels=(*scores, *mixed), columns=len(KINDS))
-        where = f"Where the heads of {model} look: {self.text_read}"
-        yield Figure(name="head_statistics", title=where, panels=tuple(statistic), columns=2)
+        title = f"Scores of the heads of {model} on {self.text_read}"
+        yield Figure(name="head_detection", title=title, panels=(*scores, *mixed), columns=len(KINDS))
+        title = f"Attention weights of the heads of {model} on {self.text_read}"
+        yield Figure(name="head_statistics", title=title, panels=tuple(statistic), columns=2)
 
-    def _scores(self, kind: str, best: dict[str, Any], of: str) -> Heatmap:
-        """Scores of a kind by layer and head, or those on shuffled tokens (control); the best is framed."""
-        title, looks = LOOKS[kind]
-        titles = f"{title}, best: layer {best['layer']}, head {best['head']}", looks
-        shuffled_titles = "Tokens shuffled", "the same places, other tokens there"
+    def _scores(self, kind: str, best: dict[str, Any], variable: str) -> Heatmap:
+        """Heatmap of detection scores, or of control scores on shuffled tokens, [layer, head].
+
+        kind: one of `KINDS`. best: record of the head that is framed. variable: "score" or "control".
+        """
+        title, caption = LOOKS[kind]
+        titles = f"{title}, best: layer {best['layer']}, head {best['head']}", caption
+        shuffled_titles = "Shuffled tokens", "score at the same positions"
         row = self.scores["layer"].values.tolist().index(best["layer"])
         return Heatmap.of(
-            self.scores[of].sel(kind=kind).transpose("layer", "head"),
-            *(titles if of == "score" else shuffled_titles),
+            self.scores[variable].sel(kind=kind).transpose("layer", "head"),
+            *(titles if variable == "score" else shuffled_titles),
             value_name=self.measure,
             low=min(0.0, *(float(self.scores[name].min()) for name in ("score", "control"))),
             high=1.0,
             numbers=".2f",
             framed=((row, best["head"]) * 2,),
-            frame_name="best on what is not shuffled",
+            frame_name="best head on the unshuffled tokens",
         )
 
-    def _statistic(self, values: xr.DataArray, title: str, told: str) -> Heatmap:
+    def _statistic(self, values: xr.DataArray, title: str, caption: str) -> Heatmap:
+        """Heatmap of one of `STATISTICS`, values [layer, head]."""
         digits = ".1f" if values.name == "distance" else ".2f"
         high = 1.0 if str(values.name).endswith("share") else None
-        return Heatmap.of(values, title, told, low=0.0, high=high, numbers=digits)
+        return Heatmap.of(values, title, caption, low=0.0, high=high, numbers=digits)

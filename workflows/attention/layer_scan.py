@@ -1,16 +1,17 @@
 """At which layer does a marker attend to its target? Two conditions compared, layer by layer.
 
-Captures attention patterns, takes of every sample the head-averaged attention from its marker to its
-targets, and compares two conditions with Welch's t test in every layer (stages/attention/layer_scan.py).
-The JSON holds the fields of the Deloson viewer's `layer_scan_universal_*.json` under their own names:
-there "python" is condition A, "rust" B.
+Captures attention patterns, takes for every sample the attention from its marker to its targets, mean over
+heads, and compares two conditions with Welch's t test in every layer (stages/attention/layer_scan.py). The
+JSON has the fields of the Deloson viewer's `layer_scan_universal_*.json` under their own names, in which
+"python" is condition A and "rust" condition B.
 
-Defaults: the beginning of a sentence said again (A: after that sentence; B: after another one), the marker
-its last token, the target the word that came next the first time. With a corpus of plip-rs: `python_doctest`
-against `rust_test`.
+Defaults: texts in which the beginning of a sentence is repeated, in condition A after that same sentence, in
+condition B after another one. The marker is the last repeated token, the target the word that followed it in
+the sentence. With a corpus of plip-rs the conditions are `python_doctest` and `rust_test`.
 
-The best layer is the one with the smallest p among several: its p is not corrected for the search. What is
-claimed is: the largest t of any layer stands beside that of samples dealt to the conditions at random.
+The best layer is that of the smallest p-value, which is not corrected for the search over layers. The claim
+is corrected: it compares the largest t of any layer with the largest t of any layer after samples were
+assigned to the conditions at random (permutation test).
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ if TYPE_CHECKING:
 __all__ = ["LayerScan", "LayerScanSettings"]
 
 BUILT_IN = ("repeated", "unrepeated")
+"""Conditions A and B without a corpus."""
 PLIP = ("python_doctest", "rust_test")
+"""Default conditions A and B of a corpus, those of plip-rs."""
 
 
 @dataclass(frozen=True)
 class LayerScanSettings(ControlSettings, ModelSettings):
-    """What `--set` can change.
-
-    Raises ConfigError for conditions without a corpus.
-    """
+    """Settings of `layer_scan`. Raises ConfigError for conditions without a corpus."""
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
-    condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')
-    condition_b: str = setting("", 'samples to compare them with; of a corpus by default "rust_test"')
-    unit: Literal["characters", "bytes"] = setting("characters", "what positions of a corpus count")
-    samples: Count = setting(24, "samples per condition made of prose, without a corpus")
-    start_layer: int = setting(-1, "first layer scanned; -1: a third of the way up")
-    end_layer: int = setting(-1, "last layer scanned; -1: the last")
+    condition_a: str = setting(
+        "", 'condition A of the corpus, whose attention is expected to be larger; none: "python_doctest"'
+    )
+    condition_b: str = setting("", 'condition B of the corpus, compared with A; none: "rust_test"')
+    unit: Literal["characters", "bytes"] = setting("characters", "unit of positions in the corpus")
+    samples: Count = setting(24, "number of samples per condition, without a corpus")
+    start_layer: int = setting(-1, "first layer to scan; -1: a third of the number of layers")
+    end_layer: int = setting(-1, "last layer to scan; -1: the last layer of the model")
 
     def __post_init__(self) -> None:
         if not self.corpus and (self.condition_a or self.condition_b):
@@ -71,7 +73,7 @@ class LayerScanSettings(ControlSettings, ModelSettings):
 
 
 class LayerScan(ModelWorkflow):
-    """Attention from markers to targets under two conditions."""
+    """Attention from markers to targets under two conditions, compared in every layer."""
 
     name = "layer_scan"
     question = "At which layer does a marker attend to its target?"
@@ -80,19 +82,25 @@ class LayerScan(ModelWorkflow):
     extra = "probing"
     settings: LayerScanSettings
 
-    found = loaded("scan")
-    """`layer_scan` of the layers scanned, in memory."""
+    scan = loaded("scan")
+    """Result of the stage `layer_scan`, in memory: weight [layer, sample], mean and std [layer, condition],
+    test statistics [layer]."""
 
     def plan(self) -> Nodes:
-        """Attention of every sample, and the test between its conditions in each layer."""
-        given = self.settings
+        """Node of the attention of every sample and of the test between conditions in each layer.
+
+        Raises:
+            ConfigError: for layers out of range or without attention.
+            PromptError: if no sample's marker and targets are tokens of its text.
+        """
+        settings = self.settings
         self.layers = self._layers()
-        default = PLIP if given.corpus else BUILT_IN
-        self.conditions = (given.condition_a or default[0], given.condition_b or default[1])
+        default = PLIP if settings.corpus else BUILT_IN
+        self.conditions = (settings.condition_a or default[0], settings.condition_b or default[1])
         self.version, groups = self._samples()
         self.conversion = Conversion()
         self.placed, self.condition = self._placed(groups)
-        tokens = self.subject.pack([one.sample.code for one in self.placed])
+        tokens = self.subject.pack([placed.sample.code for placed in self.placed])
         pair, sample = self._pairs(tokens)
         scan = layer_scan.on(
             pattern=self.subject.capture_weights(tokens, self.layers)[self.subject.attention_kind],
@@ -103,39 +111,42 @@ class LayerScan(ModelWorkflow):
         return {"scan": scan}
 
     def _layers(self) -> list[int]:
-        config, chosen = self.subject.config, self.settings
-        held, last = config.layers_with(self.subject.attention_kind), config.num_layers - 1
-        start = (last + 1) // 3 if chosen.start_layer == -1 else chosen.start_layer
-        end = last if chosen.end_layer == -1 else chosen.end_layer
+        """Layers with attention between `start_layer` and `end_layer`; raises ConfigError if there are
+        none."""
+        config, settings = self.subject.config, self.settings
+        attention_layers, last = config.layers_with(self.subject.attention_kind), config.num_layers - 1
+        start = (last + 1) // 3 if settings.start_layer == -1 else settings.start_layer
+        end = last if settings.end_layer == -1 else settings.end_layer
         if not 0 <= start <= end <= last:
             raise ConfigError(
-                f"expected layers in 0..{last}, the first before the last, found {start} to {end}; set "
+                f"expected start_layer <= end_layer, both in 0..{last}, found {start} and {end}; set "
                 "start_layer and end_layer"
             )
-        chosen_layers = [layer for layer in held if start <= layer <= end]
-        if not chosen_layers:
+        layers = [layer for layer in attention_layers if start <= layer <= end]
+        if not layers:
             raise ConfigError(
-                f"expected a layer that attends in {start}..{end}, found them at {held}; set start_layer and "
-                "end_layer"
+                f"expected a layer with attention in {start}..{end}, found them at {attention_layers}; set "
+                "start_layer and end_layer"
             )
-        return chosen_layers
+        return layers
 
     def _samples(self) -> tuple[str, list[list[Sample]]]:
-        """The version of the corpus' format, and the samples of A and B."""
-        chosen = self.settings
-        if chosen.corpus:
-            return read_samples(chosen.corpus, self.conditions, unit=chosen.unit)
-        return "2.0", list(repeated_samples(shipped_prose(), chosen.samples))
+        """Format version of the corpus, and the samples of conditions A and B."""
+        settings = self.settings
+        if settings.corpus:
+            return read_samples(settings.corpus, self.conditions, unit=settings.unit)
+        return "2.0", list(repeated_samples(shipped_prose(), settings.samples))
 
     def _placed(self, groups: list[list[Sample]]) -> tuple[list[Placed], list[int]]:
-        """Samples whose places became tokens, those of A first; which condition each is of."""
+        """Samples with token positions of marker and targets, those of condition A first, and the index of
+        each sample's condition. Samples whose characters are in no token are left out."""
         placed, condition = [], []
-        for which, group in enumerate(groups):
-            encodings = self.subject.tokenizer.encode_batch([one.code for one in group])
+        for i, group in enumerate(groups):
+            encodings = self.subject.tokenizer.encode_batch([sample.code for sample in group])
             for sample, encoding in zip(group, encodings, strict=True):
-                if (found := place(sample, encoding, self.conversion)) is not None:
-                    placed.append(found)
-                    condition.append(which)
+                if (placed_sample := place(sample, encoding, self.conversion)) is not None:
+                    placed.append(placed_sample)
+                    condition.append(i)
         if not placed:
             raise PromptError(
                 f"expected samples whose marker and targets are tokens, found none among "
@@ -144,57 +155,60 @@ class LayerScan(ModelWorkflow):
         return placed, condition
 
     def _pairs(self, tokens: PackedTokens) -> tuple[Any, Any]:
-        """Of every target the pair (marker, target) on the pair axis, and its sample."""
+        """For every target, the index of (marker, target) on the pair axis and the index of its sample, both
+        int64 [target]."""
         starts = pair_starts(tokens)
         pair, sample = [], []
-        for i, one in enumerate(self.placed):
-            row = int(starts[i]) + one.marker * (one.marker + 1) // 2
-            pair += [row + target if target <= one.marker else UNSEEN for target in one.targets]
-            sample += [i] * len(one.targets)
+        for i, placed in enumerate(self.placed):
+            # Patterns are lower triangles, stored row by row: query q begins at q * (q + 1) / 2.
+            row = int(starts[i]) + placed.marker * (placed.marker + 1) // 2
+            pair += [row + target if target <= placed.marker else UNSEEN for target in placed.targets]
+            sample += [i] * len(placed.targets)
         self.unseen = pair.count(UNSEEN)
         return np.array(pair, np.int64), np.array(sample, np.int64)
 
     @property
     def best(self) -> tuple[int, float]:
-        """(layer, p) of the smallest p with more attention in A than in B; (0, 1.0) without such a layer."""
-        return best_layer(self.found)
+        """(layer, p-value) of the smallest p-value among layers with more attention in A than in B; (0, 1.0)
+        without such a layer."""
+        return best_layer(self.scan)
 
     @property
     def not_claimed(self) -> str:
-        """Why there is no verdict on a condition of one sample."""
-        fewest = min(self.condition.count(which) for which in (0, 1))
+        """Reason why fewer than two samples in a condition give no claim; empty for two or more."""
+        fewest = min(self.condition.count(i) for i in (0, 1))
         return "no verdict: a condition has fewer than two samples" if fewest < 2 else ""
 
     def claims(self) -> Iterator[Claim]:
-        """The largest difference of any layer, beside that of samples dealt at random."""
-        weight, is_b = self.found["weight"].transpose("layer", "sample").values, np.array(self.condition) == 1
+        """Largest t of any layer, compared with that of random assignments of samples to conditions."""
+        weight, is_b = self.scan["weight"].transpose("layer", "sample").values, np.array(self.condition) == 1
         t = welch_t(weight, is_b)
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
-        one, other = self.conditions
+        condition_a, condition_b = self.conditions
         text = (
-            f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} than in "
-            f"{other!r}, Welch's t"
+            f"in layer {self.layers[int(t.argmax())]}, the layer of the largest Welch's t of {len(t)}, "
+            f"markers attend to their targets more in {condition_a!r} than in {condition_b!r}, t"
         )
-        of = f"random deals of the samples, every time the best of {len(t)} layers"
+        of = f"random assignments of samples to conditions, each with the largest t of {len(t)} layers"
         yield Claim.against(text, t.max(), drawn, of)
 
     def views(self) -> Iterator[View]:
-        """The test layer by layer, every sample, and how sure the difference is."""
-        told, (best, p), name = self.viewer_json(), self.best, self.subject.name
-        results = told.pop("results")
-        weight = self.found["weight"].transpose("layer", "sample").values
+        """Table of the test in each layer, attention of all samples, and p-values by layer."""
+        document, (best, p), name = self.viewer_json(), self.best, self.subject.name
+        results = document.pop("results")
+        weight = self.scan["weight"].transpose("layer", "sample").values
         samples = [
             {
-                "id": one.sample.id,
-                "condition": CONDITIONS[which],
-                "marker": one.marker,
-                "targets": one.targets,
+                "id": placed.sample.id,
+                "condition": CONDITIONS[i],
+                "marker": placed.marker,
+                "targets": placed.targets,
                 "attention": row,
             }
-            for one, which, row in zip(self.placed, self.condition, weight.T, strict=True)
+            for placed, i, row in zip(self.placed, self.condition, weight.T, strict=True)
         ]
         conditions = dict(zip(CONDITIONS, self.conditions, strict=True))
-        yield Data(json={**told, "conditions": conditions, "targets_behind_marker": self.unseen})
+        yield Data(json={**document, "conditions": conditions, "targets_behind_marker": self.unseen})
         yield Table.of(
             results,
             ("layer", "layer", "d"),
@@ -212,20 +226,20 @@ class LayerScan(ModelWorkflow):
             caption=self._caption(),
             json={"results": results, "samples": samples},
         )
-        mean, std = (self.found[each].transpose("condition", "layer").values for each in ("mean", "std"))
+        mean, std = (self.scan[name].transpose("condition", "layer").values for name in ("mean", "std"))
         lines = tuple(
             Line(
-                called,
+                condition,
                 mean[i],
                 control=i == 1,
                 band=np.stack([mean[i] - std[i], mean[i] + std[i]]),
                 dots=weight[:, np.array(self.condition) == i],
             )
-            for i, called in enumerate(self.conditions)
+            for i, condition in enumerate(self.conditions)
         )
         means = Lines(
-            title="From marker to target",
-            caption="mean of the samples, with one standard deviation; in a figure a dot per sample",
+            title="Attention from marker to target",
+            caption="mean over samples, band of one standard deviation; in a figure one dot per sample",
             x=tuple(self.layers),
             x_name="layer",
             y_name="attention, mean over heads and targets",
@@ -233,42 +247,50 @@ class LayerScan(ModelWorkflow):
             at=best if p < 1 else None,
             lines=lines,
         )
-        sure = -np.log10(np.maximum(self.found["p"].values, np.finfo(float).tiny))
-        ahead = mean[0] > mean[1]
-        verdict = f"most sure: layer {best}, p = {p:.1e}" if p < 1 else "in no layer is A ahead"
-        sureness = Bars(
-            title="How sure the difference is",
-            caption=f"Welch's t test; grey: {self.conditions[0]} looks less; {verdict}",
+        # A p-value may underflow to 0, whose logarithm is not finite.
+        log_p = -np.log10(np.maximum(self.scan["p"].values, np.finfo(float).tiny))
+        is_a_larger = mean[0] > mean[1]
+        verdict = (
+            f"smallest p-value with more attention in A: {p:.1e} in layer {best}"
+            if p < 1
+            else "in no layer is attention larger in A"
+        )
+        p_values = Bars(
+            title="P-value of the difference",
+            caption=f"Welch's t test, not corrected for the number of layers; grey: less attention in "
+            f"{self.conditions[0]}; {verdict}",
             x=tuple(map(str, self.layers)),
             x_name="layer",
             y_name="-log10 p",
             stacked=True,
             levels=tuple((-float(np.log10(level)), f"p = {level:g}") for level in (0.05, 0.001)),
             lines=(
-                Line("looks more", np.where(ahead, sure, 0.0)),
-                Line("looks less", np.where(ahead, 0.0, sure), control=True),
+                Line("more attention", np.where(is_a_larger, log_p, 0.0)),
+                Line("less attention", np.where(is_a_larger, 0.0, log_p), control=True),
             ),
         )
-        title = f"{name}: where a marker looks, {self.conditions[0]} against {self.conditions[1]}"
-        yield from together("layer_scan", title, means, sureness)
+        title = f"{name}: attention from marker to target, {self.conditions[0]} and {self.conditions[1]}"
+        yield from together("layer_scan", title, means, p_values)
 
     def _caption(self) -> str:
-        counts = [int(n) for n in self.found["n"].isel(layer=0)]
-        told = self.conversion
+        """Caption of the table: numbers of samples, the test, and samples or targets treated specially."""
+        counts = [int(n) for n in self.scan["n"].isel(layer=0)]
+        conversion = self.conversion
         test = f"Welch's t test, two-sided, not corrected for {len(self.layers)} layers"
-        notes = [f"{counts[0]} and {counts[1]} samples, head mean; {test}"]
-        if told.fuzzy_matches:
-            notes.append(f"{told.fuzzy_matches} places between tokens, put to the nearest")
-        if told.total_samples > sum(counts):
+        notes = [f"{counts[0]} and {counts[1]} samples, mean over heads; {test}"]
+        if conversion.fuzzy_matches:
+            notes.append(f"{conversion.fuzzy_matches} characters in no token, moved to the nearest token")
+        if conversion.total_samples > sum(counts):
             notes.append(
-                f"{told.total_samples - sum(counts)} samples left out, as their places are no tokens"
+                f"{conversion.total_samples - sum(counts)} samples left out, as their marker or targets are "
+                "in no token"
             )
         if self.unseen:
-            notes.append(f"{self.unseen} targets lie behind their marker and count 0")
+            notes.append(f"{self.unseen} targets come after their marker, with a weight of 0")
         return "; ".join(notes)
 
     def viewer_json(self) -> dict[str, Any]:
-        """What the Deloson viewer loads as `layer_scan_universal_*.json`: its fields and no others."""
+        """Document for the Deloson viewer, `layer_scan_universal_*.json`, with its fields and no others."""
         layer, p = self.best
         return {
             "model": self.subject.files.name,
@@ -282,12 +304,12 @@ class LayerScan(ModelWorkflow):
         }
 
     def _tests(self) -> list[dict[str, Any]]:
-        """The test of each layer, under the viewer's names and in its order."""
-        parts = [records(self.found, "layer", "layer")]
-        for name, which in zip(("python", "rust"), CONDITIONS, strict=True):
-            columns = {f"{name}_{of}": of for of in ("mean", "std", "n")}
-            parts.append(records(self.found.sel(condition=which), "layer", **columns))
-        parts.append(records(self.found, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
+        """Results of the test in each layer, with the viewer's field names in its order."""
+        parts = [records(self.scan, "layer", "layer")]
+        for name, condition in zip(("python", "rust"), CONDITIONS, strict=True):
+            columns = {f"{name}_{statistic}": statistic for statistic in ("mean", "std", "n")}
+            parts.append(records(self.scan.sel(condition=condition), "layer", **columns))
+        parts.append(records(self.scan, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
         return [
             {name: value for row in rows for name, value in row.items()} for rows in zip(*parts, strict=True)
         ]

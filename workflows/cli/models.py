@@ -147,8 +147,8 @@ def inspect(
     files = resolve(model, revision, backend=backend, adapter=adapter)
     size = sum(path.stat().st_size for path in files.weight_files)
     with Progress(quiet=quiet or shapes_only) as bars:
-        bar = bars.task(f"reading {files.name}", unit="numbers")
-        facts = list(tensor_facts(_readable(files), values=not shapes_only, seen=bar.advance))
+        read = bars.task(f"reading {files.name}", unit="numbers")
+        facts = list(tensor_facts(_readable(files), values=not shapes_only, on_progress=read.advance))
     understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)

@@ -1,1 +1,1 @@
-"""How well a model does, and what a change costs it."""
+"""Evaluation of a model: loss, induction, factual recall, and the cost of an intervention."""

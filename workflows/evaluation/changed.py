@@ -1,4 +1,4 @@
-"""What `evaluate` changes in a model, and the changes of equal size that its cost is held against.
+"""Interventions whose cost `evaluate` measures, and control interventions of equal size.
 
 Border: settings in, fields of an experiment (stages/evaluation/changed.py) out; measures nothing.
 """
@@ -28,21 +28,29 @@ __all__ = ["Change", "averaged", "reconstructed", "zeroed"]
 
 @dataclass(frozen=True)
 class Change:
-    """One change, and others of its size.
-
-    text: the change, as a claim begins. fields: what an experiment is given. others: the same of each
-    other change; names: what each is called. of: what they are, in words.
-    """
+    """An intervention, and control interventions of equal size."""
 
     text: str
+    """Description with which a claim begins: "setting blocks.0.attn.hook_z to zero"."""
     fields: dict[str, Any]
-    others: tuple[dict[str, Any], ...]
-    names: tuple[str, ...]
-    of: str
+    """Fields of `ChangedModelExperiment` that apply the intervention."""
+    control_fields: tuple[dict[str, Any], ...]
+    """The same fields for each control intervention."""
+    control_names: tuple[str, ...]
+    """Name of each control intervention, for tables."""
+    null: str
+    """Name of the null distribution, in words that follow a number: "choices of other layers"."""
 
 
 def zeroed(subject: Subject, patterns: Sequence[str], draws: int, seed: int) -> Change:
-    """Hook points set to zero, beside the same kinds in other layers."""
+    """Sets hook points to zero; controls are hook points of the same kinds in other layers.
+
+    Arguments:
+        subject: the model.
+        patterns: names of hook points, or globs.
+        draws: largest number of controls.
+        seed: of the layers that are drawn.
+    """
 
     def fields(points: Sequence[HookPoint]) -> dict[str, Any]:
         spec = HookSpec()
@@ -51,19 +59,28 @@ def zeroed(subject: Subject, patterns: Sequence[str], draws: int, seed: int) -> 
         return {"hooks": spec}
 
     text = f"setting {', '.join(patterns)} to zero"
-    return _moved(subject, patterns, draws, seed, text, "set to zero", fields)
+    return _with_layer_controls(subject, patterns, draws, seed, text, "set to zero", fields)
 
 
 def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, draws: int, seed: int) -> Change:
-    """Hook points set to their mean over `references`, beside the same kinds in other layers.
+    """Sets hook points to their mean over the tokens of reference prompts; controls as in `zeroed`.
 
-    Special tokens before a prompt are left alone, and a first token in any case: see `Means`. Raises
-    ConfigError for no references.
+    Special tokens in front of a prompt, and the first token in any case, keep their values; see `Means`.
+
+    Arguments:
+        subject: the model.
+        patterns: names of hook points, or globs.
+        references: prompts that are not scored, as token ids.
+        draws: largest number of controls.
+        seed: of the layers that are drawn.
+
+    Raises:
+        ConfigError: without reference prompts.
     """
     if not references:
         raise ConfigError(
-            "expected text beyond the prompts that are scored, to take means over, found none; score fewer: "
-            "limit=…"
+            "expected text beyond the prompts that are scored, to compute means over, found none; score "
+            "fewer prompts: limit=…"
         )
     skip = max(SKIP, subject.special_tokens)
 
@@ -71,46 +88,69 @@ def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, dra
         return {"mean": Means(tuple(map(str, points)), references, skip)}
 
     text = f"setting {', '.join(patterns)} to the mean"
-    return _moved(subject, patterns, draws, seed, text, "set to the mean", fields)
+    return _with_layer_controls(subject, patterns, draws, seed, text, "set to the mean", fields)
 
 
 def reconstructed(subject: Subject, name: str, model: str, draws: int, seed: int) -> Change:
-    """A dictionary's reconstructions, beside its errors in random directions."""
-    held = dictionary_of(name, model, "clt")
-    held.require_fit(subject.config, subject.name)
-    _ = held.read_hooks  # refuses a crosscoder before anything runs
-    fields = {"dictionary": held.name, "features": held.identity}
+    """Replaces activations by a dictionary's reconstructions; controls add errors of equal norm in random
+    directions.
+
+    Arguments:
+        subject: the model.
+        name: dictionary: directory or org/repo.
+        model: name of the model in the settings.
+        draws: number of controls.
+        seed: of the random rotations.
+
+    Raises:
+        DictionaryError: for a crosscoder, or a dictionary that does not fit the model.
+    """
+    dictionary = dictionary_of(name, model, "clt")
+    dictionary.require_fit(subject.config, subject.name)
+    _ = dictionary.read_hooks  # raises for a crosscoder, before anything runs
+    fields = {"dictionary": dictionary.name, "features": dictionary.identity}
     seeds = np.random.default_rng(seed).integers(2**53, size=draws).tolist()
     return Change(
-        f"reading reconstructions of {held.name}",
+        f"replacing activations by reconstructions of {dictionary.name}",
         fields,
-        tuple({**fields, "turned": each} for each in seeds),
-        tuple(f"rotation {number}" for number in range(draws)),
-        "rotations of its errors, as long for every token, in directions drawn at random",
+        tuple({**fields, "turned": rotation_seed} for rotation_seed in seeds),
+        tuple(f"rotation {i}" for i in range(draws)),
+        "random rotations of the reconstruction errors, of equal norm for every token",
     )
 
 
-def _moved(
+def _with_layer_controls(
     subject: Subject,
     patterns: Sequence[str],
     draws: int,
     seed: int,
     text: str,
-    done: str,
+    action: str,
     fields: Callable[[Sequence[HookPoint]], dict[str, Any]],
 ) -> Change:
-    """A change of some hook points, and the same of these kinds in other layers."""
+    """An intervention on hook points, with the same kinds of hook points in other layers as controls.
+
+    Arguments:
+        subject: the model.
+        patterns: names of hook points, or globs.
+        draws: largest number of controls.
+        seed: of the layers that are drawn.
+        text: see `Change`.
+        action: what is done to the hook points, such as "set to zero", for the name of the null distribution.
+        fields: fields of the experiment for a list of hook points.
+    """
     available = subject.config.hook_points
     points = tuple(dict.fromkeys(point for pattern in patterns for point in expand(pattern, available)))
-    others = layer_controls(points, available, draws, seed=seed)
+    controls = layer_controls(points, available, draws, seed=seed)
     return Change(
         text,
         fields(points),
-        tuple(map(fields, others)),
-        tuple(", ".join(map(str, each)) for each in others),
-        f"choices of other layers, with {_kinds(points)} {done} there",
+        tuple(map(fields, controls)),
+        tuple(", ".join(map(str, control)) for control in controls),
+        f"choices of other layers, with {_kinds(points)} {action} there",
     )
 
 
 def _kinds(points: Sequence[HookPoint]) -> str:
+    """Kinds of the hook points that belong to a layer: "z and mlp_out"."""
     return " and ".join(dict.fromkeys(point.kind for point in points if point.layer is not None))

@@ -2,27 +2,26 @@
 
 Loss on text, induction, order of layers, facts.
 
-Four things are measured (stages/evaluation), each beside a control of the same tokens:
+Four measures (stages/evaluation), each compared with a control on the same tokens:
 
-* text: loss in nats per token, beside that of the same prompts with their tokens shuffled, and of uniform
+* text: loss in nats per token, compared with the same prompts with shuffled tokens, and with uniform
   guessing;
-* induction: loss on random tokens that are repeated, where they stand the second time, beside that of the
-  same tokens with the repetition shuffled;
-* order: loss with two layers in each other's place. Of a trained model each such exchange costs something;
-  one that gains by one has its layers mixed up, however fluent it is;
-* facts: whether prompts of facts are continued by their objects rather than by those of other facts.
+* induction: loss on the repetition of random tokens, compared with a shuffled repetition;
+* order: loss with two layers exchanged. In a trained model every exchange raises the loss; if one lowers it,
+  the layers of the checkpoint are in the wrong order, even if the model writes fluent text;
+* facts: log-probability of each fact's object after its own prompt, compared with the prompts of other facts.
 
-With `zero`, `mean` or `dictionary` all but the order is measured a second time of the changed model: hook
-points set to zero, or to their mean over text that is not scored, or a dictionary's reconstructions in place
-of what it writes. Means are over all tokens of as many further prompts of the text, the same for text,
-repetitions and facts; special tokens before a prompt, and any first token, count in no mean and keep what
-they hold, as they do under a dictionary.
+With `zero`, `mean` or `dictionary` everything but the order is also measured with an intervention: hook
+points set to zero, hook points set to their mean over text that is not scored, or a dictionary's
+reconstructions in place of the original outputs. The means are taken over as many further prompts of the text
+as are scored and are used for text, repetitions and facts. Special tokens in front of a prompt, and the first
+token in any case, are left out of the means and keep their values; so they do with a dictionary.
 
-What is claimed is an effect over prompts beside its means under random signs, or of facts under answers that
-change places; and what a change costs beside `draws` others of its size: hook points set to zero, or their
-mean, beside the same kinds in as many other layers (stages/evaluation/layer_controls.py), reconstructions
-beside errors as long in random directions (random_errors.py; Gurnee 2024). Where fewer than 19 others are
-known, from which nothing could be told from chance, their costs are listed and nothing is claimed.
+Nulls: for text and induction, the mean effect over prompts with random signs; for facts, answers exchanged
+among facts; for the cost of an intervention, up to `draws` interventions of equal size, which are the same
+kinds of hook points in other layers (stages/evaluation/layer_controls.py), or, for a dictionary, errors of
+equal norm in random directions (random_errors.py; Gurnee 2024). With fewer than 19 controls no p-value can
+reach 0.05, so their costs are listed and nothing is claimed.
 """
 
 from __future__ import annotations
@@ -61,39 +60,52 @@ if TYPE_CHECKING:
 __all__ = ["Evaluate", "EvaluateSettings"]
 
 CONTEXT = 128
-"""Tokens of a prompt of text at most, by default."""
+"""Default for the largest number of tokens of a prompt of text."""
 LEAST = math.ceil(1 / CHANCE) - 1
-"""Draws that a null needs before anything can be beyond chance."""
+"""Smallest number of draws with which a p-value, at least 1 / (draws + 1), can be at most `CHANCE`."""
 COSTS = {
     "loss on text": ("text", 1),
     "induction loss": ("repetitions", 1),
     "log-probability of answers": ("facts", -1),
 }
-"""Measure of what a change costs -> where, and the sign by which more of it is worse."""
+"""Measure -> (name of the cost in JSON, sign): cost = sign * (changed - unchanged), in nats."""
+COST_NAMES = {
+    "text": "text",
+    "repetitions": "repeated random tokens",
+    "facts": "the answers of facts",
+}
+"""Name of the tokens whose loss each cost is, for claims."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings(ControlSettings, ModelSettings):
-    """What `--set` can change.
+    """Settings of `evaluate`.
 
-    Raises ConfigError for several of zero, mean and dictionary.
+    Raises:
+        ConfigError: for more than one of `zero`, `mean` and `dictionary`.
     """
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
-    width: Count = setting(60, "characters of the lines it is wrapped at")
-    limit: Count = setting(32, "prompts of text")
-    context: AtLeastTwo = setting(CONTEXT, "tokens of such a prompt at most")
-    sequences: Count = setting(16, "random sequences that are repeated")
-    length: AtLeastTwo = setting(50, "tokens of each before it is repeated")
-    swapped: Natural = setting(50, "exchanges of two layers tried at most, on a quarter of the text; 0: none")
-    data: str = setting("", "a JSON file of CounterFact records; none: the shipped facts")
-    facts: Count = setting(100, "facts asked at most")
-    zero: tuple[str, ...] = setting((), "hook points (or globs) set to zero: measured with and without")
-    mean: tuple[str, ...] = setting((), "the same set to their mean over text that is not scored")
-    dictionary: str = setting("", "a dictionary whose reconstructions stand in: measured with and without")
-    draws: Count = setting(20, "changes of equal size that what a change costs is held against")
+    width: Count = setting(60, "line width at which the text is wrapped, in characters")
+    limit: Count = setting(32, "largest number of prompts of text")
+    context: AtLeastTwo = setting(CONTEXT, "largest number of tokens of a prompt of text")
+    sequences: Count = setting(16, "number of random sequences")
+    length: AtLeastTwo = setting(50, "number of tokens of a random sequence before it is repeated")
+    swapped: Natural = setting(
+        50, "largest number of exchanges of two layers, measured on a quarter of the text; 0: none"
+    )
+    data: str = setting("", "JSON file of CounterFact records; none: the shipped facts")
+    facts: Count = setting(100, "largest number of facts")
+    zero: tuple[str, ...] = setting(
+        (), "hook points (or globs) to set to zero; everything is measured with and without"
+    )
+    mean: tuple[str, ...] = setting(
+        (), "hook points (or globs) to set to their mean over text that is not scored"
+    )
+    dictionary: str = setting("", "dictionary whose reconstructions replace the original outputs")
+    draws: Count = setting(20, "number of control interventions with which the cost is compared")
     controls: Natural = setting(
-        1000, "draws of signs, or of answers, that an effect is held against; 0: none, nothing is claimed"
+        1000, "number of draws of random signs or exchanged answers; 0: none, nothing is claimed"
     )
 
     def __post_init__(self) -> None:
@@ -106,7 +118,8 @@ class EvaluateSettings(ControlSettings, ModelSettings):
 
 
 class Evaluate(ModelWorkflow):
-    """A model, whole or changed, on text, repetitions, and facts."""
+    """Loss on text and on repetitions, factual recall and layer order of a model, and the cost of an
+    intervention."""
 
     name = "evaluate"
     question = "How good are the model's predictions, and what does an intervention cost?"
@@ -114,105 +127,136 @@ class Evaluate(ModelWorkflow):
     settings: EvaluateSettings
 
     def plan(self) -> Nodes:
-        """Losses on all there is, facts, orders of layers; of a changed model a second time."""
-        given, config = self.settings, self.subject.config
+        """Nodes of losses, factual recall and layer orders, unchanged, with the intervention, and with its
+        controls.
+
+        Raises:
+            ConfigError: for a masked language model, or without text to take means over.
+        """
+        settings, config = self.settings, self.subject.config
         if not config.predicts_next:
             raise ConfigError(
                 f"evaluate: expected a model that predicts the next token, found {self.subject.name} "
                 f"({config.model_type}); name another: model=…"
             )
         text, mixed, further = self._text()
-        repeated, apart = self._repeated()
+        repeated, shuffled_repeats = self._repeated()
         prompts, targets = self._facts()
-        whole: dict[str, Any] = {
+        experiments: dict[str, Any] = {
             "text": CorpusLoss(text),
             "shuffled_text": CorpusLoss(mixed),
             "repeated": CorpusLoss(repeated),
-            "shuffled_repeats": CorpusLoss(apart),
+            "shuffled_repeats": CorpusLoss(shuffled_repeats),
             "facts": FactualRecall(prompts, targets),
         }
         self.change = self._change(further)
         if self.change is not None:
-            measured = {name: whole[name] for name in ("text", "repeated", "facts")}
-            for name, each in (*measured.items(), ("shuffled_repeats", whole["shuffled_repeats"])):
-                whole[f"changed_{name}"] = replace(each, **self.change.fields)
-            if self.change.others:
-                for name, each in measured.items():
-                    whole[f"other_{name}"] = Draws(tuple(replace(each, **f) for f in self.change.others))
-        first = int(config.stream_start.kind != "embed")  # such layers hand on what later ones read
-        if given.swapped and config.num_layers - first > 1 and config.shares_prefixes:
-            orders = swaps(config.num_layers, given.swapped, first=first, seed=given.seed)
-            whole["orders"] = LayerOrders(text[: max(8, len(text) // 4)], orders)
-        return {name: self.on_model(each) for name, each in whole.items()}
+            measured = {name: experiments[name] for name in ("text", "repeated", "facts")}
+            shuffled_too = {**measured, "shuffled_repeats": experiments["shuffled_repeats"]}
+            for name, experiment in shuffled_too.items():
+                experiments[f"changed_{name}"] = replace(experiment, **self.change.fields)
+            if self.change.control_fields:
+                for name, experiment in measured.items():
+                    experiments[f"other_{name}"] = Draws(
+                        tuple(replace(experiment, **fields) for fields in self.change.control_fields)
+                    )
+        # In models whose stream does not start at the embedding, later layers read the first layer's output.
+        first_swapped = int(config.stream_start.kind != "embed")
+        if settings.swapped and config.num_layers - first_swapped > 1 and config.shares_prefixes:
+            orders = swaps(config.num_layers, settings.swapped, first=first_swapped, seed=settings.seed)
+            experiments["orders"] = LayerOrders(text[: max(8, len(text) // 4)], orders)
+        return {name: self.on_model(experiment) for name, experiment in experiments.items()}
 
-    # -- what is read
+    # -- prompts
 
     def _text(self) -> tuple[Prompts, Prompts, Prompts]:
-        """Prompts of wrapped text, the same with their tokens in another order, and as many further ones."""
-        given = self.settings
-        context = min(given.context, self.subject.config.context_length)
-        packed = line_corpus(self.subject, read_texts(given.text), (given.width,), context)
-        every = [row.tolist() for row in packed]
-        rows, further = every[: given.limit], every[given.limit : 2 * given.limit]
-        fixed = self.subject.special_tokens
-        mixed = [shuffled(row, fixed, max(1, len(row) - fixed), given.seed + i) for i, row in enumerate(rows)]
+        """Prompts of wrapped text, the same prompts with shuffled tokens, and as many further prompts."""
+        settings = self.settings
+        context = min(settings.context, self.subject.config.context_length)
+        packed = line_corpus(self.subject, read_texts(settings.text), (settings.width,), context)
+        all_rows = [row.tolist() for row in packed]
+        rows, further = all_rows[: settings.limit], all_rows[settings.limit : 2 * settings.limit]
+        n_fixed = self.subject.special_tokens  # these stay in front
+        mixed = [
+            shuffled(row, n_fixed, max(1, len(row) - n_fixed), settings.seed + i)
+            for i, row in enumerate(rows)
+        ]
         return _as_prompts(rows), _as_prompts(mixed), _as_prompts(further)
 
     def _repeated(self) -> tuple[Prompts, Prompts]:
-        """Random blocks, twice over, and the same with the second shuffled."""
-        given, room = self.settings, self.subject.config.context_length - self.subject.special_tokens
-        length = min(given.length, room // 2)
-        blocks = RepeatedBlocks.of(self.subject, given.sequences, length, seed=given.seed)
+        """Prompts of a random block repeated once, and the same prompts with the repetition shuffled."""
+        settings, room = self.settings, self.subject.config.context_length - self.subject.special_tokens
+        length = min(settings.length, room // 2)
+        blocks = RepeatedBlocks.of(self.subject, settings.sequences, length, seed=settings.seed)
         self.spans = (max(1, blocks.prefix), blocks.start), (blocks.start + 1, blocks.start + length)
         return _as_prompts(blocks.rows), _as_prompts(blocks.mixed)
 
     def _facts(self) -> tuple[Prompts, tuple[int, ...]]:
-        given = self.settings
-        if given.data:
-            facts = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(given.data)]
+        """Prompts of facts, and the first token id of each answer."""
+        settings = self.settings
+        if settings.data:
+            facts = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(settings.data)]
         else:
             facts = [(fact["prompt"], fact["target"]) for fact in shipped_facts()]
-        facts = facts[: given.facts]
+        facts = facts[: settings.facts]
         prompts = self.subject.tokenizer.ids_of([prompt for prompt, _ in facts], add_special=True)
         return _as_prompts(prompts), tuple(self.subject.answer_ids(facts))
 
     def _change(self, further: Prompts) -> Change | None:
-        """What is changed, and others of its size. further: prompts that are not scored."""
-        given = self.settings
-        if given.zero:
-            return zeroed(self.subject, given.zero, given.draws, given.seed)
-        if given.mean:
-            return averaged(self.subject, given.mean, further, given.draws, given.seed)
-        if given.dictionary:
-            return reconstructed(self.subject, given.dictionary, given.model, given.draws, given.seed)
+        """The intervention with its controls that `zero`, `mean` or `dictionary` set; None without.
+
+        further: prompts that are not scored, over which means are taken.
+        """
+        settings = self.settings
+        if settings.zero:
+            return zeroed(self.subject, settings.zero, settings.draws, settings.seed)
+        if settings.mean:
+            return averaged(self.subject, settings.mean, further, settings.draws, settings.seed)
+        if settings.dictionary:
+            return reconstructed(
+                self.subject, settings.dictionary, settings.model, settings.draws, settings.seed
+            )
         return None
 
-    # -- what came out
+    # -- results
 
-    def _gain(self, one: str, other: str) -> Floats:
-        """Loss of `other` minus loss of `one` per prompt, nats per token."""
-        return values_of(self.result(other)["loss"] - self.result(one)["loss"])
+    def _gain(self, name: str, control: str) -> Floats:
+        """Loss in the result `control` minus loss in the result `name`, in nats per token, [prompt]."""
+        return values_of(self.result(control)["loss"] - self.result(name)["loss"])
 
     def recall(self) -> dict[str, Any]:
-        """Share of facts said, median rank, and how much likelier an answer is behind its own prompt."""
+        """Factual recall of the unchanged model.
+
+        Returns:
+            facts, the number of facts; said, the share whose answer is the most likely next token;
+            median_rank of the answers, from 0; own_logprob and other_logprob, mean log-probability of an
+            answer after its own prompt and after the prompts of all facts; gain [fact], the difference of
+            these for each answer; draws [draw], its mean with answers exchanged among facts. In nats.
+        """
         found = self.result("facts").load()
-        behind, own = _behind(found)
+        after_all, after_own = _answer_logprobs(found)
         rng = np.random.default_rng(self.settings.seed)
-        each = np.arange(len(behind))
-        orders = (rng.permutation(len(behind)) for _ in range(self.settings.controls))
+        rows = np.arange(len(after_all))
+        orders = (rng.permutation(len(after_all)) for _ in range(self.settings.controls))
         return {
-            "facts": len(behind),
+            "facts": len(after_all),
             "said": float((found["rank"] == 0).mean()),
             "median_rank": float(found["rank"].median()),
-            "own_logprob": float(own.mean()),
-            "other_logprob": float(behind.mean()),
-            "gain": own - behind.mean(axis=0),
-            "draws": np.array([behind[each, order].mean() for order in orders]) - behind.mean(),
+            "own_logprob": float(after_own.mean()),
+            "other_logprob": float(after_all.mean()),
+            "gain": after_own - after_all.mean(axis=0),
+            "draws": np.array([after_all[rows, order].mean() for order in orders]) - after_all.mean(),
         }
 
     @cached_property
     def orders(self) -> dict[str, Any] | None:
-        """What exchanges of two layers cost, by prompt, and whether one gains; None where none was tried."""
+        """Costs of exchanges of two layers; None if none was measured.
+
+        Returns:
+            loss of the model as loaded; costs [exchange], mean rise of the loss; best, the smallest cost,
+            with by_prompt [prompt] and exchanged, its two layers; draws [draw], smallest cost of any exchange
+            under random signs; is_sound, whether no exchange improves the model. In nats per token.
+        """
         if "orders" not in self.nodes:
             return None
         found = self.result("orders").load()
@@ -232,73 +276,87 @@ class Evaluate(ModelWorkflow):
         }
 
     def _is_better(self, cost: Floats, loss: Floats) -> bool:
-        """Whether an exchange gains, and leaves a model that has learned something: what was never trained
-        does better in one order or another, and worse than uniform guessing in all."""
-        gains, tells = (interval(each, seed=self.settings.seed)[1] for each in (cost, loss))
-        return bool(gains < 0 and tells < math.log(self.subject.config.vocab_size))
+        """Whether an exchange of layers improves a trained model: it lowers the loss, to below that of
+        uniform guessing, with the upper ends of the 95 % intervals over prompts.
+
+        cost, loss: rise of the loss, and loss with the layers exchanged, in nats per token, [prompt].
+        """
+        # An untrained model also has a lower loss in some order, but always above that of uniform guessing.
+        largest_cost, largest_loss = (interval(values, seed=self.settings.seed)[1] for values in (cost, loss))
+        return bool(largest_cost < 0 and largest_loss < math.log(self.subject.config.vocab_size))
 
     def claims(self) -> Iterator[Claim]:
-        """What the model does better than under each control, what a change costs, and what the cheapest
-        exchange of two layers costs."""
-        signs = "draws of which of the two it was, prompt by prompt"
-        for text, one, other in (
-            ("text is told better than its tokens in another order", "text", "shuffled_text"),
+        """Claims about text, repetitions and facts, about the cost of an intervention, and about the exchange
+        of two layers with the smallest cost."""
+        signs = "draws of a random sign for the difference of each prompt"
+        for text, name, control in (
             (
-                "random tokens are told better where they are repeated than where the repetition is shuffled",
+                "the loss on text is lower than on the same text with shuffled tokens",
+                "text",
+                "shuffled_text",
+            ),
+            (
+                "the loss on repeated random tokens is lower than on a shuffled repetition",
                 "repeated",
                 "shuffled_repeats",
             ),
         ):
-            yield Claim.paired(text, self._gain(one, other), signs, self.settings, unit="nats")
+            yield Claim.paired(text, self._gain(name, control), signs, self.settings, unit="nats")
         recalled, seed = self.recall(), self.settings.seed
-        text = "answers are likelier behind their own prompts than behind those of other facts"
-        of = "exchanges of answers among facts"
-        yield Claim.against(text, recalled["gain"], recalled["draws"], of, unit="nats", seed=seed)
+        text = (
+            "the log-probability of answers is higher after their own prompts than after those of all facts"
+        )
+        null = "random exchanges of answers among facts"
+        yield Claim.against(text, recalled["gain"], recalled["draws"], null, unit="nats", seed=seed)
         yield from self._cost_claims()
         if self.orders is not None:
             count = len(self.orders["costs"])
-            text = "of {} exchanges of two layers the cheapest, of {} and {}, costs".format(
-                count, *self.orders["exchanged"]
-            )
-            of, cost = f"draws of signs, each the cheapest of {count}", self.orders["by_prompt"]
-            yield Claim.against(text, cost, self.orders["draws"], of, unit="nats", seed=seed)
+            text = "exchanging layers {} and {}, of {} exchanges that of the smallest cost, raises the loss"
+            text = text.format(*self.orders["exchanged"], count)
+            null = f"draws of random signs, each with the smallest cost of {count} exchanges"
+            cost = self.orders["by_prompt"]
+            yield Claim.against(text, cost, self.orders["draws"], null, unit="nats", seed=seed)
 
     def claims_caption(self) -> str:
-        """Why nothing is claimed of a change, and whether layers are in the order they were trained in."""
+        """Reason why the cost of an intervention is not claimed, and a warning if layers are in the wrong
+        order."""
         mixed_up = ""
         if self.orders is not None and not self.orders["is_sound"]:
             mixed_up = (
-                "the model does better with layers {} and {} exchanged: its layers are not in the order they "
-                "were trained in; check how the checkpoint was converted"
+                "the model does better with layers {} and {} exchanged: its layers are not in the order of "
+                "training; check how the checkpoint was converted"
             ).format(*self.orders["exchanged"])
         return "; ".join(filter(None, (self._too_few(), mixed_up)))
 
-    def _measures(self, prefix: str = "", **of: int) -> dict[str, float]:
-        """All measures of the model or of a changed one. prefix: of the results. of: index of the draw."""
+    def _measures(self, prefix: str = "", **draw: int) -> dict[str, float]:
+        """All measures of the unchanged model, or with an intervention.
+
+        prefix: of the names of results: "", "changed_" or "other_". draw: `draw=i` for control i of "other_".
+        """
         text, repeated, facts = (
-            self.result(f"{prefix}{name}").isel(of).load() for name in ("text", "repeated", "facts")
+            self.result(f"{prefix}{name}").isel(draw).load() for name in ("text", "repeated", "facts")
         )
-        first, second = over_spans(repeated, self.spans)
+        loss_before, loss_repeated = over_spans(repeated, self.spans)
         return {
             "loss on text": _weighted(text, "loss"),
             "tokens of text said": _weighted(text, "correct"),
-            "loss on random tokens": float(first),
-            "induction loss": float(second),
+            "loss on random tokens": float(loss_before),
+            "induction loss": float(loss_repeated),
             "facts said": float((facts["rank"] == 0).mean()),
             "median rank of answers": float(facts["rank"].median()),
-            "log-probability of answers": float(_behind(facts)[1].mean()),
+            "log-probability of answers": float(_answer_logprobs(facts)[1].mean()),
         }
 
     @cached_property
-    def others(self) -> list[dict[str, float]]:
-        """Measures of the model under each control change."""
-        many = 0 if self.change is None else len(self.change.others)
-        return [self._measures("other_", draw=number) for number in range(many)]
+    def control_measures(self) -> list[dict[str, float]]:
+        """Measures under each control intervention; empty without an intervention."""
+        n_controls = 0 if self.change is None else len(self.change.control_fields)
+        return [self._measures("other_", draw=i) for i in range(n_controls)]
 
     def records(self) -> list[dict[str, Any]]:
-        """Each measure, of the model as it is and, where something is changed, of the changed one and of
-        those changed as much."""
-        whole = self._measures()
+        """A record per measure: measure, unit, value of the unchanged model and, with an intervention,
+        changed and the median and 95 % range of the controls."""
+        unchanged = self._measures()
         changed = {} if self.change is None else self._measures("changed_")
         units = {"tokens of text said": "share", "facts said": "share", "median rank of answers": "rank"}
         return [
@@ -307,155 +365,182 @@ class Evaluate(ModelWorkflow):
                 "unit": units.get(name, "nats"),
                 "value": value,
                 **({"changed": changed[name]} if changed else {}),
-                **(self._beside(name) if self.others else {}),
+                **(self._control_range(name) if self.control_measures else {}),
             }
-            for name, value in whole.items()
+            for name, value in unchanged.items()
         ]
 
-    def _beside(self, name: str) -> dict[str, float]:
-        """Of the other changes: median, and between what 95 % of them lie."""
-        null = Null(np.array([each[name] for each in self.others]), "other changes")
+    def _control_range(self, name: str) -> dict[str, float]:
+        """Median and 95 % range of a measure over the control interventions."""
+        null = Null(np.array([control[name] for control in self.control_measures]), "control interventions")
         low, high = null.bound()
         return {"others_median": null.median, "others_low_95": low, "others_high_95": high}
 
     @cached_property
     def costs(self) -> list[dict[str, Any]]:
-        """What the change costs, and what each other does, in nats: by where, the change itself first."""
+        """Costs of the intervention, then of each control: records with change, text, repetitions and facts,
+        the last three in nats, positive if predictions get worse."""
         assert self.change is not None
-        whole = self._measures()
-        names = (self.change.text, *self.change.names)
+        unchanged = self._measures()
+        names = (self.change.text, *self.change.control_names)
+        measures = (self._measures("changed_"), *self.control_measures)
         return [
-            {"change": name, **{where: sign * (each[of] - whole[of]) for of, (where, sign) in COSTS.items()}}
-            for name, each in zip(names, (self._measures("changed_"), *self.others), strict=True)
+            {
+                "change": name,
+                **{
+                    cost: sign * (changed[measure] - unchanged[measure])
+                    for measure, (cost, sign) in COSTS.items()
+                },
+            }
+            for name, changed in zip(names, measures, strict=True)
         ]
 
-    def _told_costs(self, change: Change) -> dict[str, Any]:
-        own, *others = self.costs
-        return {"unit": "nats", **own, "others": {"of": change.of, "costs": others}}
+    def _costs_json(self, change: Change) -> dict[str, Any]:
+        """JSON record of the costs of the intervention and of its controls."""
+        cost, *controls = self.costs
+        return {"unit": "nats", **cost, "others": {"of": change.null, "costs": controls}}
 
     def _cost_claims(self) -> Iterator[Claim]:
-        """Claims that a change costs more than others of its size; none with fewer than LEAST others."""
-        if self.change is None or len(self.others) < LEAST:
+        """Claims that an intervention raises the loss more than its controls; none with fewer than `LEAST`
+        controls."""
+        if self.change is None or len(self.control_measures) < LEAST:
             return
-        own, *others = self.costs
-        told, changed = (_behind(self.result(name).load())[1] for name in ("facts", "changed_facts"))
-        by_prompt = {"text": self._gain("text", "changed_text"), "facts": told - changed}
-        for where, _ in COSTS.values():
+        cost, *controls = self.costs
+        unchanged, changed = (
+            _answer_logprobs(self.result(name).load())[1] for name in ("facts", "changed_facts")
+        )
+        by_prompt = {"text": self._gain("text", "changed_text"), "facts": unchanged - changed}
+        for name, _ in COSTS.values():
             fields: dict[str, Any] = {"unit": "nats"}
-            if where in by_prompt:  # the effect is a mean over tokens, its interval one over prompts
-                spread = interval(by_prompt[where], seed=self.settings.seed)
-                fields |= {"spread": spread, "prompts": len(by_prompt[where])}
-            text, draws = f"{self.change.text} costs, on {where}", [other[where] for other in others]
-            yield Claim.against(text, own[where], draws, self.change.of, **fields)
+            if name in by_prompt:  # the effect is a mean over tokens, its interval one over prompts
+                spread = interval(by_prompt[name], seed=self.settings.seed)
+                fields |= {"spread": spread, "prompts": len(by_prompt[name])}
+            text = f"{self.change.text} increases the model's loss on {COST_NAMES[name]}"
+            draws = [control[name] for control in controls]
+            yield Claim.against(text, cost[name], draws, self.change.null, **fields)
 
     def _too_few(self) -> str:
-        """Sentence that says why the cost of a change is not claimed; empty where it is."""
-        if self.change is None or len(self.others) >= LEAST:
+        """Reason why the cost of an intervention is not claimed; empty if it is, or without intervention."""
+        if self.change is None or len(self.control_measures) >= LEAST:
             return ""
-        many = len(self.others)
-        if self.settings.draws == many:
-            return f"{many} draws cannot tell chance; ask for {LEAST} or more: draws=…"
-        others = f"are {many} other choices" if many > 1 else f"is {many or 'no'} other choice"
+        n_controls = len(self.control_measures)
+        if self.settings.draws == n_controls:
+            return (
+                f"{n_controls} draws cannot give a p-value of {CHANCE:g}: nothing is claimed of the cost; "
+                f"set draws to {LEAST} or more"
+            )
+        choices = (
+            f"are {n_controls} other choices" if n_controls > 1 else f"is {n_controls or 'no'} other choice"
+        )
         return (
-            f"there {others} of layers to hold the change against, and {LEAST} are "
-            "the fewest that can tell chance: nothing is claimed of its cost"
+            f"there {choices} of layers to compare the intervention with, and a p-value of {CHANCE:g} needs "
+            f"at least {LEAST}: nothing is claimed of its cost"
         )
 
     def views(self) -> Iterator[View]:
-        """What is claimed, the measures, what the change costs, and loss by position."""
+        """Table of all measures, table of costs, and loss by position."""
         model, records = self.subject.name, self.records()
         uniform = math.log(self.subject.config.vocab_size)
         mixed = _weighted(self.result("shuffled_text"), "loss")
         orders = None if self.orders is None else {k: v for k, v in self.orders.items() if k != "draws"}
-        given = self.settings
-        what = given.dictionary or ", ".join(given.zero or given.mean)
-        columns, beside = self._compared()
+        settings = self.settings
+        changed = settings.dictionary or ", ".join(settings.zero or settings.mean)
+        columns, controls_note = self._changed_columns()
         yield Table.of(
             records,
             ("measure", "measure"),
             ("unit", "unit"),
             (model, "value", ".3f"),
             *columns,
-            title=f"What {model} does{f', and with {what} changed' if what else ''}",
-            caption=f"uniform guessing loses {uniform:.3f} nats, the text with its tokens "
-            f"shuffled {mixed:.3f}{beside}",
+            title=f"Evaluation of {model}{f', unchanged and with {changed} changed' if changed else ''}",
+            caption=f"for comparison, the loss of uniform guessing is {uniform:.3f} nats, that on text with "
+            f"shuffled tokens {mixed:.3f} nats; said: the correct token is the most likely one; induction "
+            f"loss: on the repetition of random tokens{controls_note}",
             json={
                 **self.subject.about,
                 "measures": records,
                 "uniform_loss": uniform,
                 "shuffled_text_loss": mixed,
                 "order": orders,
-                "changed": what or None,
-                "cost": None if self.change is None else self._told_costs(self.change),
+                "changed": changed or None,
+                "cost": None if self.change is None else self._costs_json(self.change),
                 "facts": {k: v for k, v in self.recall().items() if k not in ("draws", "gain")},
             },
         )
-        if self.change is not None and not given.dictionary:
+        if self.change is not None and not settings.dictionary:
             yield self._costs_table()
         panels = [
             self._by_position("text", "shuffled_text", "Loss on text, by position"),
-            self._by_position("repeated", "shuffled_repeats", "Loss on random tokens that are repeated"),
+            self._by_position("repeated", "shuffled_repeats", "Loss on repeated random tokens, by position"),
         ]
-        yield from together("evaluate", f"What {model} loses", *panels)
+        yield from together("evaluate", f"Loss of {model} by position", *panels)
 
-    def _compared(self) -> tuple[list[tuple[Any, ...]], str]:
-        """Table columns of the changed model and of other changes, and a sentence for the caption."""
+    def _changed_columns(self) -> tuple[list[tuple[Any, ...]], str]:
+        """Columns of the measures with the intervention and with its controls, and the end of the caption
+        that names the controls."""
         if self.change is None:
             return [], ""
         columns: list[tuple[Any, ...]] = [("changed", "changed", ".3f")]
-        if not self.others:
+        if not self.control_measures:
             return columns, ""
         columns += [
-            (f"{len(self.others)} others", "others_median", ".3f"),
+            (f"{len(self.control_measures)} controls", "others_median", ".3f"),
             ("95 % from", "others_low_95", ".3f"),
             ("to", "others_high_95", ".3f"),
         ]
-        return columns, f"; others: {self.change.of}, median"
+        return columns, f"; controls: median of {len(self.control_measures)} {self.change.null}"
 
     def _costs_table(self) -> Table:
-        """What the change costs and what each other does, the dearest on text first."""
+        """Table of the costs of the intervention (bold) and of each control, largest cost on text first."""
         costs = self.costs
         return Table.of(
             sorted(costs, key=lambda row: -row["text"]),
             ("change", "change"),
-            *((f"on {where}", where, "+.3f") for where, _ in COSTS.values()),
+            *((f"on {cost}", cost, "+.3f") for cost, _ in COSTS.values()),
             strong=lambda row: row is costs[0],
-            title="What it costs, and what others do",
-            caption="nats more than the model as it is loses",
+            title="Cost of the intervention and of its controls",
+            caption="increase of the loss over that of the unchanged model, in nats; bold: the intervention",
         )
 
-    def _by_position(self, one: str, other: str, title: str) -> Lines:
-        shown = {"as it is": one} | ({"changed": f"changed_{one}"} if self.change is not None else {})
+    def _by_position(self, name: str, control: str, title: str) -> Lines:
+        """Curves of the loss by position, unchanged, with the intervention, and on shuffled tokens.
+
+        name, control: results on the tokens and on the shuffled tokens.
+        """
+        drawn = {"unchanged": name} | ({"changed": f"changed_{name}"} if self.change is not None else {})
         curves = {
-            label: self.result(name)["position_loss"].load()
-            for label, name in (*shown.items(), ("shuffled", other))
+            label: self.result(result)["position_loss"].load()
+            for label, result in (*drawn.items(), ("shuffled", control))
         }
-        found = stacked("model", curves)
-        found = found.assign_coords(position=np.arange(found.sizes["position"])).isel(position=slice(1, None))
-        found = found.assign_attrs(units="nats", long_name="loss")
-        caption = "mean over prompts; shuffled: the same tokens in another order"
+        loss = stacked("model", curves)
+        # No token is predicted at position 0.
+        loss = loss.assign_coords(position=np.arange(loss.sizes["position"])).isel(position=slice(1, None))
+        loss = loss.assign_attrs(units="nats", long_name="loss")
+        caption = "mean over prompts; shuffled: the same tokens in random order"
         return Lines.of(
-            found.transpose("model", "position"),
+            loss.transpose("model", "position"),
             title,
             caption,
             control="shuffled",
-            sources=(one, other),
+            sources=(name, control),
             low=0.0,
         )
 
 
-def _weighted(found: xr.Dataset, name: str) -> float:
-    """Mean over all tokens of what `CorpusLoss` gives by prompt."""
-    return float((found[name] * found["tokens"]).sum() / found["tokens"].sum())
+def _weighted(losses: xr.Dataset, name: str) -> float:
+    """Mean over all tokens of a variable [prompt] of `CorpusLoss`, which is a mean over the prompt's
+    tokens."""
+    return float((losses[name] * losses["tokens"]).sum() / losses["tokens"].sum())
 
 
-def _behind(found: xr.Dataset) -> tuple[Floats, Floats]:
-    """Log-probability of each fact's answer behind every prompt, [prompt, answer's fact], and behind its own,
-    [fact], in nats; of `FactualRecall`."""
-    place = np.searchsorted(found["answer"].values, found["target"].values)
-    behind: Floats = found["logprob"].values[:, place]
-    return behind, np.diag(behind)
+def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
+    """Log-probabilities of answers in a result of `FactualRecall`, in nats: after every prompt, [prompt,
+    answer's fact], and after the fact's own prompt, [fact]."""
+    columns = np.searchsorted(recall["answer"].values, recall["target"].values)
+    after_all: Floats = recall["logprob"].values[:, columns]
+    return after_all, np.diag(after_all)
 
 
 def _as_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
+    """Token ids as tuples of ints, as experiments take them."""
     return tuple(tuple(int(token) for token in row) for row in rows)

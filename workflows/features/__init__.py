@@ -1,1 +1,2 @@
-"""Questions about features of dictionaries: in a prompt, of a word, as a graph, and pages of all of them."""
+"""Workflows about dictionary features: active features of a prompt, decoder search, attribution graphs,
+pages."""

@@ -1,16 +1,17 @@
 """Through which features do the tokens of a prompt affect the next token?
 
-Replaces the MLPs by transcoders, holds attention and norms as the prompt made them, and computes what every
-token, feature and error adds to every feature and to the likeliest logits (Ameisen et al. 2025, "Circuit
-Tracing: Revealing Computational Graphs in Language Models"; stages/graph/). Told are the part that carries
-most of the influence, its strongest features with the tokens they raise and lower, and how much of it all
-the features explain rather than the errors.
+Replaces the MLPs by transcoders, holds attention patterns and normalisation scales at their values on the
+prompt, and computes the direct effect of every token, feature and error node on every feature and on the most
+likely logits (Ameisen et al. 2025, "Circuit Tracing: Revealing Computational Graphs in Language Models";
+stages/graph/). The answer shows the pruned graph, which carries most of the influence on the logits; its
+strongest features, with the tokens whose logits they raise and lower; and the share of the influence that
+comes from tokens and features rather than from error nodes.
 
-The settings are those of circuit-tracer's command line, and so are their defaults. Files for other programs
-come from the graph itself: `workflow.graph.to_pt(…)`, `workflow.pruned.to_viewer(…)`, `.to_graphml(…)`.
+Settings and their defaults are those of circuit-tracer's command line. Files for other programs are written
+by the graph: `workflow.graph.to_pt(…)`, `workflow.pruned.to_viewer(…)`, `.to_graphml(…)`.
 
-Offline the specimen with its own cross-layer transcoder, whose features are shown with the places of shipped
-texts at which they are strongest.
+The default runs offline: the specimen model with its own cross-layer transcoder, whose features are shown
+with the passages of the shipped texts in which their activations are largest.
 """
 
 from __future__ import annotations
@@ -49,15 +50,18 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "AttributionGraphs", "GraphPreset", "AttributionGraphsSettings"]
 
 SHOWN = 4
-"""Places of the corpus shown per feature."""
+"""Number of corpus examples shown per feature."""
 
 
 class GraphPreset(NamedTuple):
-    """A model, transcoders made for it, and a prompt to begin with."""
+    """A model, transcoders that were trained on it, and an example prompt."""
 
     model: str
+    """Hub id of the model, or "specimen"."""
     dictionary: str
+    """Transcoders: org/repo on the hub, or the name of shipped ones."""
     prompt: str
+    """Example prompt, whose next token is explained."""
 
 
 FRENCH = "The mother tongue of Danielle Darrieux is"
@@ -72,43 +76,54 @@ PRESETS = {
     "gemma2-2b-2.5m": GraphPreset(GEMMA, "mntss/clt-gemma-2-2b-2.5M", DALLAS),
     "gemma2-2b-transcoders": GraphPreset(GEMMA, "mntss/gemma-scope-transcoders", DALLAS),
 }
-"""Models with the dictionaries published for them (Hanna and Ameisen et al. 2025), and the specimen."""
+"""Presets by name: models with the transcoders published for them (Hanna and Ameisen et al. 2025), and the
+specimen."""
 
 
 @dataclass(frozen=True)
 class AttributionGraphsSettings(ModelSettings):
-    """What `--set` can change; an empty model, dictionary or prompt is the preset's."""
+    """Settings of `attribution_graph`; an empty model, dictionary or prompt is taken from the preset."""
 
     model: str = setting("", 'hub id, directory, or "specimen"')
     preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
     dictionary: str = setting("", "transcoders: directory or org/repo")
     prompt: str = setting("", "prompt whose next token is explained; gets a BOS in front if it has none")
     targets: tuple[int | str, ...] = setting(
-        (), "token ids, or strings of one token each, to explain; none: the likeliest tokens"
+        (), "tokens to explain: token ids, or strings of one token each; none: the most likely next tokens"
     )
-    max_n_logits: int = setting(10, "likeliest tokens that are explained, at most")
-    desired_logit_prob: float = setting(0.95, "probability they reach together, if so many can")
-    max_feature_nodes: int | None = setting(7500, "features with incoming edges, by influence; null: all")
-    batch_size: int = setting(256, "with update_interval: features chosen between two rankings")
-    update_interval: int = setting(4, "batches between two rankings")
-    zero_positions: Natural = setting(1, "first positions that have neither features nor errors")
-    node_threshold: Share = setting(0.8, "share of the influence that the nodes told have together")
-    edge_threshold: Share = setting(0.98, "share of what edges carry that the edges told carry together")
-    top_k: Count = setting(15, "features listed")
+    max_n_logits: int = setting(10, "largest number of most likely tokens that are explained")
+    desired_logit_prob: float = setting(
+        0.95, "fewer tokens are explained if their probabilities already sum to this"
+    )
+    max_feature_nodes: int | None = setting(
+        7500, "largest number of features whose incoming edges are computed, by influence; null: all"
+    )
+    batch_size: int = setting(
+        256, "times update_interval: number of features added before influences are ranked again"
+    )
+    update_interval: int = setting(4, "number of batches before influences are ranked again")
+    zero_positions: Natural = setting(1, "number of first positions without features and error nodes")
+    node_threshold: Share = setting(
+        0.8, "nodes are kept, largest influence first, until they have this share of the influence"
+    )
+    edge_threshold: Share = setting(
+        0.98, "edges are kept, largest first, until they carry this share of the influence"
+    )
+    top_k: Count = setting(15, "number of features in the table")
     corpus: str = setting(
         "",
-        'file, folder or glob of texts, in which features are looked up; "none": nowhere. Empty: for the '
-        "specimen the texts shipped with it, for others nowhere",
+        'texts in which examples of features are searched: file, folder or glob; "none": no examples. Empty: '
+        "the shipped texts for the specimen, no examples for other models",
     )
     corpus_tokens: Count = setting(
-        8192, "tokens of the corpus that are read, at most; passages evenly spaced"
+        8192, "largest number of corpus tokens that are read, in evenly spaced passages"
     )
-    graph_memory: str = setting("1GiB", "bytes the graph may take beside the model while it is computed")
-    arithmetic: str = setting("float32", "of the linear maps: float32 or float64")
+    graph_memory: str = setting("1GiB", "memory that computing the graph may use beside the model")
+    arithmetic: str = setting("float32", "dtype of the graph's linear maps: float32 or float64")
 
 
 class AttributionGraphs(Workflow):
-    """The attribution graph of one prompt."""
+    """Attribution graph of one prompt, pruned, with labels and corpus examples of its features."""
 
     name = "attribution_graph"
     question = "Through which features do the tokens of a prompt affect the next token?"
@@ -121,13 +136,13 @@ class AttributionGraphs(Workflow):
 
     def __init__(self, settings: AttributionGraphsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        chosen = chosen_preset(settings)
-        self.subject = Subject(settings.reference(model, chosen.model))
+        preset = chosen_preset(settings)
+        self.subject = Subject(settings.reference(model, preset.model))
         self.subject.require(self.needs, self.name)
         node = graph_node(
             self.subject.source,
-            chosen.dictionary,
-            chosen.prompt,
+            preset.dictionary,
+            preset.prompt,
             targets=list(settings.targets) or None,
             max_n_logits=settings.max_n_logits,
             desired_logit_prob=settings.desired_logit_prob,
@@ -146,7 +161,7 @@ class AttributionGraphs(Workflow):
             "effects": logit_effects_node(node, readout_node(self.subject.files, dtype=settings.dtype)),
         }
         self._examples: ExampleNodes | None = None
-        if texts := corpus_texts(settings.corpus, chosen.model):
+        if texts := corpus_texts(settings.corpus, preset.model):
             self._examples = example_nodes(
                 self.subject,
                 self.dictionary,
@@ -154,50 +169,51 @@ class AttributionGraphs(Workflow):
                 most=SHOWN,
                 zero_positions=settings.zero_positions,
             )
-            nodes |= {f"examples_{layer}": each for layer, each in self._examples.ranked.items()}
+            nodes |= {f"examples_{layer}": node for layer, node in self._examples.ranked.items()}
         self.nodes = nodes
 
-    # -- what came out
+    # -- results
 
     @cached_property
     def graph(self) -> AttributionGraph:
-        """The whole graph, with edges read lazily."""
+        """The graph before pruning; its edge weights are read from the store when they are used."""
         return AttributionGraph(self.result("graph"))
 
     @cached_property
     def pruned(self) -> PrunedGraph:
-        """The graph pruned by the two thresholds."""
-        chosen, kept = self.settings, KeptPart.of(self.result("pruned").load())
-        return PrunedGraph(self.graph, kept, chosen.node_threshold, chosen.edge_threshold)
+        """The graph pruned by `node_threshold` and `edge_threshold`."""
+        settings, kept = self.settings, KeptPart.of(self.result("pruned").load())
+        return PrunedGraph(self.graph, kept, settings.node_threshold, settings.edge_threshold)
 
     @cached_property
     def scores(self) -> dict[str, float]:
-        """replacement_score and completeness_score of the whole graph, 0 to 1."""
-        found = self.result("pruned")
-        return {name: float(found[name]) for name in ("replacement_score", "completeness_score")}
+        """Replacement and completeness score (Ameisen et al. 2025) of the unpruned graph, each from 0 to
+        1."""
+        pruned = self.result("pruned")
+        return {name: float(pruned[name]) for name in ("replacement_score", "completeness_score")}
 
     @cached_property
     def strongest(self) -> tuple[StrongFeature, ...]:
-        """The features with most influence, with the tokens they raise and lower."""
-        return strongest_features(self.pruned, **self._words, most=self.settings.top_k)
+        """The `top_k` features of largest influence, with the tokens whose logits they raise and lower."""
+        return strongest_features(self.pruned, **self._logit_effects, most=self.settings.top_k)
 
     @property
-    def _words(self) -> dict[str, Any]:
-        """The tokens each feature raises and lowers."""
+    def _logit_effects(self) -> dict[str, Any]:
+        """Keyword arguments for views: the vocabulary, and the effect of each feature on the logits."""
         return {"vocabulary": self.subject.tokenizer.vocabulary, "effects": self.result("effects").load()}
 
     @property
     def _texts(self) -> dict[int, xr.Dataset]:
-        """Strongest corpus examples of each feature, by layer."""
+        """Corpus examples of largest activation of each feature, by layer; empty without a corpus."""
         if self._examples is None:
             return {}
-        assert self.store is not None  # the graph's result is open
+        assert self.store is not None  # `run` has set it, as the result of the graph is open
         encoded = {layer: node.open(self.store) for layer, node in self._examples.encoded.items()}
         ranked = {layer: self.result(f"examples_{layer}") for layer in encoded}
         return examples_of(self.graph, encoded, ranked, most=SHOWN)
 
     def views(self) -> Iterator[View]:
-        """The tokens explained, the scores, the graph to look into, and its strongest features."""
+        """The explained tokens, the scores, the pruned graph, and a table of its strongest features."""
         graph, counts, edges = self.graph, self.graph.counts, len(self.pruned.kept.weight)
         kept = {kind: kept_of(self.pruned, kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)}
         yield Data(
@@ -217,52 +233,65 @@ class AttributionGraphs(Workflow):
                 "kept": {**kept, "edges": edges},
             }
         )
-        ids, shares = graph.logit_token_ids.tolist(), graph.logit_probabilities.tolist()
+        token_ids, probabilities = graph.logit_token_ids.tolist(), graph.logit_probabilities.tolist()
         logits = [
-            {"token": token, "token_id": i, "probability": share}
-            for token, i, share in zip(graph.logit_tokens, ids, shares, strict=True)
+            {"token": token, "token_id": token_id, "probability": probability}
+            for token, token_id, probability in zip(graph.logit_tokens, token_ids, probabilities, strict=True)
         ]
         yield Table.of(
             logits,
-            ("next token", lambda one: format_token(one["token"])),
+            ("next token", lambda row: format_token(row["token"])),
             ("probability", "probability", format_probability),
             title=f"{self.subject.name} explained by {self.dictionary.name}: {format_text(graph.prompt)}",
             sources=("graph",),
             json={"logits": logits},
         )
-        called = {feature: each.text for feature, each in labels_of(self.store, self.dictionary).items()}
-        known = {**self._words, "examples": self._texts, "sources": tuple(self.nodes), "called": called}
-        scores, net, strongest = graph_views(self.pruned, self.strongest, self.scores, **known)
+        labels = {
+            feature: annotation.text for feature, annotation in labels_of(self.store, self.dictionary).items()
+        }
+        scores, net, strongest = graph_views(
+            self.pruned,
+            self.strongest,
+            self.scores,
+            **self._logit_effects,
+            examples=self._texts,
+            sources=tuple(self.nodes),
+            called=labels,
+        )
         yield scores
-        nodes, drawn, _ = drawn_part(self.pruned)
+        drawn_nodes, drawn_edges, _ = drawn_part(self.pruned)
         yield from together(
             "attribution_graph",
-            f"What brings about {_named(graph.logit_tokens)} in {self.subject.name}",
+            f"Direct effects on {_listed(graph.logit_tokens)} in {self.subject.name}",
             net,
-            caption=f"{np.count_nonzero(nodes < counts.features)} of {kept[FEATURE]:,} kept features, "
-            f"{len(drawn)} of {edges:,} kept edges; {kept[ERROR]:,} kept errors not drawn. "
-            f"Replacement {self.scores['replacement_score']:.2f}: influence of tokens, not of errors; "
-            f"completeness {self.scores['completeness_score']:.2f}: input of nodes that is explained",
+            caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {kept[FEATURE]:,} kept "
+            f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {kept[ERROR]:,} kept "
+            f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence "
+            "on the logits that comes from tokens through features, without error nodes; completeness score "
+            f"{self.scores['completeness_score']:.2f}: share of the nodes' input that comes from tokens and "
+            "features",
         )
         yield strongest
 
 
 def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
-    """The preset, with what the settings name in its place.
+    """The preset that the settings name, with their own model, dictionary and prompt where they are set.
 
-    Raises ConfigError for an unknown preset, and for another model without a dictionary.
+    Raises:
+        ConfigError: for an unknown preset, or for a model other than the preset's without a dictionary.
     """
-    own = preset_of(settings.preset, PRESETS)
-    model = settings.model or own.model
-    if model != own.model and not settings.dictionary:
-        made = [name for name, preset in PRESETS.items() if preset.model == model]
-        hint = f"or preset={made[0]}" if made else "a directory or org/repo"
+    preset = preset_of(settings.preset, PRESETS)
+    model = settings.model or preset.model
+    # Transcoders of one model mean nothing for another, so the preset's are never used with a new model.
+    if model != preset.model and not settings.dictionary:
+        matching = [name for name, candidate in PRESETS.items() if candidate.model == model]
+        hint = f"or preset={matching[0]}" if matching else "a directory or org/repo"
         raise ConfigError(f"expected transcoders made for {model}, found none; set dictionary=, {hint}")
-    return GraphPreset(model, settings.dictionary or own.dictionary, settings.prompt or own.prompt)
+    return GraphPreset(model, settings.dictionary or preset.dictionary, settings.prompt or preset.prompt)
 
 
-def _named(tokens: Sequence[str]) -> str:
-    """The first three tokens, and the number of the others."""
-    told = [repr(format_token(token)) for token in tokens[:3]]
-    more = len(tokens) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more else "")
+def _listed(tokens: Sequence[str]) -> str:
+    """The first three tokens, quoted, and the number of further ones: "' a', ' b', ' c' and 2 more"."""
+    quoted = [repr(format_token(token)) for token in tokens[:3]]
+    n_further = len(tokens) - len(quoted)
+    return ", ".join(quoted) + (f" and {n_further} more" if n_further else "")

@@ -1,8 +1,8 @@
 """Which features are active at a position, and which would write a given word?
 
-Two ways to find features worth switching: by what is active at one position, layer by layer and over all
-layers (stages/features/effects/activity.py), and by how nearly what they write points along a word's
-embedding, whatever the prompt (stages/features/effects/alignment.py).
+Two searches for features to suppress or inject: by activation at one position, per layer and over all layers
+(stages/features/effects/activity.py), and, independently of the prompt, by the cosine of a decoder vector
+with a word's embedding (stages/features/effects/alignment.py).
 """
 
 from __future__ import annotations
@@ -38,26 +38,30 @@ if TYPE_CHECKING:
 __all__ = ["CltProbe", "CltProbeSettings"]
 
 CANDIDATES, ROWS = 3, 10
-"""Layers from which features to suppress are proposed; features in a table."""
+"""Number of features proposed to suppress, each of another layer; number of rows of each table."""
 
 
 @dataclass(frozen=True)
 class CltProbeSettings(ModelSettings):
-    """What `--set` can change. Raises ConfigError for a top_k or top below 1."""
+    """Settings of `clt_probe`. Raises ConfigError for a top_k or top below 1."""
 
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     position: int | str = setting(
-        "last", 'position probed: an index, "first", "last", or a phrase of the prompt'
+        "last", 'position to probe: an index, "first", "last", or a phrase of the prompt'
     )
-    word: str = setting("", "in place of a position: a token of the prompt, spaces and case aside")
-    top_k: Count = setting(10, "features listed per layer")
-    top: Count = setting(20, "features listed over all layers")
-    search: str = setting("", "word to look for in what features write, one token; none: the fact's own")
+    word: str = setting(
+        "", "token of the prompt to probe in place of a position; its first match without spaces and case"
+    )
+    top_k: Count = setting(10, "number of features listed per layer")
+    top: Count = setting(20, "number of features listed over all layers")
+    search: str = setting(
+        "", "word of one token with whose embedding decoders are compared; none: the answer of the fact"
+    )
 
 
 class CltProbe(ModelWorkflow):
-    """Features active at a position, and features that write a word."""
+    """Features active at one position, and features whose decoders align with a word's embedding."""
 
     name = "clt_probe"
     question = "Which features are active at a position, and which would write a given word?"
@@ -66,43 +70,43 @@ class CltProbe(ModelWorkflow):
     settings: CltProbeSettings
 
     activity = loaded("activity")
-    """What is active anywhere in the prompt, [active]."""
+    """Every active (layer, position, feature) of the prompt, [active]."""
 
     def plan(self) -> Nodes:
-        """Active features of the prompt, and the features that write the word, if there is one."""
-        given = self.settings
-        self.prompt, answer = _asked(given)
+        """Nodes of the active features and, if a word is searched, of the decoders nearest to it."""
+        settings = self.settings
+        self.prompt, answer = _prompt_and_answer(settings)
         self.encoding = encoded(self.subject, self.prompt)
-        self.dictionary = dictionary_of(given.dictionary, given.model, "clt")
+        self.dictionary = dictionary_of(settings.dictionary, settings.model, "clt")
         self.dictionary.require_fit(self.subject.config, self.subject.name)
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
         nodes: Nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
-        self.word = given.search or (answer if is_one_token(self.subject, answer) else "")
+        self.word = settings.search or (answer if is_one_token(self.subject, answer) else "")
         if self.word:
             self.token = word_id(self.subject, self.word)
-            nodes["search"] = self.on_model(DecoderSearch(self.token, *names, top_k=given.top))
+            nodes["search"] = self.on_model(DecoderSearch(self.token, *names, top_k=settings.top))
             nodes["search_words"] = ranked_words(self.subject, self.dictionary, nodes["search"])
-        most = max(given.top_k, given.top)
+        n_labelled = max(settings.top_k, settings.top)
         return nodes | active_words(
-            self.subject, self.dictionary, nodes["activity"], most=most, position=self.position
+            self.subject, self.dictionary, nodes["activity"], most=n_labelled, position=self.position
         )
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """What the strongest features here are called, and those that write the word."""
+        """Labels of the strongest active features and of the features with the nearest decoders."""
         words = self.result("words").load() if "words" in self.nodes else None
-        found = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity).called(
+        labels = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity).called(
             labels_of(self.store, self.dictionary)
         )
         if not self.word:
-            return found
+            return labels
         search = self.result("search_words").load()
-        return FeatureLabels.of(self.subject, self.encoding.ids, search, self.activity) | found
+        return FeatureLabels.of(self.subject, self.encoding.ids, search, self.activity) | labels
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """See `Workflow`."""
+        """Labels that people gave to the shown features; see `Workflow.spoken`."""
         return self.labels.spoken
 
     @property
@@ -112,29 +116,35 @@ class CltProbe(ModelWorkflow):
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
-        """What is active at the position, strongest first; equal ones by layer and index."""
-        found = self.activity
-        here = found.isel(active=found["active_position"].values == self.position)
-        order = np.lexsort((here["active_feature"], here["active_layer"], -here["activation"].values))
+        """Features active at the position, largest activation first, then by layer and index: records with
+        layer, index, activation and label."""
+        activity = self.activity
+        at_position = activity.isel(active=activity["active_position"].values == self.position)
+        # `lexsort` sorts by its last key first.
+        order = np.lexsort(
+            (at_position["active_feature"], at_position["active_layer"], -at_position["activation"].values)
+        )
         columns = {"layer": "active_layer", "index": "active_feature", "activation": "activation"}
-        return self._labelled(records(here.isel(active=order), "active", **columns))
+        return self._labelled(records(at_position.isel(active=order), "active", **columns))
 
     def _labelled(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records of features with their labels added."""
         return [row | {"label": self.labels.label(_feature(row))} for row in rows]
 
     @property
     def candidates(self) -> list[FeatureId]:
-        """The strongest features of up to three layers, in order of strength."""
-        found: dict[int, FeatureId] = {}
+        """Features proposed to suppress: the strongest feature of each of up to `CANDIDATES` layers."""
+        by_layer: dict[int, FeatureId] = {}
         for row in self.active:
-            found.setdefault(row["layer"], FeatureId(row["layer"], row["index"]))
-        return list(found.values())[:CANDIDATES]
+            by_layer.setdefault(row["layer"], FeatureId(row["layer"], row["index"]))
+        return list(by_layer.values())[:CANDIDATES]
 
     def views(self) -> Iterator[View]:
-        """Strongest features of the position, counts by layer and token, and features that write the word."""
-        rows, given, layers = self.active, self.settings, self.dictionary.layers
-        here = [
-            {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: given.top_k]}
+        """Table of features at the position, table of decoders nearest to the word, and the number of active
+        features by layer and token."""
+        rows, settings, layers = self.active, self.settings, self.dictionary.layers
+        by_layer = [
+            {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: settings.top_k]}
             for layer in layers
         ]
         yield Data(
@@ -147,9 +157,9 @@ class CltProbe(ModelWorkflow):
                 "probed_token": self.tokens[self.position],
                 "n_layers": len(layers),
                 "n_features_per_layer": self.dictionary.n_features,
-                "top_k": given.top_k,
-                "layers": here,
-                "aggregate": rows[: given.top],
+                "top_k": settings.top_k,
+                "layers": by_layer,
+                "aggregate": rows[: settings.top],
                 "suppress_candidates": list(map(str, self.candidates)),
             }
         )
@@ -160,55 +170,58 @@ class CltProbe(ModelWorkflow):
             ("", "label"),
             ("activation", "activation", ".4f"),
             title=f"{self.dictionary.name} in {self.subject.name} at {token}",
-            caption=f"{len(rows)} of {len(layers) * self.dictionary.n_features} active; to suppress: "
-            f"{self.labels.several(self.candidates) or 'none'}",
+            caption=f"{len(rows)} of {len(layers) * self.dictionary.n_features} features are active at this "
+            f"token; proposed to suppress: {self.labels.several(self.candidates) or 'none'}",
         )
         if self.word:
             columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
-            found = self._labelled(records(self.result("search").load(), "rank", **columns))
+            matches = self._labelled(records(self.result("search").load(), "rank", **columns))
             yield Table.of(
-                found[:ROWS],
+                matches[:ROWS],
                 ("feature", _feature, str),
                 ("", "label"),
                 ("cosine", "cosine", "+.4f"),
-                title=f"Features that write {self.word!r}",
-                caption="best cosine of what the feature writes to any layer with the word's embedding",
-                json={"search_word": self.word, "token_id": self.token, "features": found},
+                title=f"Features whose decoders point towards {self.word!r}",
+                caption="Cosine of a feature's decoder vector with the word's embedding, the largest over "
+                "the layers that the feature writes to. No feature is injected.",
+                json={"search_word": self.word, "token_id": self.token, "features": matches},
             )
         counts = Heatmap.of(
             self._counts(),
-            "How many features are active where",
-            f"framed: {token}, the token probed",
+            "Number of active features by layer and token",
+            f"framed: {token}, the probed token",
             low=0.0,
             framed=((0, self.position, len(layers) - 1, self.position),),
-            frame_name="the token probed",
+            frame_name="the probed token",
         ).without_first_token()
-        title = f"How many features of {self.dictionary.name} are active in {self.subject.name}"
+        title = f"Active features of {self.dictionary.name} in {self.subject.name}"
         yield from together("clt_probe", title, counts, caption=counts.caption)
 
     def _counts(self) -> xr.DataArray:
-        """How many features are active, [layer, token]."""
+        """Number of active features, int [layer, token]."""
         layers = self.dictionary.layers
         counts = np.zeros((len(layers), len(self.tokens)), np.int32)
-        rows = np.array([layers.index(each) for each in self.activity["active_layer"].values.tolist()], int)
+        rows = np.array([layers.index(layer) for layer in self.activity["active_layer"].values.tolist()], int)
+        # `counts[rows, positions] += 1` would count a repeated pair of indices once.
         np.add.at(counts, (rows, self.activity["active_position"].values), 1)
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)]
         return labelled(counts, "active features", layer=layers, token=tokens)
 
     def _position(self) -> int:
-        wanted = self.settings.word.strip().lower()
-        if not wanted:
+        """The position to probe; raises ConfigError for a `word` that is no token of the prompt."""
+        word = self.settings.word.strip().lower()
+        if not word:
             return position_of(self.encoding, self.settings.position)
-        for place, token in enumerate(self.tokens):
-            if token.strip().lower() == wanted:
-                return place
+        for position, token in enumerate(self.tokens):
+            if token.strip().lower() == word:
+                return position
         raise ConfigError(
             f"expected a token {self.settings.word!r} in the prompt, found {' '.join(map(repr, self.tokens))}"
         )
 
 
-def _asked(settings: CltProbeSettings) -> tuple[str, str]:
-    """The prompt and its answer; by default of the specimen the fact of its preset, whose answer is a word of
+def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
+    """The prompt and its answer. Without a prompt the specimen gets the fact of its preset, whose answer is
     one token."""
     if settings.model == SPECIMEN and not settings.prompt:
         preset = PRESETS[SPECIMEN]
@@ -217,4 +230,5 @@ def _asked(settings: CltProbeSettings) -> tuple[str, str]:
 
 
 def _feature(row: dict[str, Any]) -> FeatureId:
+    """The id of the feature of a record."""
     return FeatureId(row["layer"], row["index"])

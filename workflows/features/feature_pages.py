@@ -1,9 +1,9 @@
 """On which tokens of a corpus is each feature active, and which tokens does it promote?
 
-Encodes a corpus with one layer of a dictionary, and computes what a page of each of its features shows
-(stages/features/pages/nodes.py): examples of every strength, histogram, effect on the logits, neighbours,
-correlated features and those active together. The answer here is an overview; `pages` has the features, as
-files a browser opens.
+Encodes a corpus with one layer of a dictionary, and computes a page for each feature
+(stages/features/pages/nodes.py): examples over the whole range of activations, histogram of activations,
+logits that the decoder raises and lowers, features with similar decoders, correlated features and co-active
+features. The views here are an overview; `pages` writes the features as files for a browser.
 """
 
 from __future__ import annotations
@@ -47,47 +47,54 @@ __all__ = ["FeaturePages", "FeaturePagesSettings"]
 
 @dataclass(frozen=True)
 class FeaturePagesSettings(ModelSettings):
-    """What `--set` can change.
+    """Settings of `feature_pages`.
 
-    Raises ConfigError for intervals that do not divide the bins of the histogram.
+    Raises:
+        ConfigError: for `intervals` that do not divide the number of bins of the histogram.
     """
 
     dictionary: str = setting("", "dictionary: directory or org/repo; none: specimen/sae")
-    against: str = setting("", "second model, of a crosscoder of two")
-    layer: int | None = setting(None, "layer whose features are told, of several; none: the middle one")
-    features: tuple[int, ...] = setting((), "features told; none: all of the layer")
+    against: str = setting("", "second model, for a crosscoder of two models")
+    layer: int | None = setting(None, "layer of a dictionary with several layers; none: the middle one")
+    features: tuple[int, ...] = setting((), "indices of the features that get pages; none: all of the layer")
     corpus: str = setting(
         "", "file, folder or glob of texts; none: for the specimen the texts shipped with it"
     )
     corpus_tokens: Count = setting(
-        1 << 20, "tokens of the corpus that are read, at most; passages evenly spaced"
+        1 << 20, "largest number of corpus tokens that are read, in evenly spaced passages"
     )
-    zero_positions: Natural = setting(1, "first positions of a passage that are left out: attention sinks")
-    strongest: Count = setting(12, "strongest examples of a feature, one of each passage")
+    zero_positions: Natural = setting(
+        1, "number of first positions of a passage that are left out, as they are attention sinks"
+    )
+    strongest: Count = setting(12, "number of strongest examples of a feature, at most one per passage")
     intervals: Count = setting(
-        5, "equal intervals of activation from which examples are drawn; they divide 50"
+        5, "number of equal intervals of activation from which examples are drawn; must divide 50"
     )
-    per_interval: Count = setting(4, "examples drawn from each")
-    before: Natural = setting(16, "tokens shown before an example")
-    after: Natural = setting(8, "tokens shown behind it")
-    related: Count = setting(8, "neighbours, correlated and co-active features told of each")
-    sample: Count = setting(1 << 15, "tokens among which pairs of features are counted, at most")
-    seed: Natural = setting(0, "of what is drawn")
+    per_interval: Count = setting(4, "number of examples drawn from each interval")
+    before: Natural = setting(16, "number of tokens shown before an example")
+    after: Natural = setting(8, "number of tokens shown after an example")
+    related: Count = setting(
+        8, "number of features with similar decoders, of correlated and of co-active features, each"
+    )
+    sample: Count = setting(
+        1 << 15, "largest number of tokens over which correlations and co-activations are computed"
+    )
+    seed: Natural = setting(0, "seed for drawing examples and the sample of tokens")
     block: Count = setting(
-        1 << 14, "features computed together, which memory is in proportion to; in every key"
+        1 << 14, "number of features computed together; memory grows with it, and results are cached by it"
     )
-    top_k: Count = setting(15, "features listed in the overview")
+    top_k: Count = setting(15, "number of features listed in the overview")
 
     def __post_init__(self) -> None:
         if PageLayout.bins % self.intervals:
             raise ConfigError(
                 f"expected intervals that divide the {PageLayout.bins} bins of the histogram, found "
-                f"{self.intervals}; take 5 or 10"
+                f"{self.intervals}; set intervals to 5 or 10"
             )
 
 
 class FeaturePages(ModelWorkflow):
-    """Pages of one layer of a dictionary."""
+    """Pages about the features of one layer of a dictionary: examples, statistics and logit effects."""
 
     name = "feature_pages"
     question = "On which tokens of a corpus is each feature active, and which tokens does it promote?"
@@ -96,65 +103,75 @@ class FeaturePages(ModelWorkflow):
     settings: FeaturePagesSettings
 
     def plan(self) -> Nodes:
-        """The corpus encoded, and what pages show."""
-        given = self.settings
-        self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
+        """Nodes that encode the corpus and compute the content of the pages.
+
+        Raises:
+            ConfigError: without a corpus or a dictionary for a model other than the specimen, for models that
+                the dictionary was not made for, or for two models whose tokenizers differ on the corpus.
+        """
+        settings = self.settings
+        self.dictionary = dictionary_of(settings.dictionary, settings.model, "sae")
         models = [self.subject]
-        if given.against:
-            models.append(Subject(ModelRef(given.against, dtype=given.dtype, device=given.device)))
-        self.dictionary.require_models([each.files.name for each in models])
-        for each in models:
-            self.dictionary.require_fit(each.config, each.name)
+        if settings.against:
+            models.append(Subject(ModelRef(settings.against, dtype=settings.dtype, device=settings.device)))
+        self.dictionary.require_models([model.files.name for model in models])
+        for model in models:
+            self.dictionary.require_fit(model.config, model.name)
         layers = self.dictionary.layers
-        self.layer = layers[len(layers) // 2] if given.layer is None else given.layer
-        reads = self.dictionary.reads((self.layer,))  # refuses a layer it does not have
+        self.layer = layers[len(layers) // 2] if settings.layer is None else settings.layer
+        reads = self.dictionary.reads((self.layer,))  # raises for a layer that the dictionary does not have
         self.hook = str(reads[0][0]) if len(reads[0]) == 1 else f"{reads[0][0]} … {reads[0][-1]}"
-        texts = corpus_texts(given.corpus, given.model)
+        texts = corpus_texts(settings.corpus, settings.model)
         if not texts:
             raise ConfigError(
-                f"expected a corpus in which features of {given.model} are looked up, found "
-                "none; set corpus= a file, folder or glob of texts"
+                f"expected a corpus to search examples of features of {settings.model} in, found none; set "
+                "corpus= a file, folder or glob of texts"
             )
-        self.tokens = passages(self.subject, texts, given.corpus_tokens)
+        self.tokens = passages(self.subject, texts, settings.corpus_tokens)
         if any(
-            passages(each, texts, given.corpus_tokens).digest != self.tokens.digest for each in models[1:]
+            passages(model, texts, settings.corpus_tokens).digest != self.tokens.digest
+            for model in models[1:]
         ):
             raise ConfigError(
-                f"expected a tokenizer that cuts the corpus as that of {given.model} does, found another in "
-                f"{given.against}; features of two models are compared on the same tokens"
+                f"expected the same token ids of the corpus from the tokenizers of {settings.model} and "
+                f"{settings.against}, found different ones; features of two models are compared on the same "
+                "tokens"
             )
-        states = [
-            each.capture(self.tokens, *map(str, hooks)) for each, hooks in zip(models, reads, strict=True)
+        captures = [
+            model.capture(self.tokens, *map(str, hooks)) for model, hooks in zip(models, reads, strict=True)
         ]
         nodes = encode_nodes(
             self.dictionary,
-            states[0],
-            other=states[1] if given.against else None,
+            captures[0],
+            other=captures[1] if settings.against else None,
             layers=(self.layer,),
-            zero_positions=given.zero_positions,
+            zero_positions=settings.zero_positions,
         )
+        # Encoding is a node of its own, which other settings of the pages share.
         self.encoded = nodes[self.layer]
         writes = writes_to_stream(self.subject, self.dictionary)
-        named_alike = (field.name for field in fields(PageLayout) if hasattr(given, field.name))
-        shape = {name: getattr(given, name) for name in named_alike}
+        # `PageLayout` has fields that are no settings, such as `bins`; these keep their defaults.
+        shared_names = (field.name for field in fields(PageLayout) if hasattr(settings, field.name))
+        layout = {name: getattr(settings, name) for name in shared_names}
         pages = page_nodes(
             self.dictionary,
             encoded=self.encoded,
             layer=self.layer,
             readout=readout_node(self.subject.files, dtype=self.subject.dtype) if writes else None,
-            features=given.features,
-            layout=PageLayout(**shape),
+            features=settings.features,
+            layout=PageLayout(**layout),
         )
         return {**pages}
 
     @cached_property
     def labels(self) -> dict[FeatureId, Annotation]:
-        """What people call its features."""
+        """Labels that people gave to features of the dictionary (`mizarr features label`)."""
         return labels_of(self.store, self.dictionary)
 
     @cached_property
     def material(self) -> PageMaterial:
-        """All that the pages tell; raises ConfigError before `run`."""
+        """Content of the pages: results, corpus tokens, vocabulary and labels. Raises ConfigError before
+        `run`."""
         results = {name: self.result(name) for name in self.nodes}
         assert self.store is not None
         return PageMaterial(
@@ -168,56 +185,72 @@ class FeaturePages(ModelWorkflow):
 
     @property
     def about(self) -> list[tuple[str, str]]:
-        """Names and values that say what the pages were made from."""
-        it, tokens = self.dictionary, self.tokens
+        """(name, value) pairs of the dictionary, the model and the corpus, for the head of the pages."""
+        dictionary, tokens = self.dictionary, self.tokens
         corpus = f"{tokens.n_tokens:,} tokens in {tokens.n_prompts:,} passages"
         return [
-            ("dictionary", f"{it.name}, {it.kind}"),
-            ("features", f"{len(self.result('windows')['feature']):,} of {it.n_features:,}"),
-            ("reads", ", ".join(map(str, it.places)) or self.hook),
+            ("dictionary", f"{dictionary.name}, {dictionary.kind}"),
+            ("features", f"{len(self.result('windows')['feature']):,} of {dictionary.n_features:,}"),
+            ("reads", ", ".join(map(str, dictionary.places)) or self.hook),
             ("model", self.subject.name),
-            ("corpus", f"{corpus}{self._left_out}"),
-            ("identity", it.identity[:12]),
+            ("corpus", f"{corpus}{self._without_sinks}"),
+            ("identity", dictionary.identity[:12]),
         ]
 
     @property
-    def _left_out(self) -> str:
-        """Which tokens have no features, for people. The states of an attention sink may be 100 times as long
-        as others, and dictionaries are seldom trained on them."""
-        first = self.settings.zero_positions
-        if not first:
+    def _without_sinks(self) -> str:
+        """End of a caption: which first tokens of each passage are left out; empty for none."""
+        # Norms of states at an attention sink may be 100 times those elsewhere; dictionaries are seldom
+        # trained on them.
+        n_skipped = self.settings.zero_positions
+        if not n_skipped:
             return ""
-        which = "token" if first == 1 else f"{first} tokens"
-        return f"; without the first {which} of each passage, where attention sinks are"
+        tokens = "token" if n_skipped == 1 else f"{n_skipped} tokens"
+        return f"; without the first {tokens} of each passage, where attention sinks are"
 
     @property
     def pages(self) -> PageFiles:
-        """The features, as files a browser opens."""
+        """The pages of all features, as HTML and JavaScript files for a browser."""
         return PageFiles(self.material)
 
     def write_pages(self, folder: str | Path) -> Path:
-        """Every page into a folder; returns the file to open. Raises ConfigError for one that holds other
-        things."""
+        """Writes all pages into a folder and returns the path of its index.html.
+
+        Raises ConfigError for a folder that holds files other than such pages.
+        """
         return self.pages.write(Path(folder))
 
     def write_neuronpedia(
         self, folder: str | Path, *, model: str, source_set: str, creator: str = "", dataset: str = ""
     ) -> Path:
-        """Every feature as Neuronpedia imports it, into a new folder; see neuronpedia.py.
+        """Writes all features in Neuronpedia's format for bulk import (neuronpedia.py).
 
-        model, source_set, creator: ids the service knows. dataset: what the corpus is called there.
+        Arguments:
+            folder: parent folder, to which "<model>/<source>" is added.
+            model: Neuronpedia's id of the model, such as "gpt2-small".
+            source_set: Neuronpedia's id of the dictionary; the source is "<layer>-<source_set>".
+            creator: id of the account that imports the features; may be empty.
+            dataset: name of the corpus on Neuronpedia; may be empty.
+
+        Returns:
+            The new folder of the source.
+
+        Raises:
+            ConfigError: for ids with other characters than letters, digits, ".", "_" and "-", or if the
+                folder of the source exists.
         """
         of = NeuronpediaSource(model, source_set, self.layer, self.hook, creator, dataset)
         return write_neuronpedia(self.material, Path(folder), of)
 
     def views(self) -> Iterator[View]:
-        """The most frequent features, how frequent features are, and how strongly they fire."""
-        of, stats = self.material, self.material.statistics
+        """Table of the most frequently active features, and a histogram of frequencies; for a crosscoder also
+        its decoder norms by place."""
+        material, stats = self.material, self.material.statistics
         count = stats["firing_count"].values
         alive = int((count > 0).sum())
         n_tokens = int(self.result("statistics").attrs["n_tokens"])
         order = np.argsort(-count, kind="stable")[: self.settings.top_k]
-        told = [self._told(stats.isel(feature=place), n_tokens) for place in order.tolist()]
+        features = [self._feature_record(stats.isel(feature=i), n_tokens) for i in order.tolist()]
         yield Data(
             json={
                 "model_id": self.subject.files.name,
@@ -228,26 +261,26 @@ class FeaturePages(ModelWorkflow):
                 "n_tokens": n_tokens,
                 "alive": alive,
                 "mean_l0": self.result("statistics").attrs["mean_l0"],
-                "labelled": len([each for each in self.labels if each.layer == self.layer]),
-                "tokens_of_pairs": of.results["partners"].attrs["n_tokens"],
+                "labelled": len([feature for feature in self.labels if feature.layer == self.layer]),
+                "tokens_of_pairs": material.results["partners"].attrs["n_tokens"],
             }
         )
         yield Table.of(
-            told,
-            ("feature", lambda one: FeatureId(one["layer"], one["index"]), str),
+            features,
+            ("feature", lambda row: FeatureId(row["layer"], row["index"]), str),
             ("", "label"),
-            ("of tokens", "frequency", lambda share: f"{100 * share:.2f} %"),
-            ("largest", "max_activation", ".3f"),
+            ("share of tokens", "frequency", lambda share: f"{100 * share:.2f} %"),
+            ("largest activation", "max_activation", ".3f"),
             ("mean where active", "mean_activation", ".3f"),
-            title=f"The features most often active at {self.hook} of {self.subject.name}",
-            caption=f"{alive:,} of {len(count):,} features are active somewhere in {n_tokens:,} tokens"
-            f"{self._left_out}; every feature has a page of its own: mizarr features pages",
-            json={"features": told},
+            title=f"Features active at most tokens at {self.hook} of {self.subject.name}",
+            caption=f"{alive:,} of {len(count):,} features are active at one or more of {n_tokens:,} tokens"
+            f"{self._without_sinks}. `mizarr features pages` writes a page for every feature.",
+            json={"features": features},
         )
         histogram = Lines.of(
             self._frequencies(count, n_tokens),
-            "How often features are active",
-            "Of those that are active somewhere.",
+            "Number of features by the share of tokens at which they are active",
+            f"The {alive:,} features that are active at one or more tokens.",
             log_x=True,
         )
         yield from together(
@@ -256,32 +289,34 @@ class FeaturePages(ModelWorkflow):
         if "places" in self.nodes:
             yield from place_views(self.result("places").load(), count > 0, self.dictionary.name)
 
-    def _told(self, one: xr.Dataset, n_tokens: int) -> dict[str, Any]:
-        """A feature of the overview."""
-        feature = FeatureId(self.layer, int(one["feature"]))
+    def _feature_record(self, statistics: xr.Dataset, n_tokens: int) -> dict[str, Any]:
+        """Row of the overview: label, frequency (share of `n_tokens`) and activations of one feature."""
+        feature = FeatureId(self.layer, int(statistics["feature"]))
         return {
             "layer": feature.layer,
             "index": feature.index,
             "label": self._label(feature),
-            "frequency": int(one["firing_count"]) / n_tokens,
-            "max_activation": float(one["max_activation"]),
-            "mean_activation": float(one["mean_activation"]),
+            "frequency": int(statistics["firing_count"]) / n_tokens,
+            "max_activation": float(statistics["max_activation"]),
+            "mean_activation": float(statistics["mean_activation"]),
         }
 
     def _label(self, feature: FeatureId) -> str:
-        """What people call it; what it writes, and the token it is strongest at."""
-        told = [f'"{self.labels[feature].text}"'] if feature in self.labels else []
+        """A person's label if there is one, the token whose logit the feature raises most, and the token of
+        its largest activation."""
+        parts = [f'"{self.labels[feature].text}"'] if feature in self.labels else []
         words = self.material.vocabulary
         if "logits" in self.nodes:
             raised = self.result("logits")["raised"].sel(feature=feature.index).values
-            told.append(f"writes '{format_token(words[int(raised[0])])}'")
+            parts.append(f"writes '{format_token(words[int(raised[0])])}'")
         token = int(self.result("strongest")["token"].sel(feature=feature.index).values[0])
         if token >= 0:
-            told.append(f"fires on '{format_token(words[int(self.material.token_id[token])])}'")
-        return ", ".join(told) or "silent here"
+            parts.append(f"fires on '{format_token(words[int(self.material.token_id[token])])}'")
+        return ", ".join(parts) or "silent here"
 
     def _frequencies(self, count: Any, n_tokens: int) -> xr.DataArray:
-        """Features by the share of tokens: [which, share_of_tokens], in bins of one factor."""
+        """Number of features by the share of tokens at which they are active, [which, share_of_tokens], in 30
+        bins of equal width in log10; features that are active nowhere are left out."""
         shares = np.log10(count[count > 0] / n_tokens)
         low = np.floor(np.log10(1 / n_tokens))
         counts, edges = np.histogram(shares, 30, (low, 0))

@@ -1,6 +1,7 @@
-"""What is shown of a crosscoder: how its features share the places they are written to.
+"""Views of a crosscoder: how its features' decoder norms are spread over the places they are written to.
 
-Border: norms by place, and which features are active in a corpus, in; views out.
+A place is one hook point of one model. Border: decoder norms by place and the mask of features that are
+active in a corpus in; views out.
 """
 
 from __future__ import annotations
@@ -21,33 +22,39 @@ if TYPE_CHECKING:
 __all__ = ["place_views"]
 
 BINS = 20
-"""Of the histogram of relative norms."""
+"""Number of bins of the histogram of relative norms."""
 
 
 def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> Iterator[View]:
-    """A row per place; of two models how many features are one's alone, and the relative norms.
+    """A table with a row per place and, for a crosscoder of two models, the histogram of relative norms.
 
-    norms: as `place_norms` gives them. alive: features that are active somewhere, which alone are counted.
-    name: of the crosscoder.
+    Arguments:
+        norms: result of the stage `place_norms`: norm [place, feature], and relative_norm [feature] for two
+            models.
+        alive: mask of the features that are active somewhere in the corpus, bool [feature]; the others are
+            left out.
+        name: name of the crosscoder, for titles.
     """
     shown = norms.sel(feature=norms["feature"].values[alive])
     norm = shown["norm"].values
+    # Index of the place of each feature's largest norm.
     largest = norm.argmax(axis=0)
     rows = [
         {
             "place": place,
-            "mean_norm": float(each.mean()) if len(each) else 0.0,
-            "strongest": int((largest == number).sum()) if norm.size else 0,
+            "mean_norm": float(place_norm.mean()) if len(place_norm) else 0.0,
+            "strongest": int((largest == i).sum()) if norm.size else 0,
         }
-        for number, (place, each) in enumerate(zip(norms["place"].values.tolist(), norm, strict=True))
+        for i, (place, place_norm) in enumerate(zip(norms["place"].values.tolist(), norm, strict=True))
     ]
     yield Table.of(
         rows,
         ("place", "place"),
         ("mean norm", "mean_norm", ".3f"),
-        ("written to most", "strongest", "d"),
-        title=f"Where features of {name} are written to",
-        caption="Norms in units of the spread of the states there; of features that are active somewhere.",
+        ("features with their largest norm here", "strongest", "d"),
+        title=f"Decoder norms of {name} by place",
+        caption="Decoder norms after scaling the states of all places to a common size; only features that "
+        "are active somewhere in the corpus.",
         json={"places": rows},
     )
     if "relative_norm" not in norms:
@@ -57,22 +64,27 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     yield Data(json={"models": counts})
     histogram = Lines.of(
         _histogram(relative),
-        "Share of the second model in what features write",
-        f"Of {len(relative):,} features that are active, {counts['first_alone']:,} are written to the first "
-        f"model alone (up to {EXCLUSIVE:g}), {counts['second_alone']:,} to the second, {counts['shared']:,} "
-        "to both. A model against itself is the control.",
+        "Relative norm: the second model's share of a feature's decoder norms",
+        f"Of {len(relative):,} active features, {counts['first_alone']:,} are written to the first model "
+        f"alone (relative norm up to {EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from "
+        f"{1 - EXCLUSIVE:g}), {counts['shared']:,} to both. No control is run here; a crosscoder of a model "
+        "against itself is one.",
     )
     yield from together("relative_norms", f"Features of {name}", histogram, caption=histogram.caption)
 
 
 def exclusive(relative: npt.NDArray[Any]) -> dict[str, int]:
-    """How many features are written to the first model alone, to the second, to both, by relative norm."""
-    first, second = int((relative <= EXCLUSIVE).sum()), int((relative >= 1 - EXCLUSIVE).sum())
-    return {"first_alone": first, "second_alone": second, "shared": len(relative) - first - second}
+    """Numbers of features of a crosscoder of two models: first_alone, second_alone and shared.
+
+    relative: the second model's share of each feature's decoder norms, 0 to 1, [feature]; up to `EXCLUSIVE` a
+    feature counts as the first model's alone, from 1 - `EXCLUSIVE` on as the second's.
+    """
+    n_first, n_second = int((relative <= EXCLUSIVE).sum()), int((relative >= 1 - EXCLUSIVE).sum())
+    return {"first_alone": n_first, "second_alone": n_second, "shared": len(relative) - n_first - n_second}
 
 
 def _histogram(relative: npt.NDArray[Any]) -> xr.DataArray:
-    """Features by relative norm: [which, relative_norm]."""
+    """Number of features per bin of relative norm, [which, relative_norm]."""
     counts, edges = np.histogram(relative, BINS, (0, 1))
     centres = (edges[:-1] + edges[1:]) / 2
     return labelled(counts[None].astype(np.float64), "features", which=["features"], relative_norm=centres)

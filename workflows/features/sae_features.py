@@ -1,8 +1,9 @@
 """Which features of a sparse autoencoder are active in a prompt, and how much variance do they explain?
 
-Runs the prompt once, encodes what the autoencoder's hook point holds, and lists the strongest features of one
-position, with the reconstruction's error over all positions (stages/features/effects/activity.py). Works for
-transcoders too; of dictionaries with several layers one is told.
+Runs the prompt once, encodes the activations at the autoencoder's hook point, and lists the strongest
+features of one position, with the reconstruction error over all positions
+(stages/features/effects/activity.py). Works for transcoders too; of a dictionary with several layers one is
+shown.
 """
 
 from __future__ import annotations
@@ -37,20 +38,22 @@ __all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
 @dataclass(frozen=True)
 class SaeFeaturesSettings(ModelSettings):
-    """What `--set` can change."""
+    """Settings of `sae_features`."""
 
     dictionary: str = setting("", "autoencoder: directory or org/repo; none: specimen/sae")
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
-    layer: int | None = setting(None, "layer told, of dictionaries with several; none: the middle one")
+    layer: int | None = setting(None, "layer of a dictionary with several layers; none: the middle one")
     position: int | str = setting(
-        "last", 'position told: an index, "first", "last", or a phrase of the prompt'
+        "last", 'position whose features are listed: an index, "first", "last", or a phrase of the prompt'
     )
-    top_k: Count = setting(10, "features listed")
-    zero_positions: Natural = setting(0, "first positions without features, left out of the error too")
+    top_k: Count = setting(10, "number of features listed")
+    zero_positions: Natural = setting(
+        0, "number of first positions without features; they are left out of the error too"
+    )
 
 
 class SaeFeatures(ModelWorkflow):
-    """One prompt through a dictionary."""
+    """Active features and reconstruction error of a sparse autoencoder on one prompt."""
 
     name = "sae_features"
     question = (
@@ -62,42 +65,49 @@ class SaeFeatures(ModelWorkflow):
     settings: SaeFeaturesSettings
 
     def plan(self) -> Nodes:
-        """What the dictionary finds active in the prompt."""
-        given = self.settings
-        self.prompt, _ = fact(given.model, given.prompt, "")
+        """Nodes of the active features of the prompt and of their labels.
+
+        Raises:
+            ConfigError: without a dictionary for a model other than the specimen.
+            PromptError: where `zero_positions` leaves no token of the prompt.
+        """
+        settings = self.settings
+        self.prompt, _ = fact(settings.model, settings.prompt, "")
         self.encoding = encoded(self.subject, self.prompt)
-        self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
+        self.dictionary = dictionary_of(settings.dictionary, settings.model, "sae")
         self.dictionary.require_fit(self.subject.config, self.subject.name)
         layers = self.dictionary.layers
-        self.layer = layers[len(layers) // 2] if given.layer is None else given.layer
-        self.hook = str(self.dictionary.read_hook(self.layer))  # refuses a layer it does not have
-        self.position = position_of(self.encoding, given.position)
-        if given.zero_positions >= len(self.encoding.ids):
+        self.layer = layers[len(layers) // 2] if settings.layer is None else settings.layer
+        # `read_hook` raises for a layer that the dictionary does not have.
+        self.hook = str(self.dictionary.read_hook(self.layer))
+        self.position = position_of(self.encoding, settings.position)
+        if settings.zero_positions >= len(self.encoding.ids):
             raise PromptError(
-                f"expected a prompt of more than {given.zero_positions} tokens, as so many first positions "
-                f"are left out, found {len(self.encoding.ids)}; lengthen it, or lower zero_positions"
+                f"expected a prompt of more than {settings.zero_positions} tokens, as zero_positions leaves "
+                f"out that many first positions, found {len(self.encoding.ids)}; use a longer prompt or "
+                "lower zero_positions"
             )
         names = self.dictionary.name, self.dictionary.identity
-        activity = self.on_model(FeatureActivity(tuple(self.encoding.ids), *names, given.zero_positions))
-        words = active_words(self.subject, self.dictionary, activity, most=given.top_k)
+        activity = self.on_model(FeatureActivity(tuple(self.encoding.ids), *names, settings.zero_positions))
+        words = active_words(self.subject, self.dictionary, activity, most=settings.top_k)
         return {"activity": activity, **words}
 
     @cached_property
     def activity(self) -> xr.Dataset:
         """Active features of the selected layer, [active]."""
-        found = self.result("activity").load()
-        return found.isel(active=found["active_layer"].values == self.layer).sel(layer=self.layer)
+        activity = self.result("activity").load()
+        return activity.isel(active=activity["active_layer"].values == self.layer).sel(layer=self.layer)
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """What the strongest features are called."""
+        """Labels of the strongest features."""
         words = self.result("words").load() if "words" in self.nodes else None
-        found = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
-        return found.called(labels_of(self.store, self.dictionary))
+        labels = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
+        return labels.called(labels_of(self.store, self.dictionary))
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """See `Workflow`."""
+        """Labels that people gave to the shown features; see `Workflow.spoken`."""
         return self.labels.spoken
 
     @property
@@ -106,26 +116,28 @@ class SaeFeatures(ModelWorkflow):
         return named(self.subject, self.encoding.ids)
 
     def top(self, position: int) -> list[dict[str, Any]]:
-        """The strongest features of a position, largest first; equal ones by index."""
-        here = self.activity.isel(active=self.activity["active_position"].values == position)
-        value = here["activation"].values
-        order = np.lexsort((here["active_feature"].values, -value))[: self.settings.top_k]
+        """The `top_k` strongest features of a position, largest activation first, then by index: records with
+        layer, index, label, activation and decoder_norm."""
+        at_position = self.activity.isel(active=self.activity["active_position"].values == position)
+        value = at_position["activation"].values
+        # `lexsort` sorts by its last key first.
+        order = np.lexsort((at_position["active_feature"].values, -value))[: self.settings.top_k]
         return [
             {
-                **self.labels.json(FeatureId(self.layer, int(here["active_feature"][i]))),
+                **self.labels.json(FeatureId(self.layer, int(at_position["active_feature"][i]))),
                 "activation": float(value[i]),
-                "decoder_norm": float(here["decoder_norm"][i]),
+                "decoder_norm": float(at_position["decoder_norm"][i]),
             }
             for i in order.tolist()
         ]
 
     def views(self) -> Iterator[View]:
-        """The strongest features of the position; the strongest of all positions, token by token."""
-        found, names, first = self.activity, self.tokens, self.settings.zero_positions
-        read = found.isel(position=slice(first, None))
-        where = f"positions from {first} on" if first else "all positions"
-        counts = np.bincount(found["active_position"].values, minlength=len(names))
-        told = [
+        """Table of the strongest features of the position, and activations of features by token."""
+        activity, names, n_skipped = self.activity, self.tokens, self.settings.zero_positions
+        read = activity.isel(position=slice(n_skipped, None))
+        where = f"positions from {n_skipped} on" if n_skipped else "all positions"
+        counts = np.bincount(activity["active_position"].values, minlength=len(names))
+        positions = [
             {"position": i, "token": token, "active": counts[i], "top": self.top(i)}
             for i, token in enumerate(names)
         ]
@@ -140,35 +152,39 @@ class SaeFeatures(ModelWorkflow):
         }
         yield Data(json=about)
         yield Table.of(
-            told[self.position]["top"],
-            ("feature", lambda one: FeatureId(one["layer"], one["index"]), str),
+            positions[self.position]["top"],
+            ("feature", lambda row: FeatureId(row["layer"], row["index"]), str),
             ("", "label"),
             ("activation", "activation", ".4f"),
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
             f"'{format_token(names[self.position])}' ({self.position})",
-            caption=f"{counts[self.position]} active here, {counts[first:].mean():.1f} on average; over "
-            f"{where} MSE {about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % "
-            "of the variance unexplained",
-            json={"positions": told},
+            caption=f"{counts[self.position]} features are active at this token, "
+            f"{counts[n_skipped:].mean():.1f} per token on average. Reconstruction over {where}: MSE "
+            f"{about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % of the variance "
+            "unexplained",
+            json={"positions": positions},
         )
+        # The first token, an attention sink, would fill the rows with features of its own.
+        shown_positions = positions[1:] or positions
         grid = Heatmap.of(
-            self._grid({one["index"] for here in told[1:] or told for one in here["top"][:3]}),
-            "The strongest features, by token",
-            "All that are among the three strongest of some token but the first, an attention sink; ordered "
-            "by where they peak.",
+            self._grid({row["index"] for position in shown_positions for row in position["top"][:3]}),
+            "Activations of the strongest features, by token",
+            "Features among the three strongest of any token but the first, which is an attention sink; "
+            "ordered by the token of their largest activation.",
             low=0.0,
         ).without_first_token()
         title = f"Features active at {self.hook} of {self.subject.name}"
         yield from together("sae_features", title, grid, caption=grid.caption)
 
-    def _grid(self, chosen: set[int]) -> xr.DataArray:
-        """Activations of some features, [feature, token], 0 where silent; the earliest peak first."""
-        found, features = self.activity, np.array(sorted(chosen), np.int64)
+    def _grid(self, feature_ids: set[int]) -> xr.DataArray:
+        """Activations of the features, float32 [feature, token], 0 where inactive; rows ordered by the
+        position of their largest activation."""
+        activity, features = self.activity, np.array(sorted(feature_ids), np.int64)
         values = np.zeros((len(features), len(self.tokens)), np.float32)
-        here = np.isin(found["active_feature"].values, features)
-        rows = np.searchsorted(features, found["active_feature"].values[here])
-        values[rows, found["active_position"].values[here]] = found["activation"].values[here]
+        selected = np.isin(activity["active_feature"].values, features)
+        rows = np.searchsorted(features, activity["active_feature"].values[selected])
+        values[rows, activity["active_position"].values[selected]] = activity["activation"].values[selected]
         order = np.argsort(values.argmax(axis=1), kind="stable")
         return labelled(
             values[order],
@@ -181,9 +197,15 @@ class SaeFeatures(ModelWorkflow):
 
 
 def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
-    """A dictionary by name; without one that which ships for the specimen ("sae" or "clt").
+    """Opens a dictionary without its weights.
 
-    Raises ConfigError for another model without a dictionary.
+    Arguments:
+        name: directory or org/repo; "" for the dictionary that ships with the specimen.
+        model: model that the dictionary is for.
+        shipped: "sae", "clt" or another dictionary of the specimen, used when `name` is empty.
+
+    Raises:
+        ConfigError: for an empty name with a model other than "specimen".
     """
     if not name and model != "specimen":
         raise ConfigError(

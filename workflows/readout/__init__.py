@@ -1,1 +1,2 @@
-"""Questions about what can be read off a state: next tokens, what wrote them, labels, counts."""
+"""Workflows that decode hidden states: logit lens, direct logit attribution, linear probes, character
+counts."""

@@ -3,15 +3,16 @@
 The curve of mean states by character count, with controls.
 
 Prose is wrapped at several widths; the residual stream after every layer is averaged over all tokens that
-start c characters into their line (stages/geometry/character_count.py). A model that counts characters
-lays these means out along a curve that winds through few dimensions: top components explain most of the
-variance, and the cosine between two means rises and falls with their distance ("ringing"). Controls:
-counts shuffled among tokens, and a linear read-out of the count scored on prompts it was not fitted to.
+start c characters into their line (stages/geometry/character_count.py). In a model that counts characters
+these means lie on a curve that winds through a few dimensions: the first principal components explain most of
+the variance, and the cosine between two means rises and falls with the difference of their counts
+("ringing"). Controls: counts shuffled among tokens, and a linear regression of the count on the states,
+scored on held-out prompts.
 
-The protocol is candle-mi's `character_count_helix` (after Gurnee et al. 2025), with four repairs: lengths
-are characters, not bytes; text is cut into contexts at line starts only, so that no token's count lies
-outside what the model can see; line breaks themselves are left out of the means; means are centred before
-projecting and before taking cosines (`centre=false` gives the original's uncentred numbers).
+The protocol is candle-mi's `character_count_helix` (after Gurnee et al. 2025), with four corrections: lengths
+are in characters, not bytes; text is cut into contexts only at starts of lines, so that the whole line before
+a token is in its context; tokens that are line breaks are left out of the means; means are centred before
+projections and cosines are computed (`centre=false` gives the uncentred numbers of the original).
 """
 
 from __future__ import annotations
@@ -46,32 +47,38 @@ __all__ = ["CharacterCountHelix", "CharacterCountHelixSettings", "line_corpus"]
 
 
 CHARACTERS = 24_000
-"""Characters of the shipped prose that are enough to see the helix, in seconds on a laptop."""
+"""Number of characters of the shipped prose that are read by default: enough to see the helix, computed in
+seconds on a laptop."""
 
 
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
-    """What `--set` can change."""
+    """Settings of `character_count_helix`."""
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
         None,
-        f"of each text, how many to read; 0: all; none: {CHARACTERS:,} of the shipped prose, all of others",
+        f"number of characters read of each text; 0: all; none: {CHARACTERS:,} of the shipped prose, all of "
+        "other texts",
     )
-    widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
-    max_count: Natural = setting(0, "largest character count; 0 means the largest width")
-    min_count: Natural = setting(1, "leave out the first positions of a line")
-    min_tokens: Natural = setting(30, "leave out counts seen in fewer tokens")
-    line_breaks: bool = setting(False, "let tokens that are line breaks take part, as candle-mi does")
-    context: Natural = setting(0, "tokens per forward pass; 0 means the model's context, at most 4096")
-    layers: tuple[int, ...] = setting((), "layers to study; none means all")
-    show: int = setting(-1, "layer to draw; -1: the one whose count reads off best")
-    components: Count = setting(6, "principal components")
-    centre: bool = setting(True, "subtract the mean of the means before projecting and taking cosines")
-    seed: Natural = setting(0, "of the shuffled control")
-    preset: str = setting("", "what is left at its default is the preset's: gemma2-2b, as published")
-    stop: Natural = setting(0, "layers more to compute, after those that are stored; 0: all")
-    jsonl: str = setting("", "folder for a line of JSON per layer, written as soon as the layer is done")
+    widths: tuple[AtLeastTwo, ...] = setting(
+        (30, 40, 50, 60, 70, 80), "line widths to wrap at, in characters"
+    )
+    max_count: Natural = setting(0, "largest character count; 0: the largest width")
+    min_count: Natural = setting(1, "smallest character count; tokens nearer to the line start are left out")
+    min_tokens: Natural = setting(30, "smallest number of tokens of a count; rarer counts are left out")
+    line_breaks: bool = setting(False, "include tokens that are line breaks, as candle-mi does")
+    context: Natural = setting(0, "number of tokens per prompt; 0: the model's context, at most 4096")
+    layers: tuple[int, ...] = setting((), "layers to analyse; none: all")
+    show: int = setting(-1, "layer to draw; -1: the layer with the largest R2 of the count")
+    components: Count = setting(6, "number of principal components")
+    centre: bool = setting(True, "subtract the mean over counts before projections and cosines are computed")
+    seed: Natural = setting(0, "seed of the shuffled control")
+    preset: str = setting(
+        "", 'published protocol that replaces settings at their defaults: "gemma2-2b"; none: no preset'
+    )
+    stop: Natural = setting(0, "number of layers to compute in this run, besides stored ones; 0: all")
+    jsonl: str = setting("", "folder for one JSON file per layer, written when the layer is computed")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -82,26 +89,36 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "line_breaks": True,
     }
 }
-"""Published protocols. That of Gurnee et al. as candle-mi ran it; its 30 chapters of Dickens: text=FOLDER."""
+"""Settings of published protocols, by name: that of Gurnee et al. as candle-mi ran it. Its corpus, 30
+chapters of Dickens, is not shipped; pass it as text=FOLDER."""
 
 
 def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSettings:
-    """Settings with those of their preset in place of defaults. Raises ConfigError for an unknown one."""
+    """A copy of the settings in which the preset's values replace those at their defaults.
+
+    Raises ConfigError for an unknown preset.
+    """
     if not settings.preset:
         return settings
     defaults = {field.name: field.default for field in fields(settings)}
-    chosen = preset_of(settings.preset, PRESETS)
+    preset = preset_of(settings.preset, PRESETS)
     return replace(
         settings,
-        **{name: value for name, value in chosen.items() if getattr(settings, name) == defaults[name]},
+        **{name: value for name, value in preset.items() if getattr(settings, name) == defaults[name]},
     )
 
 
 def line_corpus(subject: Subject, texts: list[str], widths: tuple[int, ...], context: int) -> PackedTokens:
-    """Every text wrapped at every width and cut at line starts into prompts of at most `context` tokens.
+    """Tokens of texts that are wrapped at every width and cut at line starts into prompts.
 
-    Prompts come in a mixed order: counts are shuffled segment by segment, and a segment of one width would
-    leave the control with what high counts and wide lines have in common.
+    Arguments:
+        subject: model whose tokenizer encodes the texts.
+        texts: texts to wrap.
+        widths: line widths in characters.
+        context: largest number of tokens of a prompt, special tokens included.
+
+    Returns:
+        Packed prompts in random order, the same in every call.
     """
     pieces: list[str] = []
     room = context - subject.special_tokens
@@ -109,12 +126,14 @@ def line_corpus(subject: Subject, texts: list[str], widths: tuple[int, ...], con
         for width in widths:
             wrapped = wrap(text, width)
             pieces += pack_lines(wrapped, subject.starts(wrapped), room)
-    mixed = np.random.default_rng(0).permutation(len(pieces))
-    return subject.pack([pieces[i] for i in mixed])
+    # The control shuffles counts within a segment of the corpus. With one width per segment, shuffled counts
+    # would still be large where lines are wide.
+    order = np.random.default_rng(0).permutation(len(pieces))
+    return subject.pack([pieces[i] for i in order])
 
 
 class CharacterCountHelix(ModelWorkflow):
-    """Wrapped prose through the model, averaged by character count."""
+    """Geometry of the mean residual stream by character count in the line, with shuffled controls."""
 
     name = "character_count_helix"
     question = "How does the residual stream encode the position in a line?"
@@ -123,76 +142,81 @@ class CharacterCountHelix(ModelWorkflow):
     settings: CharacterCountHelixSettings
 
     geometry = loaded("geometry")
-    """Curve of each layer, `count_geometry`."""
+    """Result of `count_geometry`, in memory: PCA, cosines and ringing of the means by count, for each
+    layer."""
     control = loaded("control")
-    """The same with counts shuffled among tokens."""
+    """Like `geometry`, computed with counts shuffled among tokens."""
 
     def __init__(self, settings: CharacterCountHelixSettings, model: Model | None = None) -> None:
         super().__init__(with_preset(settings), model)
 
     def plan(self) -> Nodes:
-        """Every layer, of the text wrapped."""
-        given = self.settings
-        if given.jsonl and Path(given.jsonl).expanduser().is_file():
-            raise ConfigError(f"expected a folder for the lines of layers, found the file {given.jsonl!r}")
-        self.max_count = given.max_count or max(given.widths)
-        context = given.context or min(self.subject.config.context_length, 4096)
-        own = 0 if given.text else CHARACTERS
-        most = own if given.characters is None else given.characters
-        texts = [text[: most or None] for text in read_texts(given.text)]
-        self.context, self.tokens = context, line_corpus(self.subject, texts, given.widths, context)
-        self.layers = given.layers or tuple(range(self.subject.config.num_layers))
-        return self._of(self.layers)
+        """Nodes of the analysis of all layers. Raises ConfigError if `jsonl` is a file."""
+        settings = self.settings
+        if settings.jsonl and Path(settings.jsonl).expanduser().is_file():
+            raise ConfigError(f"expected a folder for the lines of layers, found the file {settings.jsonl!r}")
+        self.max_count = settings.max_count or max(settings.widths)
+        context = settings.context or min(self.subject.config.context_length, 4096)
+        default_length = 0 if settings.text else CHARACTERS
+        max_length = default_length if settings.characters is None else settings.characters
+        texts = [text[: max_length or None] for text in read_texts(settings.text)]
+        self.context, self.tokens = context, line_corpus(self.subject, texts, settings.widths, context)
+        self.layers = settings.layers or tuple(range(self.subject.config.num_layers))
+        return self._nodes_of(self.layers)
 
-    def _of(self, layers: Sequence[int]) -> Nodes:
-        """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
-        given, tokens = self.settings, self.tokens
+    def _nodes_of(self, layers: Sequence[int]) -> Nodes:
+        """Nodes of the geometry with true and with shuffled counts, and of the linear regression of the
+        count, for some layers."""
+        settings, tokens = self.settings, self.tokens
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
-        count = column(token_counts(tokens, line_breaks=given.line_breaks), "token", "count")
+        count = column(token_counts(tokens, line_breaks=settings.line_breaks), "token", "count")
         prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
-        chosen = {"max_count": self.max_count, "shuffle_seed": given.seed}
-        sums = count_sums.on(states=states, count=count, **chosen)
-        shape: dict[str, Any] = {
-            "n_components": given.components,
-            "min_count": given.min_count,
-            "min_tokens": given.min_tokens,
-            "centre": given.centre,
+        counting = {"max_count": self.max_count, "shuffle_seed": settings.seed}
+        sums = count_sums.on(states=states, count=count, **counting)
+        geometry: dict[str, Any] = {
+            "n_components": settings.components,
+            "min_count": settings.min_count,
+            "min_tokens": settings.min_tokens,
+            "centre": settings.centre,
         }
         return {
-            "geometry": count_geometry.on(sums=sums, **shape),
-            "control": count_geometry.on(sums=sums, counts="shuffled", **shape),
-            "decodability": decodability.on(states=states, count=count, prompt=prompt, **chosen),
+            "geometry": count_geometry.on(sums=sums, **geometry),
+            "control": count_geometry.on(sums=sums, counts="shuffled", **geometry),
+            "decodability": decodability.on(states=states, count=count, prompt=prompt, **counting),
         }
 
     def run(self, store: Store, **options: Any) -> Self:
-        """As every workflow; layer by layer where `stop` or `jsonl` asks for that, then of the layers there
-        are. What is stored is not computed again, so that the same command goes on."""
-        given = self.settings
-        if given.stop or given.jsonl:
-            done, new = [], 0
+        """Computes the results; see `Workflow.run` for `options`.
+
+        With `stop` or `jsonl`, layers are computed one after another, and the results are those of the layers
+        that are stored then. Stored layers are not computed again, so that the same command continues.
+        """
+        settings = self.settings
+        if settings.stop or settings.jsonl:
+            stored_layers, n_computed = [], 0
             for layer in self.layers:
-                nodes = self._of([layer])
+                nodes = self._nodes_of([layer])
                 with one_look():
                     is_stored = all(node.status(store).is_cached for node in nodes.values())
-                if not is_stored and given.stop and new == given.stop:
+                if not is_stored and settings.stop and n_computed == settings.stop:
                     break
-                new += not is_stored
+                n_computed += not is_stored
                 run(nodes.values(), store, **options)
                 self._write(layer, nodes, store)
-                done.append(layer)
-            self.nodes = self._of(done)
+                stored_layers.append(layer)
+            self.nodes = self._nodes_of(stored_layers)
         return super().run(store, **options)
 
     def _write(self, layer: int, nodes: Nodes, store: Store) -> None:
-        """The line of a layer, in a file of its own that is there as a whole or not at all."""
+        """Writes the JSON line of a layer into `jsonl`, if set, as a file of its own."""
         if not self.settings.jsonl:
             return
         folder = Path(self.settings.jsonl).expanduser()
         ratio = nodes["geometry"].open(store)["explained_variance_ratio"].isel(layer=0).values
         keys = [key.digest for node in nodes.values() if (key := node.key(store)) is not None]
         notes = [note for key in keys for note in store.provenance(key)]
-        told = {
+        record = {
             "layer": layer,
             "explained_variance": ratio.tolist(),
             "total_variance_top6": float(ratio.sum()),
@@ -203,30 +227,33 @@ class CharacterCountHelix(ModelWorkflow):
             "keys": keys,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".layer_{layer:02d}.part"
-        part.write_text(json.dumps(told) + "\n", "utf-8")
-        part.replace(folder / f"layer_{layer:02d}_variance.jsonl")
+        # Written under another name first: a reader never sees half a file.
+        unfinished = folder / f".layer_{layer:02d}.part"
+        unfinished.write_text(json.dumps(record) + "\n", "utf-8")
+        unfinished.replace(folder / f"layer_{layer:02d}_variance.jsonl")
 
     @cached_property
     def r2(self) -> xr.DataArray:
-        """Held-out R2 of a linear read-out of the count, [layer, counts]."""
+        """R2 on held-out prompts of a linear regression of the count on the states, [layer, counts], in
+        memory; counts is "true" or "shuffled"."""
         return self.result("decodability")["r2"].load()
 
     @property
     def layer(self) -> int:
-        """The layer shown: as set, else the one whose count reads off best."""
-        given = self.settings
-        is_later = given.stop > 0 and given.show not in self.geometry["layer"].values
-        if given.show >= 0 and not is_later:
-            return int(given.show)
+        """The layer to draw: `show`, or else the layer with the largest R2 of the true counts."""
+        settings = self.settings
+        # With `stop`, the layer to show may not be computed yet.
+        is_missing = settings.stop > 0 and settings.show not in self.geometry["layer"].values
+        if settings.show >= 0 and not is_missing:
+            return int(settings.show)
         best = self.r2.sel(counts="true").fillna(-np.inf).argmax("layer")
         return int(self.r2["layer"][int(best)])
 
     def document(self, layer: int) -> dict[str, Any]:
-        """A layer in the fields of candle-mi's example, the ringing, and the controls.
+        """Results of a layer under the field names of candle-mi's example, with ringing and controls.
 
-        `projections` and `cosine_similarity` are of centred means iff `centred`; mean_projection is what
-        centring took away: uncentred projections are `projections` + `mean_projection`.
+        `projections` and `cosine_similarity` are those of centred means if `centred` is true. Uncentred
+        projections are then `projections` + `mean_projection`.
         """
         part, control = self.geometry.sel(layer=layer), self.control.sel(layer=layer)
         ratio = part["explained_variance_ratio"].values
@@ -255,34 +282,41 @@ class CharacterCountHelix(ModelWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
-        shown, layers, found = self.layer, self.geometry["layer"].values.tolist(), self.geometry
-        told = [self.document(layer) for layer in layers]
-        tokens, counts = int(found["n"].sum()), found["count"].values
-        yield Data(json={"shown_layer": shown, "results": told})
+        """Table of all layers; ringing, cosines and principal components of one layer; R2 and variance of all
+        layers."""
+        shown, layers, geometry = self.layer, self.geometry["layer"].values.tolist(), self.geometry
+        documents = [self.document(layer) for layer in layers]
+        tokens, counts = int(geometry["n"].sum()), geometry["count"].values
+        yield Data(json={"shown_layer": shown, "results": documents})
         yield Table.of(
-            told,
+            documents,
             ("layer", "layer", "d"),
             *((f"PC{k + 1}", partial(_component, k), ".1%") for k in range(3)),
             (f"top {self.settings.components}", "total_variance_top6", ".1%"),
             ("(shuffled)", "total_variance_top6_shuffled", ".1%"),
-            ("lowest cos", lambda one: min(one["ringing"].values()), "+.2f"),
-            ("(shuffled)", lambda one: min(one["ringing_shuffled"].values()), "+.2f"),
-            ("R²", lambda one: float(one["r2"]), "+.2f"),
-            ("(shuffled)", lambda one: float(one["r2_shuffled"]), "+.2f"),
-            strong=lambda one: one["layer"] == shown,
+            ("lowest cos", lambda document: min(document["ringing"].values()), "+.2f"),
+            ("(shuffled)", lambda document: min(document["ringing_shuffled"].values()), "+.2f"),
+            ("R²", lambda document: float(document["r2"]), "+.2f"),
+            ("(shuffled)", lambda document: float(document["r2_shuffled"]), "+.2f"),
+            strong=lambda document: document["layer"] == shown,
             title=f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at "
             f"{len(counts)} counts",
-            caption="share of the variance of the means; lowest mean cosine at any distance; linear read-out "
-            "of the count on held-out prompts; each also with counts shuffled among tokens",
+            caption="PC1, PC2, …: share of the variance of the means that a principal component explains; "
+            "lowest cos: mean cosine of two means at the distance at which it is smallest; R²: linear "
+            "regression of the count, on held-out prompts; (shuffled): control with counts shuffled among "
+            "tokens",
         )
-        shuffled = self.control["ringing"].reindex(offset=found["offset"])
-        both = stacked("counts", {"true": found["ringing"], "shuffled": shuffled})
+        shuffled = self.control["ringing"].reindex(offset=geometry["offset"])
+        both = stacked("counts", {"true": geometry["ringing"], "shuffled": shuffled})
         ringing_curves = both.assign_coords(counts=["true counts", "shuffled counts"])
-        numbered = found.assign_coords(component=[f"PC{k + 1}" for k in range(found.sizes["component"])])
+        numbered = geometry.assign_coords(
+            component=[f"PC{k + 1}" for k in range(geometry.sizes["component"])]
+        )
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
-        bands = f"Of {'centred ' if found.attrs['centred'] else ''}mean states. Bands beside the diagonal: "
-        bands += "the curve comes round again; without them it turns away."
+        bands = (
+            f"Cosines of {'centred ' if geometry.attrs['centred'] else ''}mean states. Positive bands beside "
+        )
+        bands += "the diagonal: the curve winds back to an earlier direction (ringing)."
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
         ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
         ringing, cosines, components = (
@@ -290,11 +324,11 @@ class CharacterCountHelix(ModelWorkflow):
             for title, caption, sources, make in (
                 (
                     "Ringing",
-                    "Mean cosine of two mean states by how far apart they are.",
+                    "Mean cosine of two mean states by the difference of their counts.",
                     ("geometry", "control"),
                     lambda layer: Lines.of(
                         ringing_curves.sel(layer=layer),
-                        x_name="characters apart",
+                        x_name="difference of the counts, in characters",
                         control="shuffled counts",
                         **ends,
                     ),
@@ -304,16 +338,16 @@ class CharacterCountHelix(ModelWorkflow):
                     bands,
                     ("geometry",),
                     lambda layer: Heatmap.of(
-                        found["cosine"].sel(layer=layer), low=-1.0, high=1.0, diverging=True, upward=True,
+                        geometry["cosine"].sel(layer=layer), low=-1.0, high=1.0, diverging=True, upward=True,
                         row_name="count", column_name="count", **square,
                     ),
                 ),
                 (
-                    "The curve, one component at a time",
-                    "Mean states projected on their principal components, on one scale.",
+                    "Principal components of the curve",
+                    "Projections of the mean states on their principal components, on a common scale.",
                     ("geometry",),
                     lambda layer: Lines.of(
-                        curves.sel(layer=layer), x_name="characters since the line began", apart=True
+                        curves.sel(layer=layer), x_name="characters since the line start", apart=True
                     ),
                 ),
             )
@@ -321,66 +355,71 @@ class CharacterCountHelix(ModelWorkflow):
         along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
         scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
-        marked = f"marked: layer {shown}, shown above"
+        marked = f"marked: layer {shown}, shown above; control: shuffled counts"
         readout = Lines.of(
-            scores, "Can the count be read off linearly?", marked, y_name="R² on held-out prompts", **along
+            scores, "Linear regression of the count", marked, y_name="R² on held-out prompts", **along
         )
         ratio = numbered["explained_variance_ratio"].transpose("component", "layer")
         dims = Lines.of(
             self._shares(ratio),
-            "How few dimensions hold the means?",
+            "Dimensions of the means",
             marked,
-            y_name="share of their variance",
+            y_name="share of the variance explained",
             **along,
         )
         variance = Bars.of(ratio[:6], "Variance of the means by component", stacked=True, low=0.0, high=1.02)
         yield from (ringing, cosines, components, readout, dims)
         yield Figure(
             name=f"character_count_helix_L{shown}",
-            title=f"Where in its line is a token? Mean states of {self.subject.name} after layer {shown}, "
-            f"{tokens:,} tokens by character count",
+            title=f"Mean states of {self.subject.name} after layer {shown} by character count in the line, "
+            f"{tokens:,} tokens",
             panels=(self._curve(shown), components, cosines, ringing, variance, readout),
         )
-        offsets = [d for d in (1, 2, 5, 10, 15, 20, 25, 30, 40, 49) if d in found["offset"].values]
-        here = both.sel(layer=shown)
+        offsets = [d for d in (1, 2, 5, 10, 15, 20, 25, 30, 40, 49) if d in geometry["offset"].values]
         yield Table.of(
-            here,
-            ("apart", lambda row: row["counts"].item()),
+            both.sel(layer=shown),
+            ("counts \\ difference", lambda row: row["counts"].item()),
             *((str(d), partial(_at, d), "+.2f") for d in offsets),
-            title=f"Ringing at layer {shown}: mean cosine of means so many characters apart",
+            title=f"Ringing in layer {shown}: mean cosine of two means by the difference of their counts",
         )
 
     def _shares(self, ratio: xr.DataArray) -> xr.DataArray:
-        """Share of the first components together; and of all of them with shuffled counts."""
+        """Cumulative shares of variance, [component, layer]: of the first, the first two, three and all
+        components, and of all components with shuffled counts.
+
+        ratio: share of variance of each component, [component, layer].
+        """
         import xarray as xr
 
         first_name, *more = ratio["component"].values
         names = [first_name, *(f"{first_name} to {name}" for name in more)]
         sums = ratio.cumsum("component").assign_coords(component=names)
         shuffled = self.control["explained_variance_ratio"].sum("component")
-        first = sums[sorted({0, 1, 2, len(names) - 1} & set(range(len(names))))]
-        return xr.concat([first, shuffled.expand_dims(component=["shuffled counts"])], "component")
+        drawn = sums[sorted({0, 1, 2, len(names) - 1} & set(range(len(names))))]
+        return xr.concat([drawn, shuffled.expand_dims(component=["shuffled counts"])], "component")
 
     def _curve(self, layer: int) -> Curve:
+        """The mean states of a layer in the space of their first three principal components."""
         part = self.geometry.sel(layer=layer)
+        # Fewer than three components are padded with zeros.
         points = part["projection"].transpose("count", "component").values[:, :3]
         share = np.pad(part["explained_variance_ratio"].values, (0, 3))[:3]
         return Curve(
             title="Mean state at each count",
             points=np.pad(points, ((0, 0), (0, 3 - points.shape[1]))),
             values=part["count"].values,
-            value_name="characters since the line began",
+            value_name="characters since the line start",
             names=(f"PC1  {share[0]:.0%}", f"PC2  {share[1]:.0%}", f"PC3  {share[2]:.0%}"),
         )
 
 
-def _component(k: int, told: dict[str, Any]) -> float | None:
+def _component(k: int, document: dict[str, Any]) -> float | None:
     """Share of variance of component k; None beyond the computed components."""
-    ratio = told["explained_variance"]
+    ratio = document["explained_variance"]
     return float(ratio[k]) if k < len(ratio) else None
 
 
-def _at(apart: int, ringing: xr.DataArray) -> float | None:
-    """Mean cosine so many characters apart; None where no means are."""
-    found = float(ringing.sel(offset=apart))
-    return None if np.isnan(found) else found
+def _at(offset: int, ringing: xr.DataArray) -> float | None:
+    """Mean cosine of two means whose counts differ by `offset`; None if no counts do."""
+    cosine = float(ringing.sel(offset=offset))
+    return None if np.isnan(cosine) else cosine

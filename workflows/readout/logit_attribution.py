@@ -1,17 +1,16 @@
 """Which layers, heads and neurons make the model say what it says? Direct logit attribution over prompts.
 
-Captures what every layer adds to the residual stream at the last token of each prompt, and splits the logit
-of the answer, minus that of the most likely other token, into their shares (stages/logits/attribution.py,
-attribution_units.py). Shares, the biases of the readout included, sum to the difference of the logits; where
-a model soft-caps its logits, to the difference before the cap. Of RWKV there are shares of layers alone, as
-what its heads and neurons write goes through gates.
+Captures the output of every layer at the last token of each prompt, and splits a logit difference, the logit
+of the answer minus that of the most likely other token, into the contributions (shares) of the outputs
+(stages/logits/attribution.py, attribution_units.py). Shares and the biases of the readout sum to the logit
+difference, in models with a final soft cap to the difference before the cap. RWKV has shares of layers only:
+outputs of its heads and neurons are multiplied by gates.
 
-Defaults: the facts that ship with the specimen. Prompts without answers are asked about the token the model
-itself finds most likely. An answer of several tokens is followed by its first one.
+Defaults: the facts that ship with the specimen. For prompts without answers, the model's most likely token is
+attributed. Of an answer of several tokens the first one is attributed.
 
-With one layer's share comes a caution: a part may write a token's direction only for a later part to read or
-to cancel; direct shares say what reaches the readout, not what would change without it
-(`activation_patching`).
+A share is a direct effect: a component may write a token's direction only for a later component to read or
+to cancel. What would change without the component is measured by `activation_patching` and `ablation`.
 """
 
 from __future__ import annotations
@@ -45,19 +44,33 @@ if TYPE_CHECKING:
 __all__ = ["LogitAttribution", "LogitAttributionSettings"]
 
 ROWS = 12
-"""Prompts, and parts of a prompt, listed in the tables."""
+"""Largest number of rows of each table: prompts, or components of one prompt."""
 PARTS = (("attn_share", "attention"), ("mlp_share", "MLP"))
+"""Variable of the shares of each component of a layer, and its name in drawings."""
 
 
 @dataclass(frozen=True)
 class LogitAttributionSettings(AnswerSettings):
-    """What `--set` can change."""
+    """Settings of `logit_attribution`.
 
-    against: tuple[str, ...] = setting((), "what to tell it from, likewise; none: the likeliest other token")
-    difference: bool = setting(True, "attribute the difference of two logits; false: the answer's logit")
-    limit: Natural = setting(64, "how many of the shipped facts, from the first on; 0 takes all")
-    neurons: Natural = setting(10, "neurons kept per layer; 0: none, and their weights are not read")
-    figures: Natural = setting(1, "how many prompts get a figure of their own")
+    Raises:
+        ConfigError: for a number of answers or words in `against` that is neither 1 nor that of the prompts,
+            or for `against` without `difference`.
+    """
+
+    against: tuple[str, ...] = setting(
+        (),
+        "words whose logits are subtracted, one for each prompt or one for all; none: the most likely other "
+        "token",
+    )
+    difference: bool = setting(
+        True, "attribute the logit difference of two tokens; false: the answer's logit"
+    )
+    limit: Natural = setting(64, "number of shipped facts, from the first on; 0: all")
+    neurons: Natural = setting(
+        10, "number of neurons with the largest shares stored per layer; 0: none, MLP weights are not read"
+    )
+    figures: Natural = setting(1, "number of prompts that get a figure of their own")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +80,7 @@ class LogitAttributionSettings(AnswerSettings):
 
 
 class LogitAttribution(ModelWorkflow):
-    """The logits of answers, split."""
+    """Direct logit attribution: logits of answers as sums of shares of layers, heads and neurons."""
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons write the answer's logit?"
@@ -76,105 +89,115 @@ class LogitAttribution(ModelWorkflow):
     settings: LogitAttributionSettings
 
     def plan(self) -> Nodes:
-        """The tokens told apart, and what layers, heads and neurons have in their logits."""
+        """Nodes of the contrasted tokens and of the shares of layers, heads and neurons.
+
+        Raises:
+            ConfigError: for a model whose stream is not a sum of layer outputs, whose layers do not all have
+                the same components, or, with `neurons`, whose layers do not all have an MLP.
+        """
         self._require_sum()
         self._require_parts()
         self._require_neurons()
-        given, files, dtype = self.settings, self.subject.files, self.subject.dtype
-        self.texts, self.words = answered(given.prompts, given.answers, given.limit)
-        others = given.against * (len(self.texts) if len(given.against) == 1 else 1)
+        settings, files, dtype = self.settings, self.subject.files, self.subject.dtype
+        self.texts, self.words = answered(settings.prompts, settings.answers, settings.limit)
+        against = settings.against * (len(self.texts) if len(settings.against) == 1 else 1)
         tokens = self.subject.pack(self.texts)
         states = self.subject.capture(tokens, *self._hooks())
         readout = readout_node(files, dtype=dtype)
         pair = contrasted_tokens.on(
             final=states["resid_post"],
             targets=self._ids(tokens, self.words, MOST_LIKELY),
-            against=self._ids(tokens, others, MOST_LIKELY if given.difference else NONE),
+            against=self._ids(tokens, against, MOST_LIKELY if settings.difference else NONE),
             readout=readout,
         )
-        told: dict[str, Any] = {
+        contrast: dict[str, Any] = {
             "scale": states["ln_final_scale"],
             "targets": pair["target_id"],
             "against": pair["other_id"],
             "readout": readout,
         }
+        # Residual streams that do not start at the embedding have a form of the stage of their own.
         start = self.subject.config.stream_start.kind
         form = "" if start == "embed" else f"_{start}"
         form = form if self._has_mlps else "_of_mixers"
         written = {name: states[name] for name in self._written}
         layers = component_attribution.form(f"component_attribution{form}").on(
-            embed=states[start], **written, **told
+            embed=states[start], **written, **contrast
         )
         nodes: Nodes = {"tokens": pair, "layers": layers}
 
         def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
-            """The units of one kind of part; where what they write is normed once more, by its scale."""
+            """Node of the shares of single heads or neurons; outputs that are normalised once more before
+            they are added to the stream are divided by the captured scale of that norm."""
             if self._has_post_norms:
                 states_of["post_scale"] = states[f"{norm}_post_scale"]
             weights = component_weights_node(files, which, dtype=dtype)
-            node: ResultNode = stage.on(weights=weights, **states_of, **told)
+            node: ResultNode = stage.on(weights=weights, **states_of, **contrast)
             return node
 
         if not self._has_units:
             return nodes | {"readout": readout}
         nodes["heads"] = units(head_attribution, "attention", "ln1", z=states["z"])
-        if top_k := given.neurons:
-            read = {"post_act": states["mlp_post_act"], "top_k": top_k}
-            nodes["neurons"] = units(neuron_attribution, "mlp", "ln2", **read)
+        if top_k := settings.neurons:
+            inputs = {"post_act": states["mlp_post_act"], "top_k": top_k}
+            nodes["neurons"] = units(neuron_attribution, "mlp", "ln2", **inputs)
         return nodes | {"readout": readout}
 
     def _require_sum(self) -> None:
-        """Raise ConfigError where norms stand on the stream, which is then not the sum of what is written."""
+        """Raises ConfigError for a model that normalises the residual stream itself: such a stream is not a
+        sum of layer outputs."""
         config = self.subject.config
         if any(layer.norms == "of stream" for layer in config.layers):
             raise ConfigError(
-                "expected a model whose residual stream is the sum of what its parts write, found "
-                f"{config.model_type}, which norms the stream itself; read its layers with the logit lens"
+                "expected a residual stream that is the sum of the outputs of all layers, found "
+                f"{config.model_type}, which normalises the stream itself; use logit_lens"
             )
         config.require_linear_head()
 
     def _require_parts(self) -> None:
-        """Raise ConfigError where layers do not all write alike."""
+        """Raises ConfigError if some layers lack an output that others add to the stream."""
         config = self.subject.config
         for name in self._written:
-            if len(held := config.layers_with(name)) < config.num_layers:
+            if len(layers := config.layers_with(name)) < config.num_layers:
                 raise ConfigError(
-                    f"expected {name} in every layer, found it in {len(held)} of {config.num_layers} of "
-                    f"{config.model_type}; read its layers with the logit lens"
+                    f"expected {name} in every layer, found it in {len(layers)} of {config.num_layers} "
+                    f"layers of {config.model_type}; use logit_lens"
                 )
 
     def _require_neurons(self) -> None:
-        """Raise ConfigError where neurons are asked for and some layer has no MLP of its own."""
+        """Raises ConfigError if neurons are attributed and some layer has no MLP of its own."""
         config = self.subject.config
-        having = {point.layer for point in config.hook_points if point.kind == "mlp_post_act"}
-        if self.settings.neurons and self._has_units and len(having) < config.num_layers:
+        mlp_layers = {point.layer for point in config.hook_points if point.kind == "mlp_post_act"}
+        if self.settings.neurons and self._has_units and len(mlp_layers) < config.num_layers:
             raise ConfigError(
-                f"expected an MLP in every layer to tell neurons apart, found one in {len(having)} of "
+                f"expected an MLP in every layer to attribute neurons, found one in {len(mlp_layers)} of "
                 f"{config.num_layers} of {config.model_type}; leave neurons out: neurons=0"
             )
 
     @property
     def _has_post_norms(self) -> bool:
+        """Whether outputs of attention and MLPs are normalised before they are added to the stream."""
         return any(layer.norms in ("around", "after") for layer in self.subject.config.layers)
 
     @property
     def _has_units(self) -> bool:
-        """Whether what heads and neurons write is a sum over them, in every layer: not where it goes through
-        gates (RWKV), or some layers have no heads that attend (hybrids)."""
+        """Whether the output of every layer is a sum over heads and neurons. False for RWKV, whose outputs
+        are multiplied by gates, and for hybrids, of which some layers have no attention heads."""
         config = self.subject.config
         return config.read_kind == "z" and len(config.layers_with("z")) == config.num_layers
 
     @property
     def _has_mlps(self) -> bool:
+        """Whether the model has MLP outputs; Mamba, for example, has none."""
         return bool(self.subject.config.layers_with("mlp_out"))
 
     @property
     def _written(self) -> tuple[str, ...]:
-        """What every layer adds to the stream."""
+        """Hook points of the outputs that every layer adds to the residual stream."""
         return ("attn_out", "mlp_out") if self._has_mlps else ("attn_out",)
 
     def _hooks(self) -> list[str]:
-        """What attribution reads of a forward pass."""
+        """Hook points to capture, as names and patterns."""
         last = self.subject.config.num_layers - 1
         start = str(self.subject.config.stream_start)
         hooks = [start, "ln_final.hook_scale", f"blocks.{last}.hook_resid_post"]
@@ -187,54 +210,57 @@ class LogitAttribution(ModelWorkflow):
         return hooks + (["blocks.*.mlp.hook_post_act"] if self.settings.neurons else [])
 
     def _ids(self, tokens: PackedTokens, words: tuple[str, ...], default: int) -> xr.DataArray:
-        """Token ids at the last token of every prompt, NONE elsewhere."""
+        """Token ids of the words, int32 [token]: at the last token of every prompt, NONE elsewhere.
+
+        words: one per prompt; without any, `default` is used for all prompts.
+        """
         ids = np.full(tokens.n_tokens, NONE, np.int32)
-        told = self.subject.answer_ids(list(zip(self.texts, words, strict=True))) if words else default
-        ids[[tokens.row(i).stop - 1 for i in range(len(self.texts))]] = told
+        ends = [tokens.row(i).stop - 1 for i in range(len(self.texts))]
+        ids[ends] = self.subject.answer_ids(list(zip(self.texts, words, strict=True))) if words else default
         return column(ids, "token", "ids")
 
     @cached_property
     def shares(self) -> xr.Dataset:
-        """Tokens, their logits and all shares at the last token of every prompt, in memory.
+        """Token ids, logits and all shares at the last token of every prompt, in memory.
 
-        [prompt], [layer, prompt], head_share [layer, prompt, head], neuron_id and neuron_share
-        [layer, prompt, rank].
+        Ids, logits, embed_share, constant and total are [prompt]; attn_share and mlp_share [layer, prompt];
+        head_share [layer, prompt, head]; neuron_id and neuron_share [layer, prompt, rank]. Unit: logits.
         """
         import xarray as xr
 
         parts = [self.result(name) for name in self.nodes if name != "readout"]
-        kept = [part.drop_vars([name for name in part.coords if name != "layer"]) for part in parts]
-        found = xr.merge(kept, compat="override", join="exact", combine_attrs="drop")
-        last = np.flatnonzero(found["target_id"].values != NONE)
-        found = found.isel(token=last).rename(token="prompt").load()
-        return found.assign_coords(prompt=np.arange(len(last)))
+        # The stages label tokens differently; without these labels their results can be merged.
+        bare = [part.drop_vars([name for name in part.coords if name != "layer"]) for part in parts]
+        shares = xr.merge(bare, compat="override", join="exact", combine_attrs="drop")
+        last = np.flatnonzero(shares["target_id"].values != NONE)
+        shares = shares.isel(token=last).rename(token="prompt").load()
+        return shares.assign_coords(prompt=np.arange(len(last)))
 
     @cached_property
     def vocabulary(self) -> list[str]:
         """Text of each token id."""
         return list(self.result("readout")["token"].values)
 
-    def contrast(self, told: dict[str, Any]) -> str:
-        """The answer's token and the token it is compared with, in words."""
-        token, other = (_word(told.get(f"{which}_token", "")) for which in ("target", "other"))
-        word = _word(told["answer"]) if self.words else token
-        said = repr(token) if word == token else f"{token!r} (of {word})"
-        return f"{said} rather than {other!r}" if "other_id" in told else said
+    def contrast(self, document: dict[str, Any]) -> str:
+        """Phrase such as "' Paris' rather than ' London'" of the tokens of a `document`; the first token
+        alone without a second one."""
+        token, other_token = (_word(document.get(f"{role}_token", "")) for role in ("target", "other"))
+        word = _word(document["answer"]) if self.words else token
+        answer = repr(token) if word == token else f"{token!r} (of {word})"
+        return f"{answer} rather than {other_token!r}" if "other_id" in document else answer
 
     def top_neurons(self, i: int) -> list[tuple[int, int, float]]:
-        """(layer, neuron, share) of the neurons kept of prompt `i`, largest magnitude first."""
+        """(layer, neuron, share in logits) of the stored neurons of prompt `i`, largest magnitude first."""
         if "neurons" not in self.nodes:
             return []
-        row = self.shares.isel(prompt=i)
-        size = abs(row["neuron_share"]).transpose("layer", "rank")
-        top = largest(row, size, None, neuron="neuron_id", share="neuron_share")
-        return [(one["layer"], one["neuron"], one["share"]) for one in top]
+        shares = self.shares.isel(prompt=i)
+        size = abs(shares["neuron_share"]).transpose("layer", "rank")
+        top = largest(shares, size, None, neuron="neuron_id", share="neuron_share")
+        return [(record["layer"], record["neuron"], record["share"]) for record in top]
 
     def document(self, i: int) -> dict[str, Any]:
-        """Prompt `i`: tokens, their logits and every share; "attributed" is what the shares sum to.
-
-        Components come in order of writing, the constant part of the readout last.
-        """
+        """JSON record of prompt `i`: tokens, their logits and all shares in logits; "attributed" is the sum
+        of the shares. Components are in the order of the forward pass, the readout's constant is last."""
         row = self.shares.isel(prompt=i)
         words = ("target",) if int(row["other_id"]) == NONE else ("target", "other")
         written = [
@@ -243,7 +269,7 @@ class LogitAttribution(ModelWorkflow):
             for name in self._written
         ]
         parts = [("embed", row["embed_share"]), *written, ("constant", row["constant"])]
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "model_id": self.subject.name,
             "prompt": self.texts[i],
             "answer": self.words[i] if self.words else None,
@@ -255,26 +281,28 @@ class LogitAttribution(ModelWorkflow):
         }
         if "heads" in self.nodes:
             heads = row["head_share"].transpose("layer", "head")
-            found |= {"heads": heads, "attn_bias": row["attn_bias_share"]}
+            document |= {"heads": heads, "attn_bias": row["attn_bias_share"]}
         if "neurons" in self.nodes:
             top = [{"layer": a, "neuron": b, "share": share} for a, b, share in self.top_neurons(i)]
-            found |= {"neurons": top, "mlp_bias": row["mlp_bias_share"]}
-        return found
+            document |= {"neurons": top, "mlp_bias": row["mlp_bias_share"]}
+        return document
 
     def views(self) -> Iterator[View]:
-        """Shares by layer and by head, of the mean and of each of the first prompts; and the tables."""
+        """Shares by head and by layer, mean over prompts and of each of the first prompts; tables of prompts
+        and components; figures."""
         count, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
         results = {"results": lambda: [self.document(i) for i in range(count)]}
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
         parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
         parts = [("mean of all", shares), *parts] if count > 1 else parts
-        for what, make in (("head", _heads), ("layer", _curves)):
-            if f"{what}s" not in self.nodes:
+        attributed = "logit difference" if self.settings.difference else "logit of the answer"
+        for unit, make in (("head", _heads), ("layer", _curves)):
+            if f"{unit}s" not in self.nodes:
                 continue
             yield Choice(
-                title=f"What each {what} adds to the answer",
-                sources=(f"{what}s",),
+                title=f"Share of each {unit} in the {attributed}",
+                sources=(f"{unit}s",),
                 name="prompt",
                 options=tuple((text, make(part)) for text, part in parts),
             )
@@ -285,115 +313,127 @@ class LogitAttribution(ModelWorkflow):
             neurons = self.top_neurons(i)[:ROWS]
             yield Figure(
                 name=f"logit_attribution_{i}",
-                title=f"What makes {name} say {self.contrast(self.document(i))}",
+                title=f"Direct logit attribution in {name}: {self.contrast(self.document(i))}",
                 caption=f"after '{format_text(self.texts[i])}'",
                 panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
             )
         if count > 1:
-            what = "the answer rather than another word" if self.settings.difference else "the answer"
             yield Figure(
                 name="logit_attribution_mean",
-                title=f"What makes {name} say {what}",
-                caption=f"mean of {count} prompts; lines: the middle 80% of them",
+                title=f"Direct logit attribution in {name}: {attributed}",
+                caption=f"mean of {count} prompts; lines: 10 % to 90 % quantiles over prompts",
                 panels=self._parts(shares),
             )
 
     def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
-        """Views of the shares of layers, and of heads where these have shares."""
+        """Views of the shares of layers and, in models whose heads have shares, of heads."""
         return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
-    def _prompts_table(self, told: list[dict[str, Any]]) -> Table:
+    def _prompts_table(self, documents: list[dict[str, Any]]) -> Table:
         """Table of the attributed logits of the first prompts, split by embedding, attention and MLPs."""
-        what, more = "difference" if self.settings.difference else "logit", len(self.texts) - len(told)
+        quantity = "difference" if self.settings.difference else "logit"
+        n_further = len(self.texts) - len(documents)
         capped = ", before the soft cap" if self.subject.config.final_logit_softcapping else ""
 
-        def part(ending: str, one: dict[str, Any]) -> float:
-            found = one["components"]
-            return sum((each["share"] for each in found if each["component"].endswith(ending)), 0.0)
+        def total_share(ending: str, document: dict[str, Any]) -> float:
+            components = document["components"]
+            return sum((part["share"] for part in components if part["component"].endswith(ending)), 0.0)
 
         return Table.of(
-            told,
-            ("prompt", lambda one: format_text(one["prompt"])),
-            ("answer", lambda one: _word(one["target_token"])),
-            ("told from", lambda one: _word(one.get("other_token", ""))),
-            (what, "attributed", "+.2f"),
+            documents,
+            ("prompt", lambda document: format_text(document["prompt"])),
+            ("answer", lambda document: _word(document["target_token"])),
+            ("compared with", lambda document: _word(document.get("other_token", ""))),
+            (quantity, "attributed", "+.2f"),
             *(
-                (column, partial(part, ending), "+.2f")
-                for column, ending in (("embed", "embed"), ("attention", "attn_out"), ("MLPs", "mlp_out"))
+                (name, partial(total_share, ending), "+.2f")
+                for name, ending in (("embed", "embed"), ("attention", "attn_out"), ("MLPs", "mlp_out"))
             ),
-            title=f"Logits of {self.subject.name}, attributed",
-            caption=f"{f'and {more} more, all in the JSON; ' if more else ''}shares in logits{capped}; "
-            f"with the readout's biases they sum to the {what}",
+            title=f"Direct logit attribution in {self.subject.name}, by prompt",
+            caption=f"{f'and {n_further} more, all in the JSON; ' if n_further else ''}shares in "
+            f"logits{capped}; with the readout's biases they sum to the {quantity}",
         )
 
-    def _parts_table(self, told: dict[str, Any]) -> Table:
-        """What counts most in the first prompt: layers, heads and neurons, each by itself."""
+    def _parts_table(self, document: dict[str, Any]) -> Table:
+        """Table of the components, heads and neurons with the largest shares in the first prompt."""
         parts = {
-            "part": [(one["component"], one["share"]) for one in told["components"]],
-            "head": [(f"L{a}H{b}", float(share)) for (a, b), share in np.ndenumerate(told.get("heads", ()))],
-            "neuron": [(f"L{one['layer']}N{one['neuron']}", one["share"]) for one in told.get("neurons", ())],
+            "component": [(part["component"], part["share"]) for part in document["components"]],
+            "head": [
+                (f"L{layer}H{head}", float(share))
+                for (layer, head), share in np.ndenumerate(document.get("heads", ()))
+            ],
+            "neuron": [
+                (f"L{neuron['layer']}N{neuron['neuron']}", neuron["share"])
+                for neuron in document.get("neurons", ())
+            ],
         }
-        ranked = {name: sorted(found, key=lambda one: -abs(one[1])) for name, found in parts.items() if found}
+        ranking = {
+            name: sorted(shares, key=lambda pair: -abs(pair[1])) for name, shares in parts.items() if shares
+        }
 
-        def cell(found: list[tuple[str, float]], of: int, rank: int) -> Any:
-            return found[rank][of] if rank < len(found) else None
+        def cell(shares: list[tuple[str, float]], i: int, rank: int) -> Any:
+            return shares[rank][i] if rank < len(shares) else None
 
         columns: list[tuple[Any, ...]] = []
-        for name, found in ranked.items():
-            columns += [(name, partial(cell, found, 0)), ("share", partial(cell, found, 1), "+.3f")]
+        for name, shares in ranking.items():
+            columns += [(name, partial(cell, shares, 0)), ("share", partial(cell, shares, 1), "+.3f")]
         return Table.of(
-            range(min(ROWS, len(parts["part"]))),
+            range(min(ROWS, len(parts["component"]))),
             *columns,
-            title=f"What counts most for {self.contrast(told)} after '{format_text(self.texts[0])}'",
-            caption=f"in logits, largest magnitude first, of {told['attributed']:+.2f} in all",
+            title=f"Largest shares in {self.contrast(document)} after '{format_text(self.texts[0])}'",
+            caption=f"in logits, largest magnitude first; all components sum to "
+            f"{document['attributed']:+.2f}",
         )
 
 
 def _word(token: str) -> str:
+    """A token as text, without the space in front."""
     return format_token(token.strip())
 
 
 def _curves(part: xr.Dataset) -> Lines:
-    """Shares of attention and MLPs by layer, mean of some prompts."""
+    """Shares of attention and MLPs by layer, mean over the prompts of `part`."""
     lines = (Line(name, part[key].mean("prompt").values) for key, name in PARTS if key in part)
     layers = tuple(part["layer"].values.tolist())
     return Lines(x=layers, x_name="layer", y_name="share", unit="logits", lines=tuple(lines))
 
 
 def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
-    """Shares of heads, mean of some prompts; the largest is framed."""
+    """Shares by layer and head, mean over the prompts of `part`; the largest magnitude is framed."""
     mean = part["head_share"].mean("prompt").transpose("layer", "head")
     layer, head = ranked(abs(mean), 1)[0].values()
     return Heatmap.of(
         mean,
         title,
-        f"framed, most: layer {layer}, head {head}, {float(mean.sel(layer=layer, head=head)):+.2f}",
+        f"framed, largest: layer {layer}, head {head}, {float(mean.sel(layer=layer, head=head)):+.2f} logits",
         value_name="share of the head",
         unit="logits",
         diverging=True,
         framed=((layer, head) * 2,),
-        frame_name="counts most",
+        frame_name="largest magnitude",
     )
 
 
 def _bars(part: xr.Dataset) -> Bars:
-    """The embedding below, layers above it, the whole on top; of several prompts, the middle 80 % too."""
+    """Bars of the shares of embedding, layers and biases and of their sum, mean over the prompts of `part`,
+    with the 10 % and 90 % quantiles if there are several."""
     layers = part["layer"].values.tolist()
     after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
     after["sum"] = part["total"].values
-    none = np.full((1, part.sizes["prompt"]), np.nan)
+    # Every series has a value for every bar; NaN draws none.
+    missing = np.full((1, part.sizes["prompt"]), np.nan)
     written = [(name, part[key].transpose("layer", "prompt")) for key, name in PARTS if key in part]
-    series = [(name, np.concatenate([none, values, *[none] * len(after)])) for name, values in written]
-    rest = np.stack([part["embed_share"].values, *[none[0]] * len(layers), *after.values()])
+    series = [(name, np.concatenate([missing, values, *[missing] * len(after)])) for name, values in written]
+    not_layers = np.stack([part["embed_share"].values, *[missing[0]] * len(layers), *after.values()])
 
     def bar(name: str, values: Any) -> Line:
         band = np.quantile(values, [0.1, 0.9], axis=1) if values.shape[1] > 1 else None
-        return Line(name, values.mean(axis=1), band=band, control=values is rest)
+        return Line(name, values.mean(axis=1), band=band, control=values is not_layers)
 
     return Bars(
         title="By layer",
         x=("embedding", *map(str, layers), *after),
-        lines=tuple(bar(name, values) for name, values in (*series, ("", rest))),
+        lines=tuple(bar(name, values) for name, values in (*series, ("", not_layers))),
         x_name="layer",
         y_name="share",
         unit="logits",
@@ -402,11 +442,11 @@ def _bars(part: xr.Dataset) -> Bars:
 
 
 def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
-    """The largest neurons, largest on top."""
+    """Bars of the neurons with the largest shares, the largest magnitude on top."""
     shares = np.array([share for *_, share in neurons[::-1]])
     return Bars(
         title="By neuron",
-        caption=f"the {len(neurons)} largest; below zero: against",
+        caption=f"the {len(neurons)} neurons with the largest magnitude; negative shares lower the value",
         x=tuple(f"layer {layer}, {neuron}" for layer, neuron, _ in neurons[::-1]),
         lines=(Line("share", shares),),
         signed=True,

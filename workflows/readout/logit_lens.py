@@ -1,10 +1,10 @@
 """At which layer can the next token be read from the residual stream? The logit lens over a list of prompts.
 
-Captures the residual stream after every layer, reads a next-token distribution off each with the model's own
-readout (stages/logits/lens.py), and follows the answer of each prompt through the layers.
+Captures the residual stream after every layer, applies the model's own final norm and unembedding to each
+(stages/logits/lens.py), and lists rank and probability of each prompt's answer by layer.
 
-Defaults: the facts that ship with the specimen. A prompt's answer is followed by its first token, found by
-encoding prompt and answer together, so that a word of several tokens is not looked up as a token of its own.
+Defaults: the facts that ship with the specimen. Of an answer of several tokens the first one is tracked; it
+is found by encoding prompt and answer together, as a word alone may be encoded differently.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ if TYPE_CHECKING:
 __all__ = ["LogitLens", "LogitLensSettings"]
 
 TOP = 10
-"""Layers are searched for the answer among this many tokens (candle-mi's `first_appearance`)."""
+"""Rank up to which an answer counts as readable at a layer (candle-mi's `first_appearance`)."""
 ROWS = 12
-"""Prompts listed in the table of answers, and to choose from on a page."""
+"""Number of prompts in the table of answers, and of those to choose from on a page."""
 LINES = 60
-"""Largest number of prompts that are drawn as single curves."""
+"""Largest number of prompts that are drawn as single curves; more are drawn as quantiles."""
 
 
 @dataclass(frozen=True)
 class LogitLensSettings(AnswerSettings):
-    """What `--set` can change."""
+    """Settings of `logit_lens`."""
 
-    top_k: Count = setting(10, "most likely tokens kept per layer and position")
+    top_k: Count = setting(10, "number of most likely tokens stored per layer and position")
     soft_cap: bool = setting(True, "apply the model's final soft cap, if it has one")
-    heatmaps: Natural = setting(2, "how many prompts get a figure of their own")
+    heatmaps: Natural = setting(2, "number of prompts that get a figure of their own")
 
 
 class LogitLens(ModelWorkflow):
-    """Prompts whose state after every layer the model's own readout reads."""
+    """Logit lens: the residual stream after every layer, decoded with the model's final norm and
+    unembedding."""
 
     name = "logit_lens"
     question = "At which layer can the next token be read from the residual stream?"
@@ -65,31 +66,33 @@ class LogitLens(ModelWorkflow):
     settings: LogitLensSettings
 
     lens = loaded("lens")
-    """The lens on all tokens of all prompts, in memory: [layer, token, rank] and [layer, token]."""
+    """Result of `logit_lens` for all tokens of all prompts, in memory: top_id and top_logprob [layer, token,
+    rank], entropy, kl and target values [layer, token]."""
 
     def plan(self) -> Nodes:
-        """The residual stream after every layer, and what the model's readout makes of it."""
-        given = self.settings
-        self.texts, self.words = answered(given.prompts, given.answers)
+        """Nodes of the lens on the residual stream after every layer, and of the model's readout."""
+        settings = self.settings
+        self.texts, self.words = answered(settings.prompts, settings.answers)
         self.texts = tuple(map(self.subject.asked, self.texts))
         tokens = self.subject.pack(self.texts)
         self.ends = [self.subject.read_at(ids.tolist()) for ids in tokens]
         states = self.subject.capture(tokens, "blocks.*.hook_resid_post")["resid_post"]
         readout = readout_node(self.subject.files, dtype=self.subject.dtype)
-        shape: dict[str, Any] = {"top_k": given.top_k, "soft_cap": given.soft_cap}
-        lens = logit_lens.on(resid_post=states, targets=self._targets(tokens), readout=readout, **shape)
+        options: dict[str, Any] = {"top_k": settings.top_k, "soft_cap": settings.soft_cap}
+        lens = logit_lens.on(resid_post=states, targets=self._targets(tokens), readout=readout, **options)
         return {"lens": lens, "readout": readout}
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
-        """What each token should say: the next one, or of most models that look ahead the token itself; at
-        the end of a prompt, or where its mask is read, the answer."""
+        """Target token id of each token, int [token]: the next token of the prompt, and the answer at the
+        prompt's end. In masked models the token itself, and the answer at the mask. -1 for no answer."""
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:
             targets = np.asarray(tokens.ids, np.int32).copy()
-        asked_at = [tokens.row(i).start + end for i, end in enumerate(self.ends)]
-        told = self.subject.answer_ids(list(zip(self.texts, self.words, strict=True))) if self.words else -1
-        targets[asked_at] = told
+        ends = [tokens.row(i).start + end for i, end in enumerate(self.ends)]
+        targets[ends] = (
+            self.subject.answer_ids(list(zip(self.texts, self.words, strict=True))) if self.words else -1
+        )
         return column(targets, "token", "targets")
 
     @cached_property
@@ -98,15 +101,16 @@ class LogitLens(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def prompt(self, i: int) -> xr.Dataset:
-        """The lens on prompt `i`: [layer, position, rank] and [layer, position]."""
+        """The lens on prompt `i`, with the axis `position` in place of `token`."""
         rows = np.flatnonzero(self.lens["prompt"].values == i)
         part = self.lens.isel(token=rows).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="position").assign_coords(position=np.arange(len(rows)))
 
     def answers(self) -> xr.Dataset:
-        """The lens at the last token, or the mask, of every prompt that has an answer: prompt in place of
-        token."""
+        """The lens at the last token, or at the mask, of every prompt with an answer; the axis `prompt`
+        replaces `token`."""
         prompts = self.lens["prompt"].values
+        # Prompts are packed end to end; a new one begins where the index changes.
         starts = np.flatnonzero(np.diff(prompts, prepend=-1))
         last = starts + np.array(self.ends)
         last = last[self.lens["target_id"].values[last] >= 0]
@@ -114,24 +118,26 @@ class LogitLens(ModelWorkflow):
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
     def document(self, i: int) -> dict[str, Any]:
-        """Prompt `i` in the fields of candle-mi's example, plus entropy and KL."""
+        """The lens at the end of prompt `i` under the field names of candle-mi's example, with entropy and KL
+        divergence from the last layer in nats."""
         last = self.prompt(i).isel(position=self.ends[i])
-        found: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
+        document: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
         if self.words:
             appears = first_appearance(last["top_id"], int(last["target_id"]), TOP)
-            found |= {
+            document |= {
                 "answer": self.words[i],
                 "answer_token_id": int(last["target_id"]),
                 "answer_first_top10": appears,
             }
-            if self.words[i].strip() == "Paris":
-                found["paris_first_top10"] = appears
-        found["layers"] = [self._layer(last.isel(layer=row)) for row in range(last.sizes["layer"])]
-        return found
+            if self.words[i].strip() == "Paris":  # the field that candle-mi's example has
+                document["paris_first_top10"] = appears
+        document["layers"] = [self._layer(last.isel(layer=row)) for row in range(last.sizes["layer"])]
+        return document
 
     def _layer(self, row: xr.Dataset) -> dict[str, Any]:
+        """Predictions at one layer of one position, for `document`."""
         ids, probabilities = row["top_id"].values.tolist(), np.exp(row["top_logprob"].values).tolist()
-        found = {
+        document = {
             "layer": int(row["layer"]),
             "predictions": [
                 {"rank": rank, "token_id": token, "token": self.vocabulary[token], "probability": p}
@@ -141,29 +147,29 @@ class LogitLens(ModelWorkflow):
             "kl_from_last": float(row["kl"]),
         }
         if int(row["target_id"]) >= 0:
-            found |= {
+            document |= {
                 "answer_rank": int(row["target_rank"]),
                 "answer_probability": float(np.exp(row["target_logprob"])),
             }
-        return found
+        return document
 
     def views(self) -> Iterator[View]:
-        """The lens on each of the first prompts, and where the answers of all prompts appear."""
+        """The lens on each of the first prompts, and rank and probability of all answers by layer."""
         yield Data(json={"results": lambda: [self.document(i) for i in range(len(self.texts))]})
-        title = f"What each layer of {self.subject.name} would say next"
+        title = f"Logit lens: most likely next token after each layer of {self.subject.name}"
         texts = self.texts[:ROWS]
         lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
         yield Choice(
             title=title,
-            caption="The residual stream after each layer, read with the model's own final norm and "
-            "unembedding. Click a cell to pin it.",
+            caption="The residual stream after each layer, decoded with the model's own final norm and "
+            "unembedding. It shows what can be decoded, not what later layers use. Click a cell to pin it.",
             sources=("lens", "readout"),
             name="prompt",
             options=tuple(zip(map(format_text, texts), lenses, strict=True)),
         )
         for i, lens in enumerate(lenses[: self.settings.heatmaps]):
-            known = " Framed: what does come next." if any(lens.target) else ""
-            caption = f"Logit lens: most likely token, shaded by its probability.{known}"
+            frames = " Framed: cells of the token that does come next." if any(lens.target) else ""
+            caption = f"Most likely token of each layer and position, shaded by its probability.{frames}"
             yield Figure(name=f"logit_lens_{i}", title=title, caption=caption, panels=(lens,))
         answers = self.answers()
         if answers.sizes["prompt"] > 1:
@@ -173,7 +179,8 @@ class LogitLens(ModelWorkflow):
             yield self._answers_table(answers)
 
     def _curves(self, answers: xr.Dataset) -> Iterator[View]:
-        """How many prompts have their answer among the first tokens, and how likely it is, by layer."""
+        """Probability of the answers, and share of prompts with the answer among the most likely tokens, by
+        layer."""
         rank = answers["target_rank"].transpose("layer", "prompt").values
         probability = np.exp(answers["target_logprob"].transpose("layer", "prompt").values)
         words = [self.words[i] for i in answers["prompt"].values]
@@ -191,51 +198,52 @@ class LogitLens(ModelWorkflow):
             best = np.argsort(-probability[-1])[:3].tolist()
             ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
             lines = [Line(ends.get(i, ""), row, faint=True) for i, row in enumerate(probability.T)]
-            told = f"{len(words)} prompts (thin) and their median (thick)"
+            drawn = f"{len(words)} prompts (thin) and their median (thick)"
         else:
             lines = [
                 Line("", median, faint=True, band=np.percentile(probability, ends, axis=1))
                 for ends in ((5, 95), (25, 75))
             ]
-            told = f"{len(words)} prompts: middle half, middle nine tenths, median"
-        each = Lines(
-            title="Where the answer appears",
-            caption=f"{told}, at the {where}.",
+            drawn = f"{len(words)} prompts: median, middle 50 % and middle 90 %"
+        curves = Lines(
+            title="Probability of the answer by layer",
+            caption=f"{drawn}, at the {where}.",
             y_name="probability of the answer",
             lines=(*lines, Line("median", median, strong=True)),
             **by_layer,
         )
-        among = Lines(
-            title="Answer among the most likely tokens",
+        ranks = Lines(
+            title="Answer among the most likely tokens by layer",
             y_name="share of prompts",
             lines=shares,
             filled=True,
             **by_layer,
         )
-        title = f"When {self.subject.name} has the answer"
-        yield from together("logit_lens_answers", title, each, among)
+        title = f"Answers decoded from each layer of {self.subject.name}"
+        yield from together("logit_lens_answers", title, curves, ranks)
 
     def _layers_table(self, i: int) -> Table:
-        """The likeliest tokens at the end of one prompt, layer by layer from the last one down."""
+        """Table of the most likely tokens at the end of prompt `i`, from the last layer to the first."""
         layers = self.document(i)["layers"]
 
         def token(k: int, layer: dict[str, Any]) -> Any:
-            said = layer["predictions"][k]
-            return f"{format_token(said['token'])} ", dim(format_probability(said["probability"]))
+            prediction = layer["predictions"][k]
+            return f"{format_token(prediction['token'])} ", dim(format_probability(prediction["probability"]))
 
-        shown = ("most likely", "2nd", "3rd", "4th")[: len(layers[0]["predictions"])]
+        rank_names = ("most likely", "2nd", "3rd", "4th")[: len(layers[0]["predictions"])]
         return Table.of(
             reversed(layers),
             ("layer", "layer", "d"),
-            *((name, partial(token, k)) for k, name in enumerate(shown)),
+            *((name, partial(token, k)) for k, name in enumerate(rank_names)),
             ("entropy", "entropy", ".2f"),
             ("KL", "kl_from_last", ".2f"),
             title=f"After each layer of {self.subject.name}: '{format_text(self.texts[i])}' …",
-            caption="entropy of the distribution, KL of it from the last layer's; nats",
+            caption="entropy of the decoded distribution, and its KL divergence from that of the last layer, "
+            "in nats",
         )
 
     def _answers_table(self, answers: xr.Dataset) -> Table:
-        """From which layer on the answers of the first prompts are likely."""
+        """Table of the first layer at which the answer of each prompt is among the most likely tokens."""
         n = answers.sizes["prompt"]
         best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
         more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
@@ -248,11 +256,12 @@ class LogitLens(ModelWorkflow):
 
         return Table.of(
             enumerate(answers["prompt"].values[:ROWS].tolist()),
-            ("prompt", lambda one: format_text(self.texts[one[1]])),
-            ("answer", lambda one: format_token(self.words[one[1]])),
-            (f"top {TOP} from", lambda one: since(one[0], TOP), str),
-            ("top 1 from", lambda one: since(one[0], 1), str),
-            ("at the end", lambda one: float(probabilities[one[0]]), format_probability),
-            title=f"Answers: the most likely token at the end of {best} of {n} prompts",
-            caption=f"{more}a multi-token answer is tracked by its first token",
+            ("prompt", lambda row: format_text(self.texts[row[1]])),
+            ("answer", lambda row: format_token(self.words[row[1]])),
+            (f"top {TOP} from", lambda row: since(row[0], TOP), str),
+            ("top 1 from", lambda row: since(row[0], 1), str),
+            ("P, last layer", lambda row: float(probabilities[row[0]]), format_probability),
+            title=f"The answer is the model's most likely token in {best} of {n} prompts",
+            caption=f"{more}top {TOP} from, top 1 from: first layer at which the answer is among the {TOP} "
+            "most likely tokens, or the most likely one; a multi-token answer is tracked by its first token",
         )

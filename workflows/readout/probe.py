@@ -2,14 +2,14 @@
 
 Linear probes on stored activations, with a shuffled control.
 
-Captures a state per layer and fits a linear probe to each: logistic regression for labels, ridge regression
-for numbers, tested on prompts that were not fitted (stages/geometry/probe.py).
+Captures the residual stream (or another hook point) of every layer and fits a linear probe to each: logistic
+regression for labels, ridge regression for numbers, scored on held-out prompts (stages/geometry/probe.py).
 
-Defaults: prose wrapped at several widths, of which the model knows only what it has read: how many characters
-into its line a token starts, and whether the line breaks next (probe_targets.py). Labels of one's own come
-from a file.
+Defaults: two targets of prose wrapped at several widths, the number of characters between the line start and
+the token, and whether the line breaks next (probe_targets.py). The model can infer both from the text before
+the token alone. The user's own labels are read from a file.
 
-That a probe reads something off a state does not say that the model does.
+A probe shows that a label can be decoded from the states, not that the model uses it.
 """
 
 from __future__ import annotations
@@ -38,54 +38,59 @@ if TYPE_CHECKING:
 
 __all__ = ["Probe", "ProbeSettings"]
 
-TOLD = {
-    "character_count": "characters since the line began",
+TARGET_NAMES = {
+    "character_count": "characters since the line start",
     "line_break": "whether the line breaks next",
 }
-"""Targets in words."""
+"""Descriptions of targets, for titles."""
 LOWEST = -0.5
-"""Where a drawing of R² ends, so that one shuffled layer far below zero does not flatten the rest."""
+"""Lower end of a drawn R² axis: one shuffled layer far below zero would flatten all curves."""
 
 
 @dataclass(frozen=True)
 class ProbeSettings(ModelSettings):
-    """What `--set` can change.
+    """Settings of `probe`.
 
-    Raises ConfigError for targets there are not, and neither targets nor labels.
+    Raises:
+        ConfigError: for an unknown target, or without targets and labels.
     """
 
-    targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
-    labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")
-    kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
+    targets: tuple[str, ...] = setting(TARGETS, "targets to predict from states of wrapped prose")
+    labels: str = setting("", "file of labelled texts, used in place of wrapped prose and `targets`")
+    kind: Literal["auto", "label", "number"] = setting(
+        "auto", "how labels of the file are predicted: as classes (label), as numbers, or as their type says"
+    )
     text: str = setting("", "file, folder or glob of texts to wrap; none: the prose shipped with mizarr")
     widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
-    context: Natural = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
+    context: Natural = setting(
+        0, "number of tokens per prompt of wrapped prose; 0: the model's context, at most 256"
+    )
     point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(
-        "resid_post", "state that is probed"
+        "resid_post", "hook point whose activations are probed"
     )
-    layers: tuple[int, ...] = setting((), "layers to probe; none means all")
+    layers: tuple[int, ...] = setting((), "layers to probe; none: all")
     examples: Natural = setting(
-        6000, "tokens used per target, at most; 0 uses all, in memory a layer at a time"
+        6000, "largest number of tokens per target; 0: all, which are in memory one layer at a time"
     )
-    balance: bool = setting(True, "take as many examples of each label")
-    test_share: float = setting(0.25, "share of the prompts that is tested, never fitted")
+    balance: bool = setting(True, "use the same number of examples of each label")
+    test_share: float = setting(0.25, "share of the prompts held out as the test set")
     penalties: tuple[float, ...] = setting(
-        PENALTIES, "of squared weights; chosen on a part of the train prompts"
+        PENALTIES, "penalties on squared weights to try; one is chosen on a validation part of the train set"
     )
-    seed: Natural = setting(0, "of examples, splits, the shuffled control and the bootstrap")
+    seed: Natural = setting(0, "seed of examples, splits, the shuffled control and the bootstrap")
 
     def __post_init__(self) -> None:
         for name in self.targets:
             if name not in TARGETS:
                 near = nearest(name, TARGETS)
-                hint = f"; did you mean {near!r}?" if near else "; targets of your own come from labels=FILE"
+                hint = f"; did you mean {near!r}?" if near else "; your own labels are read from labels=FILE"
                 raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
         if not self.targets and not self.labels:
             raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
 
 
 class Probe(ModelWorkflow):
-    """Linear probes of every layer for one or several targets."""
+    """Linear probes of every layer for one or several targets, with a control of shuffled targets."""
 
     name = "probe"
     question = "At which layer can a label be read linearly from the residual stream?"
@@ -95,18 +100,24 @@ class Probe(ModelWorkflow):
     settings: ProbeSettings
 
     def plan(self) -> Nodes:
-        """A probe per target, on the states of all layers."""
+        """One node per target, with probes of all layers.
+
+        Raises:
+            PromptError: for a target in fewer prompts than train, validation and test set need.
+        """
         settings = self.settings
         tokens, targets = self._targets()
-        kept, seed = settings.examples, settings.seed
-        self.targets = [thinned(one, examples=kept, balance=settings.balance, seed=seed) for one in targets]
+        self.targets = [
+            thinned(target, examples=settings.examples, balance=settings.balance, seed=settings.seed)
+            for target in targets
+        ]
         prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         for target in self.targets:
-            held = len(np.unique(prompt.values[~np.isnan(target.values)]))
-            if held < FEWEST:
+            n_prompts = len(np.unique(prompt.values[~np.isnan(target.values)]))
+            if n_prompts < FEWEST:
                 raise PromptError(
                     f"expected {target.name!r} in at least {FEWEST} prompts, to be split into train, "
-                    f"validation and test, found {held}; give more or longer texts"
+                    f"validation and test, found {n_prompts}; give more or longer texts"
                 )
         layers = settings.layers or range(self.subject.config.num_layers)
         captured = self.subject.capture(
@@ -126,85 +137,97 @@ class Probe(ModelWorkflow):
         }
 
     def _targets(self) -> tuple[PackedTokens, list[Target]]:
-        chosen, config = self.settings, self.subject.config
-        if chosen.labels:
-            tokens, target = read_labels(self.subject, chosen.labels, chosen.kind)
+        """Tokens of all prompts, and the targets to predict: values [token], NaN for tokens without one."""
+        settings, config = self.settings, self.subject.config
+        if settings.labels:
+            tokens, target = read_labels(self.subject, settings.labels, settings.kind)
             check_prompts(list(tokens), config.vocab_size, config.context_length, self.subject.name)
             return tokens, [target]
-        context = chosen.context or min(config.context_length, 256)
-        tokens = wrapped_prose(self.subject, read_texts(chosen.text), chosen.widths, context)
-        return tokens, wrapped_targets(tokens, chosen.targets)
+        context = settings.context or min(config.context_length, 256)
+        tokens = wrapped_prose(self.subject, read_texts(settings.text), settings.widths, context)
+        return tokens, wrapped_targets(tokens, settings.targets)
 
     @cached_property
-    def found(self) -> dict[str, xr.Dataset]:
-        """Of each target what `stages.probe` gives, in memory."""
+    def results_by_target(self) -> dict[str, xr.Dataset]:
+        """Result of the stage `probe` for each target name, in memory: score, low and high [layer,
+        targets]."""
         return {target.name: self.result(target.name).load() for target in self.targets}
 
     def best(self, name: str) -> int:
-        """The layer a target reads off best."""
-        score = self.found[name]["score"].sel(targets="true")
+        """The layer with the largest score of a target on held-out prompts."""
+        score = self.results_by_target[name]["score"].sel(targets="true")
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 
     def views(self) -> Iterator[View]:
-        """Of each target the scores by layer with their intervals, and the control."""
+        """Scores of each target by layer with confidence intervals, beside those of shuffled targets."""
         model, point = self.subject.name, self.settings.point
-        told = [self._told(target) for target in self.targets]
-        yield Data(json={"model_id": model, "point": point, "results": told})
-        curves = [_curves(one, self.found[one["target"]]) for one in told]
-        alone = len(told) == 1  # then the figure's title is the panel's
-        what = f"{_named(told[0])}, read" if alone else "What can be read"
-        title = f"{what} off {point} of {model}, layer by layer"
-        yield from together("probe", title, *curves, caption=curves[0].caption if alone else "")
-        for one in told:
-            yield _table(one, f"{_named(one)}, read off {point} of {model}")
+        documents = [self._document(target) for target in self.targets]
+        yield Data(json={"model_id": model, "point": point, "results": documents})
+        curves = [_curves(document, self.results_by_target[document["target"]]) for document in documents]
+        # The title of a figure with one panel is the panel's own.
+        is_single = len(documents) == 1
+        probed = _target_name(documents[0]) if is_single else "several targets"
+        title = f"Linear probe of {probed} on {point} of {model}, by layer"
+        yield from together("probe", title, *curves, caption=curves[0].caption if is_single else "")
+        for document in documents:
+            yield _table(document, f"Linear probe of {_target_name(document)} on {point} of {model}")
 
-    def _told(self, target: Target) -> dict[str, Any]:
-        found = self.found[target.name]
+    def _document(self, target: Target) -> dict[str, Any]:
+        """JSON record of a target: measure, numbers of examples, baseline and the scores of all layers."""
+        scored = self.results_by_target[target.name]
         names = ("score", "low", "high", "penalty")
-        scores = [records(found.sel(targets=which), "layer", *names) for which in ("true", "shuffled")]
+        scores = [records(scored.sel(targets=label), "layer", *names) for label in ("true", "shuffled")]
         return {
             "target": target.name,
             "kind": target.kind,
             "measure": "accuracy" if target.classes else "R2",
             "classes": target.classes,
-            "n_train": int(found["n_train"]),
-            "n_test": int(found["n_test"]),
-            "baseline": float(found["baseline"]),
+            "n_train": int(scored["n_train"]),
+            "n_test": int(scored["n_test"]),
+            "baseline": float(scored["baseline"]),
             "best_layer": self.best(target.name),
             "layers": [
                 {"layer": layer, "true": true, "shuffled": shuffled}
-                for layer, true, shuffled in zip(found["layer"].values.tolist(), *scores, strict=True)
+                for layer, true, shuffled in zip(scored["layer"].values.tolist(), *scores, strict=True)
             ],
         }
 
 
-def _named(told: dict[str, Any]) -> str:
-    return str(TOLD.get(told["target"], told["target"]))
+def _target_name(document: dict[str, Any]) -> str:
+    """Description of the target, or its name for labels of a file."""
+    return str(TARGET_NAMES.get(document["target"], document["target"]))
 
 
-def _guess(told: dict[str, Any]) -> str:
-    return f"always the {'commonest label' if told['kind'] == 'label' else 'mean'}"
+def _baseline_name(document: dict[str, Any]) -> str:
+    """Name of the constant prediction that gives the baseline score."""
+    return f"always the {'most common label' if document['kind'] == 'label' else 'mean'}"
 
 
-def _measure(told: dict[str, Any]) -> str:
-    return str(told["measure"]).replace("R2", "R²")
+def _measure(document: dict[str, Any]) -> str:
+    """Name of the score: "accuracy" or "R²"."""
+    return str(document["measure"]).replace("R2", "R²")
 
 
-def _curves(told: dict[str, Any], found: xr.Dataset) -> Lines:
-    """Scores by layer with true and shuffled targets, and what the best guess without a state scores."""
+def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
+    """Scores by layer with true and with shuffled targets, and the score of a constant prediction.
+
+    document: see `Probe._document`. found: result of the stage `probe`.
+    """
     lines = []
-    for which in ("true", "shuffled"):
-        score, *band = (found[name].sel(targets=which).values for name in ("score", "low", "high"))
-        lines.append(Line(which, score, control=which == "shuffled", band=np.stack(band)))
-    lines.append(Line(_guess(told), np.full(found.sizes["layer"], told["baseline"]), control=True))
-    is_number = told["kind"] == "number"
+    for label in ("true", "shuffled"):
+        score, *band = (scored[name].sel(targets=label).values for name in ("score", "low", "high"))
+        lines.append(Line(label, score, control=label == "shuffled", band=np.stack(band)))
+    baseline = np.full(scored.sizes["layer"], document["baseline"])
+    lines.append(Line(_baseline_name(document), baseline, control=True))
+    is_number = document["kind"] == "number"
     return Lines(
-        title=_named(told),
-        caption="on prompts that were not fitted; bands: 95% over these prompts",
-        sources=(told["target"],),
-        x=tuple(found["layer"].values.tolist()),
+        title=_target_name(document),
+        caption="Scores on held-out prompts; bands: 95 % interval, bootstrap over these prompts; shuffled: "
+        "probe fitted to shuffled targets.",
+        sources=(document["target"],),
+        x=tuple(scored["layer"].values.tolist()),
         x_name="layer",
-        y_name=_measure(told),
+        y_name=_measure(document),
         lines=tuple(lines),
         low=0.0 if is_number else None,
         high=1.0,
@@ -212,23 +235,24 @@ def _curves(told: dict[str, Any], found: xr.Dataset) -> Lines:
     )
 
 
-def _table(told: dict[str, Any], title: str) -> Table:
-    """The score of every layer with its interval, and the control; the best layer in bold."""
+def _table(document: dict[str, Any], title: str) -> Table:
+    """Table of the scores of every layer with intervals and control; the best layer is bold."""
 
     def interval(row: dict[str, Any]) -> str:
         return f"{row['low']:.3f} to {row['high']:.3f}"
 
     return Table.of(
-        told["layers"],
+        document["layers"],
         ("layer", "layer", "d"),
-        (_measure(told), lambda row: row["true"]["score"], ".3f"),
+        (_measure(document), lambda row: row["true"]["score"], ".3f"),
         ("95% interval", "true", interval),
         ("shuffled", lambda row: row["shuffled"]["score"], ".3f"),
         ("95% interval", "shuffled", interval),
         ("penalty", lambda row: row["true"]["penalty"], "g"),
-        strong=lambda row: row["layer"] == told["best_layer"],
+        strong=lambda row: row["layer"] == document["best_layer"],
         title=title,
-        caption=f"{told['n_train']} tokens fitted, {told['n_test']} of other prompts tested; "
-        f"{_guess(told)}: {told['baseline']:.3f}; interval: bootstrap over test prompts",
-        sources=(told["target"],),
+        caption=f"fitted on {document['n_train']} tokens, scored on {document['n_test']} tokens of held-out "
+        f"prompts; baseline, {_baseline_name(document)}: {document['baseline']:.3f}; interval: bootstrap "
+        "over held-out prompts; bold: best layer, not corrected for the choice among layers",
+        sources=(document["target"],),
     )

@@ -1,1 +1,1 @@
-"""Questions about recurrence: models that hand on a state, and layers gone through again."""
+"""Workflows about recurrence: models with a recurrent state, and repeated passes through layers."""

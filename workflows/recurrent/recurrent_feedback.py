@@ -1,22 +1,24 @@
 """Does a second line rhyme when the rhyme is fed back into earlier layers?
 
-Layers gone through again, with a direction.
+A block of layers is run repeatedly, with feedback of a word direction.
 
-A model reads a first line and writes the second. Beside a plain pass, a block of layers is gone through
-twice, or is fed, at the first line's end, with the mean unembedding of all words that rhyme
-(stages/causal/recurrence.py; candle-mi's "anacrousis" protocol: a plain pass, four blocks twice and at five
-strengths, one block fed at every step at three, 28 conditions). Every position is read anew at every step
-where a change at one depends on how many follow.
+A model reads the first line of a couplet and writes the second. Conditions, besides a plain forward pass: a
+block of layers is run twice; or the mean unembedding vector of all rhyming words is added to the block's
+input, either at the end of the first line or also at every generated token (stages/causal/recurrence.py).
+The protocol is candle-mi's "anacrousis": a plain pass, four blocks run twice and with feedback at five
+strengths, one block with feedback at every token at three strengths, 28 conditions. Where an intervention at
+one position depends on the number of tokens after it, all positions are computed again at every step.
 
-A second line is scored twice: whether it ends on a word that rhymes, and whether on another one than the
-first line does, as a line that is copied rhymes with itself.
+A second line has two scores: whether its last word rhymes, and whether it rhymes without being the last word
+of the first line, since a copied line rhymes with itself.
 
-One condition is shown in full, beside random directions as long, fed likewise in each line. Because a model
-that rhymes anyway can hardly rhyme more, the same is asked of the rhyme of another line: whether that is what
-the second line then ends on. Where a model rhymes with fewer than two of these lines nothing is claimed.
+Claims are made of one selected condition. Cause: feedback of the rhyme; null: feedback of random directions
+of equal norm in the same lines. A model that rhymes without feedback can hardly rhyme more, so a second claim
+feeds the rhyme of another line and measures whether second lines end on that rhyme. Nothing is claimed of a
+model that rhymes with fewer than two lines without feedback.
 
-Defaults: lines the recurrent specimen can go on from. `preset=anacrousis`: the published lines and
-conditions, on Llama 3.2 1B.
+Defaults: first lines for the recurrent specimen. `preset=anacrousis`: the published lines and conditions, on
+Llama 3.2 1B.
 """
 
 from __future__ import annotations
@@ -48,37 +50,45 @@ if TYPE_CHECKING:
 __all__ = ["RecurrentFeedback", "RecurrentFeedbackSettings"]
 
 RESAMPLED = 2000
-"""Means over lines of a direction drawn anew in each, which the selected one is compared with."""
+"""Number of draws of the null distribution; each is a mean over lines with one direction drawn per line."""
 FEWEST = 2
-"""Lines a model must rhyme with for a claim."""
-WORDS = {0: "no rhyme", 1: "the same word", 2: "another word"}
-"""How a second line ends."""
+"""Smallest number of lines that a model must rhyme with without feedback for a claim."""
+WORDS = {0: "no rhyme", 1: "the same word", 2: "another rhyming word"}
+"""Name of each score of a second line's last word."""
 
 
 @dataclass(frozen=True)
 class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
-    """What `--set` can change; what is left empty is the preset's."""
+    """Settings of `recurrent_feedback`; the preset replaces empty values."""
 
     model: str = setting("", 'hub id, directory, or a shipped one such as "specimen"')
-    preset: Literal["specimen", "anacrousis"] = setting("specimen", "lines and conditions, and their model")
+    preset: Literal["specimen", "anacrousis"] = setting(
+        "specimen", "default model with its lines and conditions"
+    )
     controls: Natural = setting(
-        4, "random directions of equal length fed likewise, in each line; 0: none, nothing is claimed"
+        4, "number of random directions of equal norm fed in each line; 0: none, nothing is claimed"
     )
-    limit: Natural = setting(0, "first lines, from the first on; 0 takes all")
-    sweep: bool = setting(True, "every condition of the protocol, and not only the selected one")
+    limit: Natural = setting(0, "number of lines, from the first on; 0: all")
+    sweep: bool = setting(True, "run every condition of the protocol, not only the selected one")
     blocks: tuple[str, ...] = setting(
-        (), "blocks gone through twice, and fed, the last also at every step; none: the preset's"
+        (),
+        "blocks of layers run twice, and with feedback; the last one also with feedback at every token; "
+        "none: the preset's",
     )
-    strengths: tuple[float, ...] = setting((), "at which they are fed; none: the preset's")
+    strengths: tuple[float, ...] = setting((), "strengths of the feedback; none: the preset's")
     block: str = setting("", 'block of the selected condition, such as "8-15"; none: the preset\'s')
-    strength: float | None = setting(None, "its strength; none: the preset's")
-    sustained: bool | None = setting(None, "whether it is fed at every step; none: as in the preset")
-    depth: Count = setting(2, "how often a block is gone through; fed, more than 2 is 2")
-    max_tokens: Count = setting(30, "tokens of a second line at most")
+    strength: float | None = setting(
+        None, "strength of the feedback in the selected condition; none: the preset's"
+    )
+    sustained: bool | None = setting(
+        None, "whether the selected condition has feedback at every token; none: as in the preset"
+    )
+    depth: Count = setting(2, "number of passes through a block; with feedback more than 2 count as 2")
+    max_tokens: Count = setting(30, "largest number of tokens of a second line")
 
 
 class RecurrentFeedback(ModelWorkflow):
-    """First lines gone on from, under every condition."""
+    """Second lines of couplets, generated under every condition of recurrence and feedback."""
 
     name = "recurrent_feedback"
     question = "Does a second line rhyme when the rhyme is fed back into earlier layers?"
@@ -86,97 +96,115 @@ class RecurrentFeedback(ModelWorkflow):
     settings: RecurrentFeedbackSettings
 
     trials = loaded("trials")
-    """Every line under every condition, [trial]: condition by condition."""
+    """Result for every line under every condition, in memory, [trial]: lines of the first condition, then
+    those of the next."""
     controls = loaded("controls")
-    """Every line with the words of another one, [trial], then under random directions, draw by draw."""
+    """Result under the selected condition, in memory, [trial]: every line fed the rhyme of another line, then
+    every line fed each random direction in turn."""
 
     def __init__(self, settings: RecurrentFeedbackSettings, model: Model | None = None) -> None:
         self.preset = PRESETS[settings.preset]
         super().__init__(replace(settings, model=settings.model or self.preset.model), model)
 
     def plan(self) -> Nodes:
-        """Every line under every condition, and under the selected condition with control directions."""
-        given, preset = self.settings, self.preset
-        self.lines = preset.lines[: given.limit or None]
+        """Nodes of all lines under every condition, and under the selected condition with control directions.
+
+        Raises ConfigError for a block that is not of the form "8-15" or not of the model.
+        """
+        settings, preset = self.settings, self.preset
+        self.lines = preset.lines[: settings.limit or None]
         block, levels = preset.sustained
-        sustained = (given.blocks[-1] if given.blocks else block, given.strengths or levels)
-        chosen = conditions_of(
-            given.blocks or preset.blocks, given.strengths or preset.strengths, sustained, given.depth
+        sustained = (settings.blocks[-1] if settings.blocks else block, settings.strengths or levels)
+        protocol = conditions_of(
+            settings.blocks or preset.blocks,
+            settings.strengths or preset.strengths,
+            sustained,
+            settings.depth,
         )
-        every = [each for each in chosen if given.sweep or each.depth == 1]
+        swept = [condition for condition in protocol if settings.sweep or condition.depth == 1]
         self.condition = self._selected_condition()
-        self.conditions = tuple(every) if self.condition in every else (*every, self.condition)
+        self.conditions = tuple(swept) if self.condition in swept else (*swept, self.condition)
+        # With the line break in the prompt, generation begins with the second line.
         prompts = [tuple(encoded(self.subject, f"{line.text}\n").ids) for line in self.lines]
         words = [tuple(map(self._last_token, line.family)) for line in self.lines]
         trials = [
-            tuple(self._trial(condition, ids, own) for ids, own in zip(prompts, words, strict=True))
+            tuple(self._trial(condition, ids, rhymes) for ids, rhymes in zip(prompts, words, strict=True))
             for condition in self.conditions
         ]
-        others = tuple(
+        foreign = tuple(
             self._trial(self.condition, ids, words[self.other(row)]) for row, ids in enumerate(prompts)
         )
-        drawn = [
+        # A seed for every line: with a common one all lines would be fed the same random directions.
+        random = [
             tuple(
-                replace(trial, draw=draw, seed=given.seed * len(prompts) + row)
+                replace(trial, draw=draw, seed=settings.seed * len(prompts) + row)
                 for row, trial in enumerate(trials[self.conditions.index(self.condition)])
             )
-            for draw in range(given.controls)
+            for draw in range(settings.controls)
         ]
-        how = GenerationSettings(
-            max_tokens=given.max_tokens, stop="\n", eos=end_ids(self.subject.files, self.subject.tokenizer)
+        generation = GenerationSettings(
+            max_tokens=settings.max_tokens,
+            stop="\n",
+            eos=end_ids(self.subject.files, self.subject.tokenizer),
         )
         return {
-            "trials": self.on_model(RecurrentContinuation(tuple(trials), how)),
-            "controls": self.on_model(RecurrentContinuation((others, *drawn), how)),
+            "trials": self.on_model(RecurrentContinuation(tuple(trials), generation)),
+            "controls": self.on_model(RecurrentContinuation((foreign, *random), generation)),
         }
 
     def _selected_condition(self) -> Condition:
-        """The preset's condition, changed as settings say."""
-        given, preset = self.settings, self.preset
-        known = conditions_of(preset.blocks, preset.strengths, preset.sustained, given.depth)
-        chosen = next(each for each in known if each.name == preset.chosen)
-        if not given.block and given.strength is None and given.sustained is None:
-            return chosen
-        block = given.block or "{}-{}".format(*chosen.block)
-        strength = chosen.strength if given.strength is None else given.strength
-        sustained = chosen.sustained if given.sustained is None else given.sustained
+        """The preset's condition, with block, strength and `sustained` of the settings where they are set."""
+        settings, preset = self.settings, self.preset
+        published = conditions_of(preset.blocks, preset.strengths, preset.sustained, settings.depth)
+        default = next(condition for condition in published if condition.name == preset.chosen)
+        if not settings.block and settings.strength is None and settings.sustained is None:
+            return default
+        block = settings.block or "{}-{}".format(*default.block)
+        strength = default.strength if settings.strength is None else settings.strength
+        sustained = default.sustained if settings.sustained is None else settings.sustained
         name = f"{'sustained' if sustained else 'unembed'}_{block}_s={strength:.1f}"
-        return Condition(name, block_of(block), given.depth, strength, sustained)
+        return Condition(name, block_of(block), settings.depth, strength, sustained)
 
     @staticmethod
     def _trial(condition: Condition, prompt: tuple[int, ...], words: tuple[int, ...]) -> Trial:
+        """The trial of a prompt under a condition. words: last token of each word that is fed and
+        followed."""
         start, end = condition.block
         return Trial(
             prompt, words, start, end, condition.depth, condition.strength, sustained=condition.sustained
         )
 
     def _last_token(self, word: str) -> int:
+        """Last token id of a word with a space in front."""
         return int(self.subject.tokenizer.encode(f" {word}", add_special=False).ids[-1])
 
     def other(self, row: int) -> int:
-        """The line whose rhyme is fed in place of a line's own: the one half of all lines further on."""
+        """Index of the line whose rhyme is fed to line `row` in the second claim: half of all lines later."""
         return (row + len(self.lines) // 2) % len(self.lines)
 
-    # -- what came out
+    # -- results
 
     @cached_property
     def ends(self) -> list[list[str]]:
-        """Last words of second lines, [condition][line]."""
+        """Last word of each second line, [condition][line]."""
         return self._last_words(self.trials)
 
     def _last_words(self, trials: xr.Dataset) -> list[list[str]]:
+        """Last words of generated lines, [group of trials][line]."""
         words = np.array([last_word(str(text)) for text in trials["generated_text"].values], object)
         rows: list[list[str]] = words.reshape(-1, len(self.lines)).tolist()
         return rows
 
     @cached_property
     def scores(self) -> Floats:
-        """0: no rhyme, 1: the word of the first line, 2: another word that rhymes; [condition, line]."""
+        """Score of each second line, [condition, line]: 0 no rhyme, 1 the last word of the first line, 2
+        another rhyming word."""
         return np.array([list(map(_score, self.lines, words)) for words in self.ends], np.float64)
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """Scores of every condition, and which lines rhymed under it."""
+        """A record per condition: numbers and ids of the lines that rhymed, and the number of second lines
+        that ended before `max_tokens`."""
         numbers = np.array([line.number for line in self.lines])
         tokens = (self.trials["token_id"].values >= 0).sum(axis=1).reshape(-1, len(self.lines))
         return [
@@ -194,80 +222,101 @@ class RecurrentFeedback(ModelWorkflow):
     @property
     def baseline(self) -> int:
         """Index of the plain pass among the conditions."""
-        return next(i for i, each in enumerate(self.conditions) if each.depth == 1)
+        return next(i for i, condition in enumerate(self.conditions) if condition.depth == 1)
 
     @property
     def row(self) -> int:
-        """Index of the selected condition."""
+        """Index of the selected condition among the conditions."""
         return self.conditions.index(self.condition)
 
     @cached_property
     def control_ends(self) -> tuple[list[str], list[list[str]]]:
-        """Last words under the words of another line, [line], and under random directions, [line][draw]."""
-        foreign, *drawn = self._last_words(self.controls)
-        return foreign, [[words[row] for words in drawn] for row in range(len(self.lines))]
+        """Last words with feedback of another line's rhyme, [line], and of random directions,
+        [line][draw]."""
+        foreign, *by_draw = self._last_words(self.controls)
+        return foreign, [[words[row] for words in by_draw] for row in range(len(self.lines))]
 
     @property
     def not_claimed(self) -> str:
-        """Why nothing is claimed of a model that rhymes with too few of these lines by itself."""
-        rhymed = self.records[self.baseline]["count"]
-        by_itself = f"{self.subject.name} rhymes with {rhymed} of these {len(self.lines)} lines by itself"
-        return "" if rhymed >= FEWEST else f"{by_itself}: nothing is claimed of it"
+        """Reason why a model that rhymes with too few lines without feedback gives no claim; else empty."""
+        n_rhymes = self.records[self.baseline]["count"]
+        if n_rhymes >= FEWEST:
+            return ""
+        return (
+            f"{self.subject.name} rhymes with {n_rhymes} of these {len(self.lines)} lines without feedback, "
+            f"fewer than {FEWEST}: nothing is claimed of it"
+        )
 
     def claims(self) -> Iterator[Claim]:
-        """Whether more lines rhyme, and whether lines rhyme with what was fed."""
+        """Effect of feedback on the share of second lines that rhyme, and that end on the rhyme of another
+        line if that is fed."""
         base, fed = self.scores[self.baseline], self.scores[self.row]
-        foreign, drawn = self.control_ends
-        what = self.condition.description
+        foreign, random = self.control_ends
+        condition = self.condition.description
         yield self._claim(
-            f"the rhyme, in {what}, changes the share of second lines that end on another word that rhymes",
+            f"feedback of the line's rhyme ({condition}) changes the share of second lines that end on "
+            "another rhyming word",
             (fed == 2).astype(float) - (base == 2),
             [
                 [_score(line, word) == 2 for word in words]
-                for line, words in zip(self.lines, drawn, strict=True)
+                for line, words in zip(self.lines, random, strict=True)
             ],
             base == 2,
         )
-        others = [self.lines[self.other(row)] for row in range(len(self.lines))]
-        plain = np.array([o.rhymes(word) for o, word in zip(others, self.ends[self.baseline], strict=True)])
+        sources = [self.lines[self.other(row)] for row in range(len(self.lines))]
+        plain = np.array(
+            [source.rhymes(word) for source, word in zip(sources, self.ends[self.baseline], strict=True)]
+        )
         yield self._claim(
-            f"the rhyme of another line, in {what}, makes second lines end on it",
-            np.array([o.rhymes(word) for o, word in zip(others, foreign, strict=True)], float) - plain,
-            [[o.rhymes(word) for word in words] for o, words in zip(others, drawn, strict=True)],
+            f"feedback of another line's rhyme ({condition}) changes the share of second lines that end on "
+            "that rhyme",
+            np.array([source.rhymes(word) for source, word in zip(sources, foreign, strict=True)], float)
+            - plain,
+            [[source.rhymes(word) for word in words] for source, words in zip(sources, random, strict=True)],
             plain,
         )
 
     def claims_caption(self) -> str:
-        """How the condition was chosen, and how many second lines end by themselves."""
-        many = len(self.lines)
-        on = many - self.records[self.row]["ended"]
+        """How the condition was chosen, and how many second lines reach the largest number of tokens."""
+        # Feedback at every token makes lines run on; their last word is scored all the same, as in candle-mi.
+        n_lines = len(self.lines)
+        n_unfinished = n_lines - self.records[self.row]["ended"]
+        choice = self.preset.found if self._is_presets else "set by the user"
         return (
-            f"The selected condition: {self.preset.found if self._is_presets else 'as set'}. {on} of its "
-            f"{many} second lines run on for {self.settings.max_tokens} tokens: what they break off at is no "
-            "end of their own."
+            f"The selected condition: {choice}. {n_unfinished} of its {n_lines} second lines run on for "
+            f"{self.settings.max_tokens} tokens; they are cut there, and the word at the cut is scored."
         )
 
     @property
     def _is_presets(self) -> bool:
-        """Whether the selected condition is the preset's."""
+        """Whether the selected condition is the one that the preset names."""
         return self.condition.name == self.preset.chosen
 
     def _claim(self, text: str, effects: Floats, drawn: Any, plain: Any) -> Claim:
-        """Shares of lines beyond those of a plain pass, [line], beside random directions [line, draw]."""
-        others = np.array(drawn, float).reshape(len(effects), -1) - np.array(plain, float)[:, None]
+        """Claim about the share of lines with an outcome, compared with feedback of random directions.
+
+        Arguments:
+            text: see `Claim`.
+            effects: outcome with feedback minus outcome of a plain pass, [line].
+            drawn: outcome with random directions, bool [line][draw].
+            plain: outcome of a plain pass, bool [line].
+        """
+        controls = np.array(drawn, float).reshape(len(effects), -1) - np.array(plain, float)[:, None]
         return Claim.over(
             text,
             effects,
-            others,
-            f"a direction as long, fed likewise, drawn among {self.settings.controls} random ones of each "
-            "line and this one",
+            controls,
+            f"one direction for each line, from {self.settings.controls} random directions of equal norm, "
+            "fed in the same way, and the rhyme itself",
             Controls(RESAMPLED if self.settings.controls else 0, self.settings.seed),
+            # The published condition is the best of 27 on these lines; its p-value is corrected for that.
             looked_at=self.preset.looked_at if self._is_presets else 1,
             unit="of lines",
         )
 
     def views(self) -> Iterator[View]:
-        """All conditions, every line under the selected one, and likely rhymes behind the first line."""
+        """Table of all conditions; last words by condition; every line under the selected condition, with the
+        probability of rhymes right after the first line."""
         yield Data(json=self._about())
         yield self._conditions_table()
         cells, curves = self._ends_heatmap(), self._curves()
@@ -276,11 +325,11 @@ class RecurrentFeedback(ModelWorkflow):
             yield curves
         yield from self._lines_tables()
         panels = tuple(view for view in (curves, self.findings, cells) if view is not None)
-        title = f"What {self.subject.name} rhymes with when layers are gone through again"
+        title = f"Rhymes of {self.subject.name} with feedback into earlier layers"
         yield Figure(name="recurrent_feedback", title=title, panels=panels)
 
     def _about(self) -> dict[str, Any]:
-        """The other fields of candle-mi's example."""
+        """Fields of candle-mi's example that describe the model, the condition and the totals."""
         about, condition = self.subject.about, self.condition
         plain, fed = self.records[self.baseline], self.records[self.row]
         return {
@@ -298,38 +347,38 @@ class RecurrentFeedback(ModelWorkflow):
         }
 
     def _conditions_table(self) -> Table:
-        """Table of the scores of every condition, and the lines that rhymed."""
-        many = len(self.lines)
+        """Table of the numbers of rhyming lines under every condition."""
+        n_lines = len(self.lines)
         return Table.of(
             self.records,
             ("condition", "name"),
-            ("rhymes", lambda one: f"{one['count']}/{many}"),
-            ("with another word", lambda one: f"{one['count_without_target']}/{many}"),
-            ("ended", lambda one: f"{one['ended']}/{many}"),
-            ("lines that rhyme with another word", lambda one: _numbers(one["ids_without_target"])),
+            ("rhymes", lambda row: f"{row['count']}/{n_lines}"),
+            ("with another word", lambda row: f"{row['count_without_target']}/{n_lines}"),
+            ("ended", lambda row: f"{row['ended']}/{n_lines}"),
+            ("lines that rhyme with another word", lambda row: _numbers(row["ids_without_target"])),
             title=f"{self.subject.name}: second lines that rhyme, by condition",
-            caption="rhymes: ends on a word of the family, the first line's own among them, so that a copied "
-            f"line counts; ended: within {self.settings.max_tokens} tokens; unembed: fed at the first line's "
-            "end; sustained: at every step",
-            strong=lambda one: one["name"] in ("baseline", self.condition.name),
+            caption="rhymes: the last word is a rhyming word, including the first line's own last word, so "
+            f"that a copied line counts; ended: within {self.settings.max_tokens} tokens; double_pass: block "
+            "run twice; unembed: feedback at the end of the first line; sustained: feedback at every token",
+            strong=lambda row: row["name"] in ("baseline", self.condition.name),
             sources=("trials",),
             json={"conditions": self.records},
         )
 
     def _ends_heatmap(self) -> Heatmap:
-        """How every second line ends, by condition."""
+        """Heatmap of the score of every second line by condition, with its last word in each cell."""
         values = self.scores.T
         words = tuple(tuple(ends[row] for ends in self.ends) for row in range(len(self.lines)))
         return Heatmap(
-            title="On what second lines end",
+            title="Last words of second lines",
             caption="; ".join(f"{value}: {word}" for value, word in WORDS.items())
-            + "; by block and strength, + at every step",
+            + ". Conditions: block of layers and strength of the feedback; +: at every token",
             values=values,
             rows=tuple(line.target for line in self.lines),
             columns=tuple(condition.short for condition in self.conditions),
-            row_name="first line ends on",
+            row_name="last word of the first line",
             column_name="condition",
-            value_name="how it ends",
+            value_name="score",
             low=0.0,
             high=2.0,
             texts=words,
@@ -337,22 +386,24 @@ class RecurrentFeedback(ModelWorkflow):
         )
 
     def _curves(self) -> Lines | None:
-        """Rhymes with another word by strength, a curve per block; None where there is no sweep."""
+        """Number of lines that rhyme with another word by strength, one curve per block; None with fewer than
+        two strengths."""
         by_block: dict[tuple[int, int], dict[float, int]] = {}
         for condition, row in zip(self.conditions, self.records, strict=True):
             if condition.strength is not None and not condition.sustained:
                 by_block.setdefault(condition.block, {})[condition.strength] = row["count_without_target"]
-        strengths = sorted({strength for held in by_block.values() for strength in held})
+        strengths = sorted({strength for counts in by_block.values() for strength in counts})
         if len(strengths) < 2:
             return None
         plain = float(self.records[self.baseline]["count_without_target"])
         lines = [
-            Line(f"layers {start} to {end}", np.array([held.get(s, np.nan) for s in strengths], float))
-            for (start, end), held in by_block.items()
+            Line(f"layers {start} to {end}", np.array([counts.get(s, np.nan) for s in strengths], float))
+            for (start, end), counts in by_block.items()
         ]
         return Lines(
-            title="Second lines that end on another word that rhymes, by strength",
-            caption=f"fed at the first line's end; dashed: a plain pass, {plain:g} of {len(self.lines)}",
+            title="Second lines that end on another rhyming word, by strength of the feedback",
+            caption=f"feedback at the end of the first line; dashed: plain forward pass, {plain:g} of "
+            f"{len(self.lines)}",
             x=tuple(strengths),
             x_name="strength",
             y_name="lines",
@@ -363,44 +414,54 @@ class RecurrentFeedback(ModelWorkflow):
         )
 
     def _lines_tables(self) -> Iterator[Table]:
-        """Every line under the selected condition: how it ends, and what was likely behind the first line."""
-        one, other = self._of(self.baseline), self._of(self.row)
-        couplets = [self._couplet(row, one, other) for row in range(len(self.lines))]
+        """Tables of every line under the selected condition: last words, and the most probable rhyme right
+        after the first line."""
+        plain, fed = self._trials_of(self.baseline), self._trials_of(self.row)
+        couplets = [self._couplet(row, plain, fed) for row in range(len(self.lines))]
         yield Table.of(
             couplets,
             ("line", "id", "d"),
-            ("first line", lambda each: format_text(each["line1"])),
+            ("first line", lambda couplet: format_text(couplet["line1"])),
             ("plain", "baseline_word"),
-            ("fed", lambda each: bold(each["recurrent_word"])),
+            ("feedback", lambda couplet: bold(couplet["recurrent_word"])),
             ("", "result"),
-            ("second line", lambda each: format_text(each["recurrent_line"])),
-            ("fed with another rhyme", "foreign_word"),
-            title=f"Every line, {self.condition.description}",
-            caption="OK: both rhyme; RESCUED, REGRESS: only fed, only plain; -: neither; last: where the "
-            "rhyme of another line is fed, the one half of all further on",
+            ("second line", lambda couplet: format_text(couplet["recurrent_line"])),
+            ("feedback of another rhyme", "foreign_word"),
+            title=f"Last words of second lines, {self.condition.description}",
+            caption="OK: rhymes in the plain pass and with feedback; RESCUED: only with feedback; REGRESS: "
+            "only in the plain pass; -: never. Last column: feedback of the rhyme of another line, half of "
+            "all lines later",
             json={"couplets": couplets},
         )
         yield Table.of(
             couplets,
             ("line", "id", "d"),
-            ("best rhyme, plain", lambda each: format_token(each["planning"]["baseline"]["word"])),
-            ("rank", lambda each: each["planning"]["baseline"]["rank"], "d"),
-            ("p", lambda each: each["planning"]["baseline"]["probability"], format_probability),
-            ("best rhyme, fed", lambda each: format_token(each["planning"]["recurrent"]["word"])),
-            ("rank fed", lambda each: each["planning"]["recurrent"]["rank"], "d"),
-            ("p fed", lambda each: each["planning"]["recurrent"]["probability"], format_probability),
-            ("in the top 100", lambda each: _pair(each["planning"])),
-            title="What rhymes are likely right behind the first line?",
-            caption="the likeliest token among the last tokens of words that rhyme, ranks counted from 1",
+            ("best rhyme, plain", lambda couplet: format_token(couplet["planning"]["baseline"]["word"])),
+            ("rank", lambda couplet: couplet["planning"]["baseline"]["rank"], "d"),
+            ("p", lambda couplet: couplet["planning"]["baseline"]["probability"], format_probability),
+            ("best rhyme, feedback", lambda couplet: format_token(couplet["planning"]["recurrent"]["word"])),
+            ("rank, feedback", lambda couplet: couplet["planning"]["recurrent"]["rank"], "d"),
+            (
+                "p, feedback",
+                lambda couplet: couplet["planning"]["recurrent"]["probability"],
+                format_probability,
+            ),
+            ("in the top 100", lambda couplet: _pair(couplet["planning"])),
+            title="Most probable rhyme right after the first line",
+            caption="best rhyme: the most probable of the last tokens of all rhyming words; ranks from 1; in "
+            "the top 100: number of rhymes among the 100 most probable tokens, plain -> feedback",
         )
 
-    def _of(self, condition: int) -> xr.Dataset:
-        """The trials of one condition, [line]."""
-        many = len(self.lines)
-        return self.trials.isel(trial=slice(condition * many, (condition + 1) * many))
+    def _trials_of(self, condition: int) -> xr.Dataset:
+        """The trials of the condition with this index, [trial], one per line."""
+        n_lines = len(self.lines)
+        return self.trials.isel(trial=slice(condition * n_lines, (condition + 1) * n_lines))
 
-    def _couplet(self, row: int, one: xr.Dataset, other: xr.Dataset) -> dict[str, Any]:
-        """A line in candle-mi's fields, with what is said of it beyond them."""
+    def _couplet(self, row: int, plain: xr.Dataset, fed: xr.Dataset) -> dict[str, Any]:
+        """JSON record of a line: candle-mi's fields and those of the other line's rhyme.
+
+        plain, fed: trials of the plain pass and of the selected condition, one per line.
+        """
         line = self.lines[row]
         before, after = self.ends[self.baseline][row], self.ends[self.row][row]
         results = {
@@ -419,18 +480,19 @@ class RecurrentFeedback(ModelWorkflow):
             "recurrent_word": after,
             "recurrent_rhymes": line.rhymes(after),
             "recurrent_rhymes_without_target": line.rhymes_anew(after),
-            "recurrent_line": str(other["generated_text"].values[row]).split("\n", 1)[0],
+            "recurrent_line": str(fed["generated_text"].values[row]).split("\n", 1)[0],
             "result": results[line.rhymes(before), line.rhymes(after)],
             "foreign_word": self.control_ends[0][row],
             "foreign_rhymes": self.lines[self.other(row)].rhymes(self.control_ends[0][row]),
             "planning": {
-                "baseline": self._planned(one.isel(trial=row)),
-                "recurrent": self._planned(other.isel(trial=row)),
+                "baseline": self._rhyme_probabilities(plain.isel(trial=row)),
+                "recurrent": self._rhyme_probabilities(fed.isel(trial=row)),
             },
         }
 
-    def _planned(self, trial: xr.Dataset) -> dict[str, Any]:
-        """What of the family was likely behind the first line."""
+    def _rhyme_probabilities(self, trial: xr.Dataset) -> dict[str, Any]:
+        """Rank and probability of the most probable rhyme right after the first line, and the probability of
+        all rhymes together."""
         return {
             "word": self.subject.tokenizer.decode_token(int(trial["best_word"])),
             "rank": int(trial["best_word_rank"]) + 1,
@@ -441,12 +503,15 @@ class RecurrentFeedback(ModelWorkflow):
 
 
 def _score(line: FirstLine, word: str) -> int:
+    """Score of a second line's last word: a key of `WORDS`."""
     return 2 if line.rhymes_anew(word) else int(line.rhymes(word))
 
 
 def _numbers(ids: Sequence[int]) -> str:
+    """Ids of lines, separated by commas; a dash for none."""
     return ", ".join(map(str, ids)) or dash(None)
 
 
 def _pair(planning: Mapping[str, Any]) -> str:
+    """Number of rhymes among the 100 most probable tokens, plain and with feedback: "3 -> 12"."""
     return f"{planning['baseline']['in_top_100']} -> {planning['recurrent']['in_top_100']}"

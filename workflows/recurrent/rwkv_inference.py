@@ -1,19 +1,19 @@
 """What does a recurrent model no longer predict when one token is not written to its state? RWKV, end to end.
 
-A recurrent model reads a token later through the state it wrote to. Told are its most likely next tokens,
-what its heads read of each position (the attention their recurrence amounts to), and what happens when the
-write of one token is left out, in one layer at a time or in all at once, and when it is multiplied by
-several scales (stages/causal/state_writes.py): candle-mi's `rwkv_inference`, state knockout and steering.
+In a recurrent model later tokens read a token through the state to which it wrote. The answer shows the most
+likely next tokens; the effective attention of the heads to each position; the effect of leaving out the write
+of one token, in one layer at a time or in all layers; and the effect of scaling that write
+(stages/causal/state_writes.py). These are state knockout and state steering of candle-mi's `rwkv_inference`.
 
-The selected write stands beside random values as long, written in its place and left out likewise: recent
-writes are read more than old ones whatever they hold, so that other positions would be no control.
-Defaults: the layer and kind of position where such random values matter most on other shipped facts, beside
-the one where they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen
-for its own effect it would be the luckiest of many, in random weights too, as a token writes the same in
-every prompt.
+Control: random values of equal norm, written in place of the selected write and left out in the same way.
+Other positions would be no control, as recent writes are read more than old ones whatever they contain.
+Defaults: the layer and kind of position at which leaving out such random values has the largest effect on
+other shipped facts, and, for comparison, the smallest (material/edge_choice.py). The effect of the write
+itself has no part in this choice. Otherwise the selected write would be the best of many by chance, even in a
+model of random weights, as a token writes the same values in every prompt.
 
-A token has two more ways to be read, the token shift and other layers: a write that does nothing says nothing
-about them.
+Later tokens also read a token through the token shift and through other layers; a knockout without effect
+says nothing about these.
 """
 
 from __future__ import annotations
@@ -54,94 +54,113 @@ if TYPE_CHECKING:
 
 __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
-OTHERS = "random values as long, written in its place"
+CONTROLS = "random values of equal norm, written in its place and left out in the same way"
+"""Name of the null distribution of a claim about one prompt."""
 FEW = 4
-"""Number of random values in each of the other facts."""
+"""Number of random values per position in each of the other facts."""
 
 
 @dataclass(frozen=True)
 class RwkvInferenceSettings(ChosenPlaceSettings):
-    """What `--set` can change."""
+    """Settings of `rwkv_inference`."""
 
     model: str = setting(RECURRENT, MODEL_HELP)
     position: int | str | None = setting(
-        None, "token whose write is shown; none: the kind of position that matters most on other facts"
+        None,
+        "position of the write shown in full; none: the kind of position with the largest effect on other "
+        "facts",
     )
     controls: Natural = setting(
-        20, "random values that the effect is held against, for each place; 0: none, nothing is claimed"
+        20, "number of random values in place of each write; 0: none, nothing is claimed"
     )
-    scales: tuple[float, ...] = setting(WRITE_SCALES, "what its write is multiplied by")
+    scales: tuple[float, ...] = setting(WRITE_SCALES, "factors by which the selected write is multiplied")
 
 
 class RwkvInference(PlaceWorkflow):
-    """Knockout of one write in full, and of all writes for comparison."""
+    """Knockout and scaling of one write to the state of RWKV, and knockout of all writes for comparison."""
 
     name = "rwkv_inference"
     question = "What does a recurrent model no longer predict when one token is not written to its state?"
     needs = "state of RWKV"
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
-    rule = "kind of position whose write, were its values random, left out,"
-    beside = "random values as long, written in their place"
+    rule = "kind of position at which a write of random values, when left out,"
+    beside = "random values of equal norm, written in place of the writes and left out in the same way"
 
     writes = loaded("writes")
-    """Knockout of every write in every layer, [layer, position]."""
+    """Effects of the knockout of each position's write in each layer, in memory, [layer, position]; kl in
+    nats."""
     controls = loaded("controls")
-    """Random values in place of the candidates, [layer, position, draw_of_write]."""
+    """Effects of the knockout of random values at the candidate positions, in memory, [layer, position,
+    draw_of_write]."""
     together = loaded("together")
-    """Knockout of every write in all layers at once, [layer = 0, position]."""
+    """Effects of the knockout of each position's write in all layers at once, in memory, [layer, position]
+    with one layer."""
 
     def plan(self) -> Nodes:
-        """Knockouts of every write, scaled writes and random values at the candidates, and other facts."""
-        given, layers = self.settings, self.subject.config.num_layers
-        shared = self.read_place("last", given.position)
+        """Nodes of knockouts of every write, of scaled writes and random values at the candidate positions,
+        and of other facts.
+
+        Raises ConfigError, PromptError or InterventionError for a layer, position or scale that is invalid.
+        """
+        settings, layers = self.settings, self.subject.config.num_layers
+        shared = self.read_place("last", settings.position)
         self.captured = self.subject.capture_weights(self.subject.pack([self.prompt]))
         pattern = self.captured[self.subject.attention_kind]
-        response = tuple(StateSteering(positions=(key,), doses=given.scales, **shared) for key in self.keys)
-        for each in response:
-            each.cells(self.subject.config)  # refuse wrong settings now, before anything runs
+        response = tuple(
+            StateSteering(positions=(key,), doses=settings.scales, **shared) for key in self.keys
+        )
+        # `cells` raises for invalid settings, so that nothing runs before they are found.
+        for steering in response:
+            steering.cells(self.subject.config)
+        # Where only KL and logit difference are read, `top_k` 1 keeps stored results small.
         nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
             "response": self.on_model(AtOnce(response)),
             "attention": attention_flow.on(pattern=pattern, query=self.query),
         }
-        if not given.controls:
+        if not settings.controls:
             return nodes
-        places = tuple(dict.fromkeys((*self.keys, *self.roles.values())))
-        drawn = RandomWrites(positions=places, draws=given.controls, seed=given.seed, **shared | {"top_k": 1})
+        positions = tuple(dict.fromkeys((*self.keys, *self.roles.values())))
+        random_writes = RandomWrites(
+            positions=positions, draws=settings.controls, seed=settings.seed, **shared | {"top_k": 1}
+        )
         self.only_claims = ("controls", "scored")
         return {
             **nodes,
-            "controls": self.on_model(drawn),
+            "controls": self.on_model(random_writes),
             **self.facts_node(),
             **self._scored_node(),
         }
 
     def lost_here(self, key: int) -> Floats:
-        """See `PlaceWorkflow`: with one write left out, [layer]."""
+        """KL by layer of the knockout of the write at position `key` of this prompt, in nats, [layer]."""
         return values_of(self.writes["kl"].sel(position=key), "layer")
 
     def _scored_node(self) -> Nodes:
-        """Knockouts of the write of every role in the facts that score the choice."""
+        """Node of state knockouts by kind of position, on the held-out facts that score the choice."""
         if not self.is_chosen:
             return {}
-        cut = (
-            StateKnockout(tuple(each.encoding.ids), tuple(each.roles.values()), top_k=1)
-            for each in self.others[self.half :]
+        knockouts = (
+            StateKnockout(tuple(fact.encoding.ids), tuple(fact.roles.values()), top_k=1)
+            for fact in self.others[self.half :]
         )
-        return {"scored": self.on_model(AtOnce(tuple(cut)))}
+        return {"scored": self.on_model(AtOnce(tuple(knockouts)))}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
-        """Random values at every role of another fact."""
-        places = tuple(key for _, key in edges)
-        return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
+        """Knockouts of random values at the keys of the edges of another fact; see `PlaceWorkflow`."""
+        positions = tuple(key for _, key in edges)
+        return [RandomWrites(tokens, positions=positions, draws=FEW, seed=self.settings.seed, top_k=1)]
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """See `PlaceWorkflow`: chosen by what random values do, scored by the write itself."""
+        """KL by layer and kind of position on other facts, [fact, layer, role]: of random values to choose
+        by, of the writes themselves to score."""
+        # A token writes the same in every prompt: a write chosen for its own effect, the largest of many by
+        # chance, would have a large effect on held-out prompts too.
         random = values_of(self.result("facts")["kl"], "draw", "draw_of_write", "layer", "position")
-        cut = values_of(self.result("scored")["kl"], "draw", "layer", "position")
-        return CandidateEffects(random[chosen_on].mean(1), cut[scored - self.half], random[scored])
+        knockout = values_of(self.result("scored")["kl"], "draw", "layer", "position")
+        return CandidateEffects(random[chosen_on].mean(1), knockout[scored - self.half], random[scored])
 
     @property
     def position(self) -> int:
@@ -150,31 +169,33 @@ class RwkvInference(PlaceWorkflow):
 
     @property
     def selected(self) -> xr.Dataset:
-        """Knockout of the selected write in the selected layer."""
+        """Effects of the knockout of the selected write in the selected layer."""
         return self.writes.sel(layer=self.layer, position=self.position)
 
     @cached_property
     def response(self) -> xr.Dataset:
-        """The selected write at every scale, [layer, dose]."""
+        """Effects of the selected write at every scale, in memory, [layer, dose]."""
         return self.result("response").load().isel(draw=self.keys.index(self.position))
 
     def cause(self, layer: int, key: int) -> str:
-        """See `PlaceWorkflow`."""
-        return f"leaving out what {self.token_label(key)} writes in layer {layer}"
+        """Cause of a claim about this prompt; see `PlaceWorkflow`."""
+        return f"leaving out the state write of {self.token_label(key)} in layer {layer}"
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """The claim about one write of this prompt, beside random values in its place."""
-        at = {"layer": layer, "position": key}
-        effect, draws = (float(self.writes.sel(at)[measure]), self.controls.sel(at)[measure].values)
-        return Claim.against(text, effect, draws, OTHERS, **fields)
+        """The claim about one write of this prompt, compared with random values in its place."""
+        # Writes of other positions would be no control: recent writes are read most, whatever they contain.
+        labels = {"layer": layer, "position": key}
+        effect = float(self.writes.sel(labels)[measure])
+        draws = self.controls.sel(labels)[measure].values
+        return Claim.against(text, effect, draws, CONTROLS, **fields)
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """See `PlaceWorkflow`."""
-        return f"leaving out what {ROLES[role]} writes in layer {layer}"
+        """Cause of a claim about other facts; see `PlaceWorkflow`."""
+        return f"leaving out the state write of {ROLES[role]} in layer {layer}"
 
     def views(self) -> Iterator[View]:
-        """Next tokens, attention, the selected write, every write, every scale."""
-        names = [self.token_label(place) for place in range(len(self.encoding))]
+        """Next tokens, effective attention, knockout of the selected write, of every write, and scaling."""
+        names = [self.token_label(position) for position in range(len(self.encoding))]
         yield Data(json=self._about() | self.choice_json())
         yield self._next_tokens()
         if self.store is not None:
@@ -182,13 +203,14 @@ class RwkvInference(PlaceWorkflow):
         yield self._one_write(names)
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
-            "What is lost without a write",
-            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, as selected",
+            "Effect of leaving out a write, KL in nats",
+            f"one token's write in one layer; framed: the selected write of {names[self.position]} in layer "
+            f"{self.layer}",
             columns=tuple(names),
-            column_name="token that writes",
+            column_name="writing token",
             low=0.0,
             framed=((self.layer, self.position) * 2,),
-            frame_name="the selected one",
+            frame_name="the selected write",
             sources=("writes",),
             json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
         )
@@ -196,8 +218,8 @@ class RwkvInference(PlaceWorkflow):
         yield self._positions(names)
         curves = Lines.of(
             self.response["kl"].transpose("layer", "dose"),
-            f"How far the next token moves as {names[self.position]} writes more or less",
-            f"0: left out, 1: as it is; a layer each, thick: layer {self.layer}",
+            f"Effect of scaling the write of {names[self.position]}, KL in nats",
+            f"factor 0: left out, 1: unchanged; one curve per layer, thick: layer {self.layer}",
             x_name="factor of the write",
             low=0.0,
             strong=self.layer,
@@ -205,7 +227,7 @@ class RwkvInference(PlaceWorkflow):
         )
         yield curves
         yield self._scales(names)
-        title = f"What {self.subject.name} keeps of '{format_text(self.prompt)}'"
+        title = f"State writes of {self.subject.name} in '{format_text(self.prompt)}'"
         panels = (sweep, curves, self.findings)
         yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
 
@@ -214,56 +236,60 @@ class RwkvInference(PlaceWorkflow):
         columns = {"token_id": "baseline_id", "probability": "baseline_probability"}
         (rank,) = self.writes["baseline_id"].dims
         top = [
-            {"rank": place, "token": self.subject.tokenizer.decode_token(row["token_id"]), **row}
-            for place, row in enumerate(records(self.writes, str(rank), **columns), start=1)
+            {"rank": i, "token": self.subject.tokenizer.decode_token(row["token_id"]), **row}
+            for i, row in enumerate(records(self.writes, str(rank), **columns), start=1)
         ]
         return Table.of(
             top,
             ("rank", "rank", "d"),
-            ("token", lambda one: format_token(one["token"])),
+            ("token", lambda row: format_token(row["token"])),
             ("probability", "probability", format_probability),
             title=f"{self.subject.name} after '{format_text(self.prompt)}'",
-            caption="most likely next tokens, nothing changed",
+            caption="most likely next tokens, without intervention",
             sources=("writes",),
             json={"top_tokens": top},
         )
 
     def _attention(self) -> Attention:
-        """Effective attention of every head to every position."""
+        """View of the effective attention of every head to every position."""
         assert self.store is not None
         kind = self.subject.attention_kind
         pattern = unpacked(self.captured.open(self.store)[kind]).transpose("layer", "head", ...)
         edge = self.result("attention").load()["from_query"].isel(key_position=self.position)
-        here = edge.transpose("layer", "head").values
+        weights = edge.transpose("layer", "head").values
         return Attention(
-            title="What heads read of each position",
-            caption="Effective attention: what a head reads of the value a position wrote, as a share of all "
-            "that it reads with a positive sign (what it takes away is left out). Point at a token, or "
-            "walk with the arrow keys.",
+            title="Effective attention of each head",
+            caption="Effective attention: the contribution of the value that a position wrote to the output "
+            "of a head, as a share of all positive contributions; negative ones are left out. Point at a "
+            "token, or move with the arrow keys.",
             tokens=tuple(map(format_token, named(self.subject, self.encoding.ids))),
             layers=tuple(pattern["layer"].values.tolist()),
             pattern=pattern.values,
-            overview=here,
-            overview_name=f"how much {self.token_label(self.query)} reads {self.token_label(self.position)}",
+            overview=weights,
+            overview_name=f"effective attention from {self.token_label(self.query)} to "
+            f"{self.token_label(self.position)}",
             layer=self.layer,
-            head=int(here[self.layer].argmax()),
+            head=int(weights[self.layer].argmax()),
             query=self.query,
             sources=("attention",),
         )
 
     def _one_write(self, names: Sequence[str]) -> Table:
         """Table of the tokens whose probability the knockout of the write changes most."""
-        title = f"Without what {names[self.position]} writes in layer {self.layer}"
+        title = f"Without the write of {names[self.position]} in layer {self.layer}"
         return self.changed_table(self.selected, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
-        """Table of KL without each token's writes: in the layer of the largest KL, and in all layers."""
-        kl, every = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
-        worth = self.writes.assign(most=kl.max("layer"), at=kl.argmax("layer"), every=every)
-        columns = {"layer": "at", "kl": "most", "kl_all_layers": "every"}
+        """Table of the knockout KL by position: for the layer of the largest KL, and for all layers at
+        once."""
+        kl, kl_all_layers = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
+        effects = self.writes.assign(
+            largest=kl.max("layer"), best_layer=kl.argmax("layer"), all_layers=kl_all_layers
+        )
+        columns = {"layer": "best_layer", "kl": "largest", "kl_all_layers": "all_layers"}
         rows = [
             row | {"token": names[row["position"]]}
-            for row in records(worth, "position", "position", **columns)
+            for row in records(effects, "position", "position", **columns)
         ]
         return Table.of(
             rows,
@@ -271,37 +297,39 @@ class RwkvInference(PlaceWorkflow):
             ("KL, one layer", "kl", ".5f"),
             ("layer", "layer", lambda layer: dim(str(layer))),
             ("KL, all layers", "kl_all_layers", ".5f"),
-            title="What each token's writes are worth",
-            caption="KL from the run as it is, in nats: the layer without whose write most is lost, and all "
-            "layers at once",
+            title="Effect of leaving out the writes of each token",
+            caption="KL divergence from the unchanged run, in nats: without the token's write in the layer "
+            "of the largest KL, and without its writes in all layers",
             sources=("writes", "together"),
             json={"positions": rows},
         )
 
     def _scales(self, names: Sequence[str]) -> Table:
-        """Table of the selected write at every scale in the selected layer."""
-        here = self.response.sel(layer=self.layer)
-        here = here.assign(p_target=np.exp(here["target_logprob"]))
+        """Table of the effects of the selected write at every scale, in the selected layer."""
+        response = self.response.sel(layer=self.layer)
+        response = response.assign(p_target=np.exp(response["target_logprob"]))
         columns = {"scale": "dose", "kl_divergence": "kl", "target_logit_diff": "logit_diff"}
         rows = [
-            row | {"top_changed": top_changed_json(self.subject, here.isel(dose=i), "steered_prob")}
-            for i, row in enumerate(records(here, "dose", "p_target", **columns))
+            row | {"top_changed": top_changed_json(self.subject, response.isel(dose=i), "steered_prob")}
+            for i, row in enumerate(records(response, "dose", "p_target", **columns))
         ]
         return Table.of(
             rows,
             ("factor", "scale", "{:g}x".format),
             ("KL", "kl_divergence", ".5f"),
-            ("logit diff", lambda one: dash(one["target_logit_diff"], "+.4f"), str),
-            ("p(target)", lambda one: dash(one["p_target"], ".4f"), str),
-            ("changed most", lambda one: format_token(one["top_changed"][0]["token"])),
-            title=f"{names[self.position]} writes more or less in layer {self.layer}",
-            caption="logit diff: as it is minus steered",
+            ("logit diff", lambda row: dash(row["target_logit_diff"], "+.4f"), str),
+            ("p(target)", lambda row: dash(row["p_target"], ".4f"), str),
+            ("largest change", lambda row: format_token(row["top_changed"][0]["token"])),
+            title=f"Effect of scaling the write of {names[self.position]} in layer {self.layer}",
+            caption="KL divergence from the unchanged run, in nats; logit diff: target logit of the "
+            "unchanged run minus that with the scaled write; largest change: token whose probability "
+            "changes most",
             sources=("response",),
             json={"steering": rows},
         )
 
     def _about(self) -> dict[str, Any]:
-        """Model, prompt and the one write, under the names of candle-mi's example."""
+        """Model, prompt and knockout of the selected write, under the field names of candle-mi's example."""
         selected = self.selected
         return {
             **self.subject.about,

@@ -1,17 +1,18 @@
 """What does the recurrent state of another prompt change in the answer?
 
-States of a clean prompt put into a corrupted one.
+Activation patching of recurrent states: from a clean prompt into a corrupted one.
 
-As causal/activation_patching.py, of the one thing that hands a prompt on to later tokens: the
-state behind a token of the corrupted prompt is replaced by that of the clean prompt, layer by layer and
-position by position, and goes on from there. A state remembers: behind the place where two prompts differ
-it holds that difference at every later position, where a residual state holds it at one.
+Like causal/activation_patching.py, with the state that carries a prompt on to later tokens: for each layer
+and position, the state after a token of the corrupted prompt is replaced by that of the clean prompt, and the
+recurrence continues from it. A state has memory: after the position at which two prompts differ, the state at
+every later position contains the difference; the residual stream contains it at single positions.
 
-Two things limit what a cell can bring back: the token shift hands the token before on beside the state, and
-every other layer keeps the state of the corrupted prompt. `window` puts neighbouring layers in together.
+Two things limit the recovery by one cell: the token shift passes the previous token on without the state, and
+the states of all other layers remain those of the corrupted prompt. `window` patches neighbouring layers
+together.
 
-Told is the layer whose state behind the subject's last token recovers most on other shipped pairs, scored on
-the pairs shown and more of them, beside states of unrelated prompts at the same place.
+Claims are made of the layer whose state after the subject's last token recovers most on other shipped pairs;
+it is scored on the pairs shown and further ones. Control: states of unrelated prompts at the same position.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ from ..settings import MODEL_HELP, RECURRENT, setting
 __all__ = ["StatePatching", "StatePatchingSettings"]
 
 MEMORIES = tuple(f"{room}_state_seq" for room in STATE_ROOMS)
-"""What recurrences remember, behind each token."""
+"""Kinds of hook points of recurrent states, one state after each token."""
 
 
 @dataclass(frozen=True)
 class StatePatchingSettings(ActivationPatchingTraceSettings):
-    """What `--set` can change."""
+    """Settings of `state_patching`."""
 
     model: str = setting(RECURRENT, MODEL_HELP)
     kinds: tuple[str, ...] = setting(
-        (), "what is patched by position; none: states; also resid_post, attn_out, mlp_out"
+        (),
+        "hook points patched by layer and position, such as resid_post, attn_out, mlp_out; none: the "
+        "recurrent states",
     )
 
 
 class StatePatching(ActivationPatchingTrace):
-    """One grid of states per pair."""
+    """Activation patching of recurrent states by layer and position, one grid per pair of prompts."""
 
     name = "state_patching"
     question = "What does the recurrent state of another prompt change in the answer?"
@@ -50,5 +53,5 @@ class StatePatching(ActivationPatchingTrace):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of states that are patched: the setting, or the recurrent states that every layer has."""
+        """Hook point kinds to patch: the setting, or the recurrent states present in every layer."""
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)

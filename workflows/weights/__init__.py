@@ -1,1 +1,1 @@
-"""Questions about a model's matrices, answered off its weights alone; and what a checkpoint holds."""
+"""Workflows on weights alone: composition, OV and QK circuits, norms, and the tensors of a checkpoint."""

@@ -1,13 +1,13 @@
 """Which heads read what earlier heads write? Composition scores of all pairs of heads, off the weights alone.
 
-The matrices of every head are read from the checkpoint, with norms folded in (stages/weights/folded.py), and
-for each pair of an earlier and a later head it is worked out how much of what the one writes the other reads,
-as query, as key or as value (stages/weights/composition.py). No prompt is run.
+The matrices of every head are read from the checkpoint, with norms folded in (stages/weights/folded.py). For
+each pair of an earlier and a later head, a composition score measures how much of the earlier head's output
+subspace the later head reads, as query, key or value (stages/weights/composition.py). No prompt is run.
 
-Control: each head that writes, with its singular values, turned at random in the stream; so often as
-`controls` says. What is claimed is that the best pair of all is beyond the best pair of all in each such
-draw; of each pair the table tells how many of its own draws do as much. Matrices that fit are no proof that
-heads work together: nothing says that what is written is ever large, or that the later head looks there.
+Control: each writing head with equal singular values and a random rotation in the residual stream, `controls`
+times. Claim: the largest score of all pairs. Null: the largest score of all pairs in each draw. The table
+also gives, for each pair, the share of its own draws with a score as large. Aligned matrices do not show that
+heads interact: the output may always be small, or the later head may never attend to that position.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ if TYPE_CHECKING:
 __all__ = ["Composition", "CompositionSettings"]
 
 READS = {"Q": "as query", "K": "as key", "V": "as value"}
+"""Input of the reading head, in words, by mode."""
 MOST_CELLS = 48
-"""Heads up to which pairs are drawn one by one; more are drawn layer by layer."""
+"""Largest number of heads whose pairs are drawn one by one; for more, pairs of layers are drawn."""
 
 
 @dataclass(frozen=True)
 class CompositionSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """Settings of `composition`."""
 
     modes: tuple[Literal["Q", "K", "V"], ...] = setting(
-        (), "how the later head reads; none: all that are matrices in this model"
+        (), "inputs of the later head to score: Q, K, V; none: all that are linear in this model"
     )
     folded: bool = setting(True, "fold norms, value biases and means into the matrices")
-    top: Count = setting(5, "pairs listed per mode")
+    top: Count = setting(5, "number of pairs listed per mode")
 
 
 class Composition(ModelWorkflow):
-    """Every pair of heads of different layers."""
+    """Composition scores of every pair of heads of different layers, from the weights alone."""
 
     name = "composition"
     question = "Which heads read what earlier heads write?"
@@ -58,29 +59,43 @@ class Composition(ModelWorkflow):
     settings: CompositionSettings
 
     scores = loaded("scores")
-    """`composition_scores`, in memory."""
+    """Result of `composition_scores`, in memory: score, control and share_as_large [mode, source_layer,
+    source_head, layer, head], NaN unless the source layer is earlier."""
 
     def plan(self) -> Nodes:
-        """The scores. ConfigError for a model with fewer than two layers whose heads are matrices."""
-        given, config = self.settings, self.subject.config
+        """Node of the composition scores.
+
+        Raises:
+            ConfigError: for a model with fewer than two attention layers, or for Q or K in a model that
+                normalises queries and keys.
+        """
+        settings, config = self.settings, self.subject.config
         require_outputs(config)
         if len(attending(config)) < 2:
             raise ConfigError(
-                f"expected at least two layers that attend, found {len(attending(config))} in "
-                f"{self.subject.name}; composition is between layers"
+                f"expected at least two attention layers, found {len(attending(config))} in "
+                f"{self.subject.name}; composition is between heads of different layers"
             )
-        self.modes = given.modes or (MODES if has_scores(config) else ("V",))
+        # Normalised queries and keys make scores a nonlinear function of the stream, with no QK matrix.
+        self.modes = settings.modes or (MODES if has_scores(config) else ("V",))
         if set(self.modes) - {"V"} and not has_scores(config):
             raise ConfigError(
                 f"expected modes=V of {self.subject.name}, whose queries and keys are normed, found "
-                f"{', '.join(self.modes)}; its scores are products of no matrices"
+                f"{', '.join(self.modes)}; such a model has no QK matrix"
             )
-        weights = StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=given.folded)
-        asked: dict[str, Any] = {"controls": given.controls, "seed": given.seed}
-        return {"scores": composition_scores.on(weights=weights, modes=list(self.modes), **asked)}
+        weights = StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=settings.folded)
+        return {
+            "scores": composition_scores.on(
+                weights=weights, modes=list(self.modes), controls=settings.controls, seed=settings.seed
+            )
+        }
 
     def best(self, mode: str) -> list[dict[str, Any]]:
-        """The pairs with the largest scores, largest first."""
+        """The `top` pairs with the largest scores of a mode, largest first: records with source_layer,
+        source_head, layer, head, score, control and share_as_large.
+
+        mode: "Q", "K" or "V".
+        """
         scores = self.scores.sel(mode=mode)
         names = ("score", "control", "share_as_large")
         without: dict[str, Any] = {} if self.settings.controls else {"share_as_large": None}
@@ -89,25 +104,25 @@ class Composition(ModelWorkflow):
     claim_sources = ("scores",)
 
     def claims(self) -> Iterator[Claim]:
-        """The pair of heads with the largest score of each mode, beside the largest of every draw."""
+        """Largest composition score of each mode, compared with the largest score of every random draw."""
         for mode in self.modes:
             best, scores = self.best(mode)[0], self.scores.sel(mode=mode)
             reader, writer = _head(best), _head(best, "source_")
             yield Claim.against(
-                f"{reader} reads what {writer} writes, {READS[mode]} (composition score)",
+                f"{reader} reads the output of {writer} {READS[mode]} (largest composition score)",
                 best["score"],
                 scores["largest_control"].values,
-                "draws of all heads writing elsewhere as much, each its best of "
+                "random rotations of the outputs of all heads, each with the largest score of "
                 f"{int(scores['score'].notnull().sum())} pairs",
             )
 
     def claims_caption(self) -> str:
-        """What scores of matrices leave open."""
-        return "matrices that fit are no proof that heads work together"
+        """Caption of the claims: a limit of scores computed from weights."""
+        return "computed from the weights alone: aligned matrices do not show that heads interact on text"
 
     def views(self) -> Iterator[View]:
-        """The best pairs of each mode, and all pairs."""
-        model, given = self.subject.name, self.settings
+        """Table of the best pairs of each mode, and heatmaps of all pairs."""
+        model, settings = self.subject.name, self.settings
         best = {mode: self.best(mode) for mode in self.modes}
         records = [{"mode": mode} | row for mode in self.modes for row in best[mode]]
         yield Table.of(
@@ -121,13 +136,14 @@ class Composition(ModelWorkflow):
             ("written by", lambda row: _head(row, "source_")),
             ("score", "score", ".3f"),
             *(
-                (("elsewhere", "control", ".3f"), ("as large", "share_as_large", ".2g"))
-                if given.controls
+                (("rotated", "control", ".3f"), ("p, one pair", "share_as_large", ".2g"))
+                if settings.controls
                 else ()
             ),
-            title=f"What heads of {model} read of each other",
-            caption=f"elsewhere: mean score of the same head turned at random, {given.controls} times; "
-            "as large: share of these that score as much, the pair itself among them",
+            title=f"Composition scores of heads of {model}",
+            caption=f"rotated: mean score with {settings.controls} random rotations of the writing head; p, "
+            "one pair: share of these, and of the pair itself, with a score as large, not corrected for the "
+            "number of pairs",
             json={
                 **self.subject.about,
                 "modes": list(self.modes),
@@ -139,43 +155,45 @@ class Composition(ModelWorkflow):
             },
         )
         panels = [self._heatmap(mode) for mode in self.modes]
-        title = f"What heads of {model} read of each other, above chance"
+        title = f"Composition of heads of {model}: scores minus those of random heads"
         yield from together("composition", title, *panels, columns=len(panels))
 
     def _heatmap(self, mode: str) -> Heatmap:
-        """Scores above those of heads turned at random; of many heads the best pair of each two layers."""
-        found = self.scores.sel(mode=mode)
-        above: xr.DataArray = found["score"] - found["control"]
-        above = above.assign_attrs(long_name="score above that of random heads", units="1")
+        """Heatmap of scores minus those of randomly rotated heads: of all pairs of heads, or of the best pair
+        of each two layers if there are more than `MOST_CELLS` heads."""
+        scores = self.scores.sel(mode=mode)
+        above: xr.DataArray = scores["score"] - scores["control"]
+        above = above.assign_attrs(long_name="score minus mean of random heads", units="1")
         layers, heads = above["layer"].values.tolist(), range(above.sizes["head"])
-        told: dict[str, Any] = {"sources": ("scores",), "diverging": True, "upward": True}
+        options: dict[str, Any] = {"sources": ("scores",), "diverging": True, "upward": True}
         title = f"Read {READS[mode]}"
         if len(layers) * len(heads) > MOST_CELLS:
             by_layer = above.max(("source_head", "head"), keep_attrs=True)
             return Heatmap.of(
                 by_layer.transpose("source_layer", "layer"),
                 title,
-                "the best pair of heads of two layers",
-                **told,
+                "largest difference of any pair of heads of the two layers",
+                **options,
             )
         writes, reads = (
-            tuple(f"L{layer}H{head}" for layer in some for head in heads)
-            for some in (layers[:-1], layers[1:])
+            tuple(f"L{layer}H{head}" for layer in side for head in heads)
+            for side in (layers[:-1], layers[1:])
         )
         below = above.isel(source_layer=slice(None, -1), layer=slice(1, None))
         values = below.transpose("source_layer", "source_head", "layer", "head").values
         return Heatmap(
             title=title,
-            caption="rows write, columns read; composition score above that of heads turned at random",
+            caption="rows write, columns read; composition score minus the mean of random rotations",
             values=values.reshape(len(writes), len(reads)),
             rows=writes,
             columns=reads,
             row_name="writes",
             column_name="reads",
-            value_name="score above that of random heads",
-            **told,
+            value_name="score minus mean of random heads",
+            **options,
         )
 
 
-def _head(row: dict[str, Any], which: str = "") -> str:
-    return f"L{row[f'{which}layer']}H{row[f'{which}head']}"
+def _head(row: dict[str, Any], prefix: str = "") -> str:
+    """Name of the head of a record, such as "L3H1". prefix: "source_" for the writing head."""
+    return f"L{row[f'{prefix}layer']}H{row[f'{prefix}head']}"

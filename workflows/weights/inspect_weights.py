@@ -3,7 +3,7 @@
 Shape, dtype and Frobenius norm of every tensor, layer by layer.
 
 Reads the checkpoint's files a block of rows at a time (inspect_model.py), never a whole tensor, without torch
-and without running the model; `mizarr models inspect` tells the same of checkpoints that cannot run.
+and without running the model. `mizarr models inspect` lists the same of checkpoints of unsupported models.
 
 Norms of one kind of matrix are comparable across layers. Across kinds they grow with the number of entries:
 the root mean square, norm / sqrt(entries), does not.
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 __all__ = ["InspectWeights", "InspectWeightsSettings", "weight_facts", "weight_facts_node"]
 
 VERSION = 2
-"""Moves when the dataset of `weight_facts` changes."""
+"""Version of the dataset of `weight_facts`, part of its cache key; raise it when the dataset changes."""
 OUTSIDE = -1
-"""Layer of tensors that belong to none."""
+"""Layer index of tensors that belong to no layer, such as the embedding."""
 NO_AXIS = -1
+"""Padding of `shape` for tensors of fewer axes."""
 SIZES = {
     "hidden_size": "hidden",
     "intermediate_size": "mlp",
@@ -52,24 +53,27 @@ SIZES = {
     "state_keys": "key",
     "state_values": "value",
 }
-"""What is told of a model, and the axis whose size it is."""
+"""Sizes listed of a model: JSON field -> axis of the architecture."""
 
 
 @dataclass(frozen=True)
 class InspectWeightsSettings(FileSettings):
-    """What `--set` can change."""
+    """Settings of `inspect_weights`."""
 
     rms: bool = setting(
-        False, "draw norms over the root of the number of entries, comparable across matrices"
+        False, "draw the root mean square, norm / sqrt(entries), which is comparable across kinds of matrices"
     )
 
 
 def weight_facts(files: ModelFiles) -> xr.Dataset:
-    """What is known of every tensor of a checkpoint, in order of layers, those of none first.
+    """Shape, dtype and statistics of every tensor of a checkpoint, ordered by layer, tensors of no layer
+    first.
 
-    name, dtype (str), layer (int, -1 outside of layers), matrix (str: name within the layer, ".weight" left
-    out), shape int [tensor, axis] (-1 beyond a tensor's own axes), norm, mean, std float64 [tensor]: NaN, and
-    finite False, for a tensor with entries that are not numbers.
+    Returns:
+        Dataset with the axes tensor and axis. [tensor]: name and dtype (str); layer (int, -1 for tensors of
+        no layer); matrix (str, name within the layer without ".weight"); norm, mean and std (float64, NaN for
+        a tensor with NaN or infinite entries); finite (bool). shape, int [tensor, axis]: -1 for axes that a
+        tensor does not have.
     """
     import xarray as xr
 
@@ -82,11 +86,11 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
     facts = sorted(tensor_facts(files.checkpoint), key=lambda fact: (placed_at(fact.name), fact.name))
     axes = max((len(fact.shape) for fact in facts), default=0)
     shapes = np.array([[*fact.shape, *[NO_AXIS] * (axes - len(fact.shape))] for fact in facts], np.int64)
-    placed = [placed_at(fact.name) for fact in facts]
+    places = [placed_at(fact.name) for fact in facts]
     columns = {name: [getattr(fact, name) for fact in facts] for name in ("name", "dtype")}
-    columns["matrix"] = [matrix for _, matrix in placed]
+    columns["matrix"] = [matrix for _, matrix in places]
     data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in columns.items()}
-    data["layer"] = ("tensor", np.array([layer for layer, _ in placed], np.int64))
+    data["layer"] = ("tensor", np.array([layer for layer, _ in places], np.int64))
     data["shape"] = (("tensor", "axis"), shapes)
     for name, unit in (("norm", "Frobenius norm"), ("mean", "mean of the entries"), ("std", "their spread")):
         values = [getattr(fact, name) for fact in facts]
@@ -97,10 +101,11 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
 
 
 def weight_facts_node(files: ModelFiles) -> SourceNode:
-    """The same in a workflow's graph; stored once per checkpoint."""
+    """Node of `weight_facts`, stored once per checkpoint."""
     identity = files.identity()
     size = sum(path.stat().st_size for path in files.weight_files)
     params = {"weights": identity.weights, "config": identity.config}
+    # Per entry of a block up to 8 bytes as stored, 8 in float64 and 8 for its square.
     estimate = Estimate(size, 1 << 16, 24 * BLOCK)
     return SourceNode(
         "weight_facts", VERSION, params, partial(weight_facts, files), estimate, (files.pinned,)
@@ -108,7 +113,11 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
 
 
 class InspectWeights(Workflow):
-    """Sizes of a checkpoint's matrices. Raises ConfigError for a model whose tensors have no names here."""
+    """Shapes and norms of a checkpoint's tensors, by layer.
+
+    Raises:
+        ConfigError: for a model that transformers computes, whose tensors are not assigned to layers.
+    """
 
     name = "inspect_weights"
     question = "What are the norms and spectra of the weight matrices?"
@@ -120,18 +129,18 @@ class InspectWeights(Workflow):
         self.subject = Subject(settings.reference(model))
         if not any(self.subject.config.tensors.layers):
             raise ConfigError(
-                f"expected a model whose layers' tensors have names here, found {self.subject.name}, which "
-                "transformers computes; `mizarr models inspect` lists what the checkpoint holds"
+                f"expected a model whose tensors are assigned to layers, found {self.subject.name}, which "
+                "transformers computes; `mizarr models inspect` lists the tensors of the checkpoint"
             )
         self.nodes = {"weights": weight_facts_node(self.subject.files)}
 
     @cached_property
     def facts(self) -> list[tuple[int, str, TensorFacts]]:
-        """(layer, matrix, facts) of every tensor, in order of layers; layer -1 outside of them."""
-        found = self.result("weights").load()
-        columns = (found[name].values.tolist() for name in ("layer", "matrix", "name", "dtype", "finite"))
-        numbers = (map(number, found[name].values) for name in ("norm", "mean", "std"))
-        shapes = [tuple(size for size in row if size != NO_AXIS) for row in found["shape"].values.tolist()]
+        """(layer, matrix, facts) of every tensor, ordered by layer; layer is -1 for tensors of no layer."""
+        facts = self.result("weights").load()
+        columns = (facts[name].values.tolist() for name in ("layer", "matrix", "name", "dtype", "finite"))
+        numbers = (map(number, facts[name].values) for name in ("norm", "mean", "std"))
+        shapes = [tuple(size for size in row if size != NO_AXIS) for row in facts["shape"].values.tolist()]
         return [
             (layer, matrix, TensorFacts(name, shape, dtype, norm, mean, std, finite))
             for (layer, matrix, name, dtype, finite, norm, mean, std), shape in zip(
@@ -146,13 +155,14 @@ class InspectWeights(Workflow):
 
     @property
     def matrices(self) -> list[str]:
-        """Names of what layers consist of, in the checkpoint's own words; vectors last."""
+        """Names within a layer of the kinds of tensors, as in the checkpoint without ".weight"; vectors
+        last."""
         ranks = {matrix: len(fact.shape) for layer, matrix, fact in self.facts if layer != OUTSIDE}
         return sorted(ranks, key=lambda matrix: (ranks[matrix] < 2, matrix))
 
     @property
     def short(self) -> list[str]:
-        """The same in a word each, for columns: "q" for "self_attn.q_proj", "ln1" for the norm before
+        """Short names of `matrices`, for columns: "q" for "self_attn.q_proj", "ln1" for the norm before
         attention."""
         fields = {
             stored.name.removesuffix(".weight"): field
@@ -162,29 +172,33 @@ class InspectWeights(Workflow):
         return [fields.get(matrix, matrix) for matrix in self.matrices]
 
     def norms(self, *, rms: bool = False) -> npt.NDArray[np.float64]:
-        """Frobenius norms [layer, matrix], over the root of the number of entries if `rms`; NaN where a layer
-        has no such tensor, or one that is not finite."""
-        found = np.full((len(self.layers), len(self.matrices)), np.nan)
+        """Frobenius norms, float64 [layer, matrix], in the order of `layers` and `matrices`.
+
+        rms: whether to divide by the square root of the number of entries. NaN for a tensor that a layer does
+        not have, or that has NaN or infinite entries.
+        """
+        norms = np.full((len(self.layers), len(self.matrices)), np.nan)
         for layer, matrix, fact in self.facts:
             if layer != OUTSIDE and fact.norm is not None:
                 scale = math.sqrt(fact.parameters) if rms else 1.0
-                found[self.layers.index(layer), self.matrices.index(matrix)] = fact.norm / scale
-        return found
+                norms[self.layers.index(layer), self.matrices.index(matrix)] = fact.norm / scale
+        return norms
 
     @property
     def embedding(self) -> TensorFacts:
-        """Of the token embedding. Raises ConfigError for a checkpoint without one."""
+        """Shape, dtype and statistics of the token embedding. Raises ConfigError for a checkpoint without
+        one."""
         name = self.subject.config.tensors.outside["embed"].name
-        found = next((fact for _, _, fact in self.facts if fact.name == name), None)
-        if found is None:
+        embedding = next((fact for _, _, fact in self.facts if fact.name == name), None)
+        if embedding is None:
             raise ConfigError(
                 f"expected {name} in {self.subject.name}, found none; `mizarr models inspect` lists its "
                 "tensors"
             )
-        return found
+        return embedding
 
     def views(self) -> Iterator[View]:
-        """What layers consist of, their norms, and the tensors outside of layers."""
+        """Tables of the kinds of tensors, of norms by layer and of tensors of no layer; curves of norms."""
         config, facts, layers, name = self.subject.config, self.facts, self.layers, self.subject.name
         by_layer: dict[int, list[dict[str, Any]]] = {OUTSIDE: []}
         for layer, _, fact in facts:
@@ -204,9 +218,9 @@ class InspectWeights(Workflow):
             }
         )
         norms = self.norms()
-        told = ", ".join(f"{size.removeprefix('num_')} {n}" for size, n in sizes.items())
+        sizes_text = ", ".join(f"{size.removeprefix('num_')} {n}" for size, n in sizes.items())
         yield Table.of(
-            [self._spread(matrix, norms[:, place]) for place, matrix in enumerate(self.matrices)],
+            [self._range(matrix, norms[:, i]) for i, matrix in enumerate(self.matrices)],
             ("matrix", "matrix"),
             ("shape", "shape"),
             ("dtype", "dtype"),
@@ -214,17 +228,17 @@ class InspectWeights(Workflow):
             ("layer", "low_layer", "d"),
             ("largest", "high", ".3g"),
             ("layer", "high_layer", "d"),
-            title=f"{name}: {total:,} parameters, {config.num_layers} layers of",
-            caption=told.replace("_", " "),
+            title=f"{name}: {total:,} parameters, {config.num_layers} layers, each with",
+            caption=sizes_text.replace("_", " "),
         )
         broken = [fact.name for *_, fact in facts if fact.finite is False]
         more = " …" if len(broken) > 3 else ""
         yield Table.of(
             [{"layer": layer, **dict(enumerate(row))} for layer, row in zip(layers, norms, strict=True)],
             ("layer", "layer", lambda layer: bold(str(layer))),
-            *((short, partial(_cell, place), str) for place, short in enumerate(self.short)),
+            *((short, partial(_cell, i), str) for i, short in enumerate(self.short)),
             title="Frobenius norm by layer",
-            caption=f"not finite: {', '.join(broken[:3])}{more}" if broken else "",
+            caption=f"tensors with NaN or infinite entries: {', '.join(broken[:3])}{more}" if broken else "",
         )
         unit = "root mean square" if self.settings.rms else "Frobenius norm"
         norms = self.norms(rms=self.settings.rms)
@@ -236,49 +250,58 @@ class InspectWeights(Workflow):
         curves = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
         panels = list(map(self._in_families, curves))
         if panels:
-            told = caption if len(panels) == 1 else ""
-            yield from together("inspect_weights", f"The weights of {name}", *panels, caption=told)
+            shared_caption = caption if len(panels) == 1 else ""
+            yield from together("inspect_weights", f"Weights of {name}", *panels, caption=shared_caption)
         yield Table.of(
             by_layer[OUTSIDE],
             ("tensor", "name"),
             ("shape", lambda fact: _shape(fact["shape"])),
             ("dtype", "dtype"),
-            *((each, partial(_cell, each), str) for each in ("norm", "mean", "std")),
-            title="Outside of layers",
-            caption="the embedding is the head as well" if config.tie_word_embeddings else "",
+            *((statistic, partial(_cell, statistic), str) for statistic in ("norm", "mean", "std")),
+            title="Tensors of no layer",
+            caption="the embedding is also the unembedding (tied)" if config.tie_word_embeddings else "",
         )
 
     def _in_families(self, curves: Lines) -> Lines:
-        """Where there are more than colours, those of one part of a layer ("mlp") in shades of one."""
+        """The curves with a family each, if there are more curves than colours: those of one module of a
+        layer ("mlp") get shades of one colour."""
         if len(curves.lines) <= len(paper.SHADES):
             return curves
-        parts = {s: matrix.partition(".")[0] for s, matrix in zip(self.short, self.matrices, strict=True)}
-        return replace(curves, lines=tuple(replace(one, family=parts[one.name]) for one in curves.lines))
+        modules = {
+            short: matrix.partition(".")[0] for short, matrix in zip(self.short, self.matrices, strict=True)
+        }
+        return replace(curves, lines=tuple(replace(line, family=modules[line.name]) for line in curves.lines))
 
-    def _spread(self, matrix: str, norms: npt.NDArray[Any]) -> dict[str, Any]:
-        """A kind of matrix: its shapes and dtypes, and in which layers its norm is smallest and largest."""
-        mine = [fact for _, one, fact in self.facts if one == matrix]
-        found: dict[str, Any] = {
+    def _range(self, matrix: str, norms: npt.NDArray[Any]) -> dict[str, Any]:
+        """Row of a kind of tensor: shapes, dtypes, and the layers of its smallest and largest norm.
+
+        norms: Frobenius norm by layer, in the order of `layers`.
+        """
+        facts = [fact for _, name, fact in self.facts if name == matrix]
+        row: dict[str, Any] = {
             "matrix": matrix,
-            "shape": " or ".join(dict.fromkeys(_shape(fact.shape) for fact in mine)),
-            "dtype": " or ".join(dict.fromkeys(fact.dtype for fact in mine)),
+            "shape": " or ".join(dict.fromkeys(_shape(fact.shape) for fact in facts)),
+            "dtype": " or ".join(dict.fromkeys(fact.dtype for fact in facts)),
             **dict.fromkeys(("low", "low_layer", "high", "high_layer")),
         }
         if np.isfinite(norms).any():
-            for key, place in (("low", np.nanargmin(norms)), ("high", np.nanargmax(norms))):
-                found |= {key: norms[place], f"{key}_layer": self.layers[place]}
-        return found
+            for key, i in (("low", np.nanargmin(norms)), ("high", np.nanargmax(norms))):
+                row |= {key: norms[i], f"{key}_layer": self.layers[i]}
+        return row
 
 
 def _shape(shape: Sequence[int]) -> str:
+    """Shape as text: "768 x 3072", or "number" for a scalar."""
     return " x ".join(map(str, shape)) or "number"
 
 
 def _cell(name: Any, row: dict[Any, Any]) -> str:
+    """A number of a row with three significant digits; a dash for None or NaN."""
     value = row[name]
     return "–" if value is None or np.isnan(value) else f"{value:.3g}"
 
 
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:
+    """JSON record of a tensor."""
     names = ("name", "shape", "dtype", "norm", "mean", "std")
     return {name: getattr(fact, name) for name in names}

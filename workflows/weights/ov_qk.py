@@ -1,13 +1,14 @@
 """Which heads copy tokens, by their weights alone? OV and QK circuits, off the weights alone.
 
-Every head's OV circuit is followed through embedding and unembedding, with norms folded in
-(stages/weights/folded.py): the sum of its eigenvalues over that of their sizes says whether a token that is
-read raises its own logit (stages/weights/copying.py). Of one head, the one that copies most unless another is
-named, singular directions of OV and QK are read through the vocabulary (stages/weights/singular.py). No
-prompt is run, so that nothing is said of whether a head ever looks there.
+The full OV circuit of every head, from embedding to unembedding with norms folded in
+(stages/weights/folded.py), has a copying score: the sum of its eigenvalues divided by the sum of their
+absolute values, 1 if attended tokens raise their own logits, -1 if they lower them
+(stages/weights/copying.py). Of one head, by default that with the largest score, singular directions of OV
+and QK are projected on the vocabulary (stages/weights/singular.py). No prompt is run; whether a head ever
+attends to such tokens is not measured.
 
-Control: each head with its singular values, writing elsewhere; what is claimed of the best, and of the worst,
-of all heads stands beside the best and the worst of all in each such draw.
+Control: each head with equal singular values, writing into random directions. Claims are made of the largest
+and of the smallest score of all heads. Null: the largest and the smallest score of all heads in each draw.
 """
 
 from __future__ import annotations
@@ -37,23 +38,26 @@ from ..workflow import ModelWorkflow, Nodes, loaded
 __all__ = ["OvQk", "OvQkSettings"]
 
 POSITIONS, OFFSETS = 64, 4
-"""Positions that attend to each other by position alone, and how far back is told."""
+"""Number of positions of which attention by position alone is computed, and largest distance that is
+listed."""
 
 
 @dataclass(frozen=True)
 class OvQkSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """Settings of `ov_qk`."""
 
-    layer: int | None = setting(None, "layer of the head told in full; none: the head that copies most")
-    head: Natural = setting(0, "the head told in full, where its layer is named")
-    directions: Count = setting(5, "singular directions told")
-    top_k: Count = setting(5, "tokens named along each")
-    offset: Natural = setting(0, "positions between query and key, of a model with rope")
-    top: Count = setting(5, "heads listed from either end")
+    layer: int | None = setting(
+        None, "layer of the head shown in full; none: the head of the largest copying score"
+    )
+    head: Natural = setting(0, "index of the head shown in full, used if its layer is set")
+    directions: Count = setting(5, "number of singular directions shown")
+    top_k: Count = setting(5, "number of tokens listed per direction")
+    offset: Natural = setting(0, "distance between query and key for QK, in a model with rope")
+    top: Count = setting(5, "number of heads listed with the largest and with the smallest scores")
 
 
 class OvQk(ModelWorkflow):
-    """Copying scores of all heads, and the circuits of one."""
+    """Copying scores of all heads, and singular directions of the OV and QK circuits of one head."""
 
     name = "ov_qk"
     question = "Which heads copy tokens, by their weights alone?"
@@ -61,36 +65,44 @@ class OvQk(ModelWorkflow):
     settings: OvQkSettings
 
     copying = loaded("copying")
-    """`copying_scores`, in memory."""
+    """Result of `copying_scores`, in memory: copying and ov_norm [layer, head], control [layer, head,
+    draw]."""
 
     def plan(self) -> Nodes:
-        """Copying scores of all heads, and singular directions of one head."""
-        given, config = self.settings, self.subject.config
+        """Nodes of the copying scores, of singular directions of one head and, in models with learned
+        positions, of attention by position alone.
+
+        Raises:
+            ConfigError: for a model without such circuits, or a layer or head out of range.
+        """
+        settings, config = self.settings, self.subject.config
         require_outputs(config)
         require_embedding(config)
         config.require_linear_head()
+        # Attention by position applies the layer's first norm itself, so it needs unfolded matrices.
         folded, plain = (
             StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=folds)
             for folds in (True, False)
         )
-        copying = copying_scores.on(weights=folded, controls=given.controls, seed=given.seed)
-        asked: dict[str, Any] = {"directions": given.directions, "top_k": given.top_k}
-        if given.layer is None:
-            asked["copying"] = copying["copying"]
+        copying = copying_scores.on(weights=folded, controls=settings.controls, seed=settings.seed)
+        selection: dict[str, Any] = {"directions": settings.directions, "top_k": settings.top_k}
+        if settings.layer is None:
+            selection["copying"] = copying["copying"]
         else:
-            count = heads_in(config, given.layer).count
-            if given.head >= count:
+            count = heads_in(config, settings.layer).count
+            if settings.head >= count:
                 raise ConfigError(
-                    f"expected a head in 0..{count - 1} of layer {given.layer}, found {given.head}"
+                    f"expected a head in 0..{count - 1} of layer {settings.layer}, found {settings.head}"
                 )
-            asked |= {"layer": given.layer, "head": given.head}
+            selection |= {"layer": settings.layer, "head": settings.head}
         nodes: Nodes = {
             "copying": copying,
-            "ov": singular_directions.on(weights=folded, circuit="OV", **asked),
+            "ov": singular_directions.on(weights=folded, circuit="OV", **selection),
         }
         if has_scores(config):
-            turned = {"offset": given.offset}
-            nodes["qk"] = singular_directions.on(weights=folded, circuit="QK", **turned, **asked)
+            nodes["qk"] = singular_directions.on(
+                weights=folded, circuit="QK", offset=settings.offset, **selection
+            )
             if "positions" in config.tensors.outside:
                 length = min(POSITIONS, config.position_rows - config.first_position)
                 nodes["positions"] = position_scores.on(
@@ -101,80 +113,92 @@ class OvQk(ModelWorkflow):
     claim_sources = ("copying",)
 
     def claims(self) -> Iterator[Claim]:
-        """The heads with the largest and the smallest copying score, beside the extremes of every draw."""
+        """Largest and smallest copying score of all heads, compared with the extremes of every draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
         heads = int(np.isfinite(scores).sum())
 
-        def claim(extreme: Any, pick: Any, does: str, of: str, side: Side) -> Claim:
+        def claim(extreme: Any, pick: Any, effect: str, rank: str, side: Side) -> Claim:
             layer, head = np.unravel_index(pick(scores), scores.shape)
             name = f"L{copying['layer'].values[layer]}H{head}"
-            text = f"{name} {does} what it reads (sum of eigenvalues over that of their sizes)"
-            of = f"draws of all heads writing elsewhere, each the {of} of {heads}"
+            text = f"{name} {effect} the logits of the tokens it attends to ({rank} copying score)"
+            of = f"draws of random output directions of all heads, each with the {rank} of {heads} scores"
             return Claim.against(text, scores[layer, head], extreme(control, axis=(0, 1)), of, side=side)
 
-        yield claim(np.nanmax, np.nanargmax, "copies", "best", "above")
-        yield claim(np.nanmin, np.nanargmin, "lowers", "lowest", "below")
+        yield claim(np.nanmax, np.nanargmax, "raises", "largest", "above")
+        yield claim(np.nanmin, np.nanargmin, "lowers", "smallest", "below")
 
     def claims_caption(self) -> str:
-        """What copying scores leave open."""
-        return "of a token that is read with weight 1; nothing is said of where heads look"
+        """Caption of the claims: the definition and a limit of copying scores."""
+        return (
+            "copying score: sum of the eigenvalues of the full OV circuit divided by the sum of their "
+            "absolute values, from the weights alone; which tokens heads attend to is not measured"
+        )
 
     def heads(self) -> list[dict[str, Any]]:
-        """Every head, by copying score, highest first."""
-        found = self.copying.transpose(..., "draw")
-        rows = largest(found, found["copying"], None, "copying", "ov_norm", "top_share", "control")
+        """Every head, largest copying score first: records with layer, head, copying, ov_norm, top_share, the
+        95 % bounds of its controls and its quantile among them (NaN without controls)."""
+        copying = self.copying.transpose(..., "draw")
+        rows = largest(copying, copying["copying"], None, "copying", "ov_norm", "top_share", "control")
         for row in rows:
-            null = Null(np.array(row.pop("control")), "the head elsewhere")
+            null = Null(np.array(row.pop("control")), "draws of the head writing into random directions")
             row["control_low"], row["control_high"] = null.bound()
             row["quantile"] = float((null.values < row["copying"]).mean()) if null.is_run else float("nan")
         return rows
 
     def views(self) -> Iterator[View]:
-        """Copying scores of all heads, and the singular directions of one head."""
-        model, given = self.subject.name, self.settings
+        """Copying scores of all heads, singular directions of one head, and attention by position alone."""
+        model, settings = self.subject.name, self.settings
         rows = self.heads()
-        shown = rows if len(rows) <= 2 * given.top else [*rows[: given.top], *rows[-given.top :]]
-        elsewhere: tuple[tuple[Any, ...], ...] = (
-            ("elsewhere", lambda row: f"{row['control_low']:+.2f} to {row['control_high']:+.2f}"),
+        shown = rows if len(rows) <= 2 * settings.top else [*rows[: settings.top], *rows[-settings.top :]]
+        control_columns: tuple[tuple[Any, ...], ...] = (
+            ("random", lambda row: f"{row['control_low']:+.2f} to {row['control_high']:+.2f}"),
             ("quantile", "quantile", ".2f"),
         )
-        elsewhere = elsewhere if given.controls else ()
+        control_columns = control_columns if settings.controls else ()
         yield Table.of(
             shown,
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
             ("copying", "copying", "+.2f"),
-            *elsewhere,
+            *control_columns,
             ("norm of OV", "ov_norm", ".3g"),
-            ("in one direction", "top_share", ".0%"),
-            title=f"Heads of {model} that copy most, and least",
-            caption=f"elsewhere: 95 % of {given.controls} draws of the head writing elsewhere, and the "
-            "quantile of the head among them; in one direction: share of the squared norm",
+            ("first direction", "top_share", ".0%"),
+            title=f"Heads of {model} with the largest and smallest copying scores",
+            caption=f"random: 95 % of {settings.controls} draws of the same head writing into random "
+            "directions; quantile: of the head's score among these; first direction: share of OV's squared "
+            "norm in its largest singular value",
             json={**self.subject.about, "heads": rows},
         )
         by_head = Heatmap.of(
             self.copying["copying"].transpose("layer", "head"),
             "Copying score",
-            "1: reading a token raises its logit; -1: lowers it",
+            "1: attending to a token raises its logit; -1: lowers it",
             sources=("copying",),
             diverging=True,
             low=-1.0,
             high=1.0,
         )
-        yield from together("ov_qk", f"Which heads of {model} copy what they read", by_head)
-        yield self._directions("ov", "OV", ("what it reads", "what it then writes"))
+        yield from together("ov_qk", f"Copying scores of the heads of {model}", by_head)
+        yield self._directions("ov", "OV", ("attended tokens", "raised tokens"))
         if "qk" in self.nodes:
-            yield self._directions("qk", "QK", ("where it stands", "what it looks for"))
+            yield self._directions("qk", "QK", ("query tokens", "key tokens"))
         if "positions" in self.nodes:
             yield self._positions()
 
     def _directions(self, node: str, circuit: str, sides: tuple[str, str]) -> Table:
-        found = self.result(node).load()
-        layer, head = int(found["told_layer"]), int(found["told_head"])
+        """Table of the singular directions of a circuit of one head.
+
+        Arguments:
+            node: name of the result.
+            circuit: "OV" or "QK".
+            sides: heads of the columns of tokens on the input and on the output side.
+        """
+        result = self.result(node).load()
+        layer, head = int(result["told_layer"]), int(result["told_head"])
         columns = {"read": "read_token", "written": "written_token"}
         directions = [
             row | {side: named(self.subject, row[side]) for side in columns}
-            for row in records(found, "direction", "share", "singular_value", **columns)
+            for row in records(result, "direction", "share", "singular_value", **columns)
         ]
         apart = (
             f", {self.settings.offset} positions apart" if circuit == "QK" and self.settings.offset else ""
@@ -185,26 +209,28 @@ class OvQk(ModelWorkflow):
             (sides[0], lambda row: " ".join(format_token(token) for token in row["read"])),
             (sides[1], lambda row: " ".join(format_token(token) for token in row["written"])),
             title=f"Singular directions of {circuit} of L{layer}H{head}{apart}",
-            caption="tokens farthest along each side; share: of the squared norm",
+            caption="tokens with the largest projections on each side of a singular direction; share: of the "
+            "squared Frobenius norm",
             sources=(node,),
             json={node: {"layer": layer, "head": head, "directions": directions}},
         )
 
     def _positions(self) -> Table:
-        """Where heads look by positions alone."""
-        found = self.result("positions").load().transpose("layer", "head", "offset")
-        offsets = found["offset"].values.tolist()
-        heads = largest(found, found["weight"].sel(offset=1), None, "offset", "weight")
+        """Table of the attention that position embeddings alone produce, by distance from query to key."""
+        weights = self.result("positions").load().transpose("layer", "head", "offset")
+        offsets = weights["offset"].values.tolist()
+        heads = largest(weights, weights["weight"].sel(offset=1), None, "offset", "weight")
 
-        def back(offset: int) -> Any:
+        def weight_at(offset: int) -> Any:
             return lambda row: row["weight"][offsets.index(offset)]
 
         return Table.of(
             heads[: self.settings.top],
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
-            *((f"{k} back" if k >= 0 else f"{-k} ahead", back(k), ".2f") for k in offsets),
-            title="Where heads look by position alone",
-            caption="mean attention by distance if every token were the mean token; best at 1 back first",
+            *((f"{k} back" if k >= 0 else f"{-k} ahead", weight_at(k), ".2f") for k in offsets),
+            title="Attention by position alone",
+            caption="mean attention weight by distance from query to key, if every token had the mean token "
+            "embedding; sorted by the weight on the previous position",
             sources=("positions",),
             json={"positions": heads},
         )

@@ -1,1 +1,1 @@
-"""Questions about text: which tokens it is, and what a model writes, token by token or mask by mask."""
+"""Workflows about text: tokenization, continuation of prompts, and filling in masks."""

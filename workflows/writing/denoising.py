@@ -1,6 +1,7 @@
-"""How masks were filled in, as tables and figures: what `generate` shows of a model that fills in masks.
+"""Views of `generate` for masked language models: tables and figures of how masks were filled in.
 
-Border: results of `Denoising` in, views out.
+Border: results of `Denoising` in, views out. A pass is one forward pass, after which one or more masks are
+filled in.
 """
 
 from __future__ import annotations
@@ -22,73 +23,84 @@ if TYPE_CHECKING:
 __all__ = ["denoising_views"]
 
 STEPS, PLACES = 24, 24
-"""Passes and masks drawn at most."""
+"""Largest number of passes and of masks that are drawn."""
 
 
 def denoising_views(
     subject: Subject, texts: Sequence[str], found: xr.Dataset, unchanged: xr.Dataset | None, without: str
 ) -> Iterator[View]:
-    """Texts as they were filled in, and the trace of the first one: what every mask would have said in every
-    pass, until it was filled.
+    """The texts with masks filled in, and a trace of the first one: the most likely token at every mask in
+    every pass.
 
-    found: of `Denoising`; unchanged: the same of the whole model, where something is silenced. without: what
-    is, for titles.
+    Arguments:
+        subject: model and tokenizer.
+        texts: prompts.
+        found: result of `Denoising`.
+        unchanged: result of the model without intervention, if hook points are set to zero; else None.
+        without: end of titles that names these hook points, such as ", without blocks.0.hook_mlp_out"; "" for
+            none.
     """
-    told = [_told(subject, texts[row], _one(found, row)) for row in range(len(texts))]
-    others = [] if unchanged is None else [_one(unchanged, row) for row in range(len(texts))]
-    for one, other in zip(told, others, strict=False):
-        one["unchanged_text"] = _text(subject, other["token_id"].values)
+    documents = [_document(subject, texts[row], _of_prompt(found, row)) for row in range(len(texts))]
+    baselines = [] if unchanged is None else [_of_prompt(unchanged, row) for row in range(len(texts))]
+    for document, baseline in zip(documents, baselines, strict=False):
+        document["unchanged_text"] = _text(subject, baseline["token_id"].values)
     shown = [
         Text(
-            tuple(map(format_token, named(subject, one["token_id"].values))),
-            np.exp(one["logprob"].values),
-            f"{word}{_short(text)}",
+            tuple(map(format_token, named(subject, filled["token_id"].values))),
+            np.exp(filled["logprob"].values),
+            f"{prefix}{_short(text)}",
         )
         for row, text in enumerate(texts)
-        for word, one in (("", _one(found, row)), *(("unchanged: ", each) for each in others[row : row + 1]))
+        for prefix, filled in (
+            ("", _of_prompt(found, row)),
+            *(("unchanged: ", baseline) for baseline in baselines[row : row + 1]),
+        )
     ]
     yield Tokens(
-        title="How sure of each token?",
+        title="Probability of each token",
         texts=tuple(shown),
         value_name="probability of the token when it was filled in",
         low=0.0,
         high=1.0,
     )
     yield Table.of(
-        told,
-        ("prompt", lambda one: _short(one["prompt"])),
-        ("filled in", lambda one: bold(format_text(one["text"]))),
-        *([("unchanged", lambda one: format_text(one["unchanged_text"]))] if others else []),
-        ("masks", lambda one: len(one["filled"]), "d"),
+        documents,
+        ("prompt", lambda row: _short(row["prompt"])),
+        ("filled in", lambda row: bold(format_text(row["text"]))),
+        *([("unchanged", lambda row: format_text(row["unchanged_text"]))] if baselines else []),
+        ("masks", lambda row: len(row["filled"]), "d"),
         ("passes", "passes", "d"),
-        ("sure", lambda one: _mean([each["probability"] for each in one["filled"]]), format_probability),
-        title=f"{subject.name} fills in{without}",
-        caption="sure: geometric mean of the probabilities of the tokens filled in",
-        json={"results": told},
+        (
+            "mean probability",
+            lambda row: _geometric_mean([token["probability"] for token in row["filled"]]),
+            format_probability,
+        ),
+        title=f"Masks filled in by {subject.name}{without}",
+        caption="mean probability: geometric mean over the tokens filled in, each when it was filled in",
+        json={"results": documents},
     )
-    first = _one(found, 0)
     yield Table.of(
-        told[0]["filled"],
+        documents[0]["filled"],
         ("pass", "step", "d"),
         ("position", "position", "d"),
-        ("token", lambda one: bold(format_token(one["token"]))),
+        ("token", lambda row: bold(format_token(row["token"]))),
         ("probability", "probability", format_probability),
-        title=f"The order in which {_short(texts[0])!r} was filled in",
+        title=f"Order in which masks were filled in: {_short(texts[0])!r}",
         sources=("generation",),
     )
-    yield _trace(subject, first, without)
+    yield _trace(subject, _of_prompt(found, 0), without)
 
 
-def _trace(subject: Subject, one: xr.Dataset, without: str) -> Figure:
-    """A row per mask, a column per pass: the likeliest token there, shaded by its probability."""
-    places = np.flatnonzero(one["step_filled"].values >= 0)
-    shown = places[:PLACES]
-    cells = one.isel(position=shown, step=slice(STEPS)).transpose(..., "position", "step")
+def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
+    """Figure of the most likely token at each mask (rows) in each pass (columns), shaded by probability."""
+    positions = np.flatnonzero(filled["step_filled"].values >= 0)
+    shown = positions[:PLACES]
+    cells = filled.isel(position=shown, step=slice(STEPS)).transpose(..., "position", "step")
     ids = cells["best_id"].values
     words = [["" if i < 0 else format_token(named(subject, [i])[0]) for i in row] for row in ids]
     panel = Heatmap(
         values=np.exp(cells["best_logprob"].values),
-        rows=tuple(f"position {place}" for place in shown),
+        rows=tuple(f"position {position}" for position in shown),
         columns=tuple(map(str, range(ids.shape[1]))),
         row_name="",
         column_name="pass",
@@ -97,61 +109,65 @@ def _trace(subject: Subject, one: xr.Dataset, without: str) -> Figure:
         high=1.0,
         texts=tuple(map(tuple, words)),
     )
-    passes = one.sizes["step"]
-    left_out = []
-    if len(shown) < len(places):
-        left_out.append(f"the first {len(shown)} of {len(places)} masks")
+    passes = filled.sizes["step"]
+    limits = []
+    if len(shown) < len(positions):
+        limits.append(f"the first {len(shown)} of {len(positions)} masks")
     if ids.shape[1] < passes:
-        left_out.append(f"the first {ids.shape[1]} of {passes} passes")
-    more = f" Shown are {' and '.join(left_out)}." if left_out else ""
+        limits.append(f"the first {ids.shape[1]} of {passes} passes")
+    shown_part = f" Shown are {' and '.join(limits)}." if limits else ""
     return Figure(
         name="denoising",
-        title=f"What {subject.name} says at each mask, pass by pass{without}",
-        caption=f"The likeliest token at every mask that is left, shaded by its probability.{more}",
+        title=f"Most likely token of {subject.name} at each mask, by pass{without}",
+        caption=f"Most likely token at every remaining mask, shaded by its probability.{shown_part}",
         panels=(panel,),
     )
 
 
-def _one(dataset: xr.Dataset, row: int) -> xr.Dataset:
-    """One prompt, its own positions and passes only."""
-    one = dataset.isel(prompt=row)
-    positions, passes = int((one["token_id"] >= 0).sum()), int(one["step_filled"].max()) + 1
-    return one.isel(position=slice(positions), step=slice(passes))
+def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
+    """Results of one prompt, without padding: its positions and its passes."""
+    prompt = dataset.isel(prompt=row)
+    # Token ids past the end of a shorter prompt are -1.
+    positions, passes = int((prompt["token_id"] >= 0).sum()), int(prompt["step_filled"].max()) + 1
+    return prompt.isel(position=slice(positions), step=slice(passes))
 
 
-def _told(subject: Subject, prompt: str, one: xr.Dataset) -> dict[str, Any]:
-    """A prompt, its text at the end, and every mask in the order in which they were filled."""
-    at, ids = one["step_filled"].values, one["token_id"].values
-    probabilities = np.exp(one["logprob"].values)
-    places = sorted(np.flatnonzero(at >= 0).tolist(), key=lambda place: (int(at[place]), place))
+def _document(subject: Subject, prompt: str, filled: xr.Dataset) -> dict[str, Any]:
+    """JSON record of a prompt: its final text, and every mask in the order in which they were filled in."""
+    step_filled, ids = filled["step_filled"].values, filled["token_id"].values
+    probabilities = np.exp(filled["logprob"].values)
+    positions = sorted(
+        np.flatnonzero(step_filled >= 0).tolist(), key=lambda position: (int(step_filled[position]), position)
+    )
     return {
         "model_id": subject.name,
         "prompt": prompt,
         "text": _text(subject, ids),
         "token_ids": ids.tolist(),
-        "passes": one.sizes["step"],
+        "passes": filled.sizes["step"],
         "filled": [
             {
-                "step": int(at[place]),
-                "position": place,
-                "token_id": int(ids[place]),
-                "token": subject.tokenizer.decode_token(int(ids[place])),
-                "probability": float(probabilities[place]),
+                "step": int(step_filled[position]),
+                "position": position,
+                "token_id": int(ids[position]),
+                "token": subject.tokenizer.decode_token(int(ids[position])),
+                "probability": float(probabilities[position]),
             }
-            for place in places
+            for position in positions
         ],
     }
 
 
 def _text(subject: Subject, ids: Any) -> str:
+    """Decoded text without special tokens."""
     return subject.tokenizer.decode([int(token) for token in ids], keep_special=False)
 
 
-def _mean(probabilities: Sequence[float]) -> float:
+def _geometric_mean(probabilities: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(probabilities))))
 
 
 def _short(text: str, room: int = 60) -> str:
-    """The beginning of a prompt, on one line."""
+    """The first `room` characters of a prompt, on one line."""
     shown = format_text(text)
     return shown if len(shown) <= room else shown[:room] + "…"

@@ -1,11 +1,12 @@
 """How does the model continue a prompt?
 
-Prompts continued token by token, whole or with parts of the model silenced.
+Continues prompts token by token, optionally with hook points set to zero.
 
-Each step is a forward pass over everything so far, so that what is silenced is silenced throughout; with
-``cache`` keys and values are kept instead (stages/forward/generation/generate.py says when that is the same).
-A model that fills in masks is given as many behind each prompt, or those a prompt has, and fills them in pass
-by pass (stages/causal/denoising.py): shown is which one it fills when, and how sure it was of each before.
+Without a cache each step is a forward pass over all tokens so far, so that interventions act at every
+position of every step. With `cache`, keys and values of earlier tokens are reused
+(stages/forward/generation/generate.py states when the tokens are the same). A masked language model fills in
+the masks of a prompt, or masks appended to it, in several passes (stages/causal/denoising.py); shown are the
+order in which masks are filled in and the probabilities at each mask before that.
 
 Defaults: 20 tokens, the most likely one at each step. The specimen continues facts and wrapped prose that
 ship with mizarr, other models the capital of France.
@@ -49,35 +50,42 @@ if TYPE_CHECKING:
 __all__ = ["Generate", "GenerateSettings"]
 
 FACTS, LINE, LINES = 4, 44, 3
-"""Facts continued by default, and lines of prose of this width before the one that is continued."""
+"""Default prompts of the specimen: number of facts; width in characters and number of complete lines of the
+wrapped prose."""
 ROWS, STEPS = 24, 24
-"""Continuations and tokens drawn at most."""
+"""Largest number of continuations and of tokens of each that are drawn."""
 
 
 @dataclass(frozen=True)
 class GenerateSettings(ModelSettings):
-    """What `--set` can change."""
+    """Settings of `generate`."""
 
     prompts: tuple[str, ...] = setting((), "prompts to continue; none: shipped facts and prose")
-    max_tokens: int = setting(20, "tokens generated at most; masks behind a prompt that has none")
-    temperature: float = setting(0.0, "0 takes the most likely token; above, draws")
-    seed: Natural = setting(0, "of the draws; the same for every prompt")
-    top_k: int | None = setting(None, "draw among this many most likely tokens")
-    top_p: float | None = setting(None, "draw among the fewest tokens of this total probability")
+    max_tokens: int = setting(
+        20, "largest number of generated tokens; number of masks appended to a prompt without masks"
+    )
+    temperature: float = setting(0.0, "sampling temperature; 0: the most likely token")
+    seed: Natural = setting(0, "seed of sampling, the same for every prompt")
+    top_k: int | None = setting(None, "sample among this many most likely tokens")
+    top_p: float | None = setting(None, "sample among the fewest tokens with this total probability")
     stop: tuple[str, ...] = setting((), "strings that end a text")
     zero: tuple[str, ...] = setting((), "hook points (or globs) set to zero at every step")
     cache: bool | None = setting(
-        None, "keep keys and values, or read everything anew; none: keep where tokens are the same"
+        None,
+        "reuse keys and values of earlier tokens; false: run over all tokens at each step; none: reuse them "
+        "if the tokens are the same",
     )
-    chat: bool = setting(False, "prompts are what a user says, to be put into the model's chat template")
-    steps: int | None = setting(None, "passes in which masks are filled in; none: one for each")
+    chat: bool = setting(False, "format each prompt as a user message with the model's chat template")
+    steps: int | None = setting(None, "number of passes in which masks are filled in; none: one per mask")
     order: str | None = setting(
-        None, "masks filled in first, by confidence, margin, entropy, position or random; none: confidence"
+        None,
+        "order in which masks are filled in: by confidence, margin, entropy, position or random; none: "
+        "confidence",
     )
 
 
 class Generate(ModelWorkflow):
-    """Prompts continued; where something is silenced, unchanged as well."""
+    """Continuations of prompts; with hook points set to zero, also those of the unchanged model."""
 
     name = "generate"
     question = "How does the model continue a prompt?"
@@ -86,16 +94,21 @@ class Generate(ModelWorkflow):
     settings: GenerateSettings
 
     generation = loaded("generation")
-    """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory. Of a model that
-    fills in masks what `Denoising` gives."""
+    """Result in memory: token_id and logprob [prompt, step], generated_text and finish_reason [prompt]; for a
+    masked language model the result of `Denoising`."""
 
     def plan(self) -> Nodes:
-        """The prompts continued, or filled in; where something is silenced, by the whole model too."""
+        """Nodes of the continuations, and of those of the unchanged model if hook points are set to zero.
+
+        Raises:
+            ConfigError: for settings that do not apply to the model.
+            PromptError: for a prompt too long for the context.
+        """
         settings = self.settings
         self.texts = settings.prompts or default_prompts(settings.model)
         self._require_fitting()
         if not self.subject.config.predicts_next:
-            return self._filled_in()
+            return self._denoising_nodes()
         ids = tuple(tuple(self._encoded(text).ids) for text in self.texts)
         self._text_of = dict(zip(ids, self.texts, strict=True))
         self._live: _Printer | None = None
@@ -111,48 +124,52 @@ class Generate(ModelWorkflow):
                 eos=end_ids(self.subject.files, self.subject.tokenizer),
                 cache=settings.cache,
             ),
-            on_token=self._heard,
+            on_token=self._print_token,
         )
-        return self._asked(whole)
+        return self._nodes(whole)
 
     def _encoded(self, text: str) -> Encoding:
+        """A prompt as tokens, in the chat template if `chat` is set."""
         return encoded(self.subject, text, chat=self.settings.chat)
 
-    def _asked(self, whole: Continuation | Denoising) -> Nodes:
-        """Nodes of the whole model and, where hook points are set to zero, of the silenced model."""
+    def _nodes(self, whole: Continuation | Denoising) -> Nodes:
+        """Nodes of an experiment on the unchanged model and, if hook points are set to zero, with them."""
         if not self.settings.zero:
             return {"generation": self.on_model(whole)}
-        silenced = replace(whole, hooks=self._silenced())
-        return {"generation": self.on_model(silenced), "unchanged": self.on_model(whole)}
+        ablated = replace(whole, hooks=self._zero_hooks())
+        return {"generation": self.on_model(ablated), "unchanged": self.on_model(whole)}
 
     def _require_fitting(self) -> None:
-        """ConfigError for settings that say nothing of such a model."""
-        given, predicts = self.settings, self.subject.config.predicts_next
-        others = ("steps", "order") if predicts else ("stop", "cache", "top_k", "top_p")
-        if found := [name for name in others if getattr(given, name) not in (None, ())]:
+        """Raises ConfigError for settings that apply only to the other kind of language model."""
+        settings, predicts = self.settings, self.subject.config.predicts_next
+        unsupported = ("steps", "order") if predicts else ("stop", "cache", "top_k", "top_p")
+        if names := [name for name in unsupported if getattr(settings, name) not in (None, ())]:
             kind = "predicts the next token" if predicts else "fills in masks"
             raise ConfigError(
-                f"expected no {' and no '.join(found)} of {self.subject.name}, which {kind}, found "
-                f"{found[0]}={getattr(given, found[0])!r}; leave it out"
+                f"expected no {' and no '.join(names)} of {self.subject.name}, which {kind}, found "
+                f"{names[0]}={getattr(settings, names[0])!r}; leave it out"
             )
 
-    def _filled_in(self) -> Nodes:
-        """Nodes that fill in masks of the prompts, or masks behind them."""
-        given, subject = self.settings, self.subject
-        prompts = tuple(tuple(subject.masked(self._encoded(text), given.max_tokens)) for text in self.texts)
+    def _denoising_nodes(self) -> Nodes:
+        """Nodes that fill in the masks of the prompts, or masks appended to them."""
+        settings, subject = self.settings, self.subject
+        prompts = tuple(
+            tuple(subject.masked(self._encoded(text), settings.max_tokens)) for text in self.texts
+        )
         self._text_of, self._live = {}, None
-        assert subject.mask is not None  # or there would be no masked prompts
+        assert subject.mask is not None  # `masked` raises without one
         whole = Denoising(
             prompts,
             mask=subject.mask,
-            steps=given.steps,
-            order=given.order or "confidence",
-            temperature=given.temperature,
-            seed=given.seed,
+            steps=settings.steps,
+            order=settings.order or "confidence",
+            temperature=settings.temperature,
+            seed=settings.seed,
         )
-        return self._asked(whole)
+        return self._nodes(whole)
 
-    def _silenced(self) -> HookSpec:
+    def _zero_hooks(self) -> HookSpec:
+        """Interventions that set the hook points of `zero` to zero."""
         spec = HookSpec()
         for pattern in self.settings.zero:
             for point in expand(pattern, self.subject.config.hook_points):
@@ -160,66 +177,75 @@ class Generate(ModelWorkflow):
         return spec
 
     def run(self, store: Store, **options: Any) -> Self:
-        """As every workflow; for somebody at a terminal, text appears on stderr as it is generated."""
-        elsewhere = options.get("cluster") is not None or options.get("workers", 0) > 1
-        if not options.get("quiet", True) and not elsewhere and sys.stderr.isatty():
+        """Computes the results; see `Workflow.run` for `options`. In a terminal, unless `quiet` is set or
+        other processes compute, text is printed on stderr while it is generated."""
+        is_remote = options.get("cluster") is not None or options.get("workers", 0) > 1
+        if not options.get("quiet", True) and not is_remote and sys.stderr.isatty():
             self._live = _Printer(self._text_of)
-            options["quiet"] = True  # a bar would be drawn over the text
+            # A progress bar would overwrite the text.
+            options["quiet"] = True
         try:
             return super().run(store, **options)
         finally:
             self._live = None
 
-    def _heard(self, prompt: Sequence[int], new: NewToken) -> None:
+    def _print_token(self, prompt: Sequence[int], new: NewToken) -> None:
+        """Callback of the experiment for each new token."""
         if self._live is not None:
             self._live.show(tuple(prompt), new)
 
     @cached_property
     def unchanged(self) -> xr.Dataset | None:
-        """Results of the whole model, where hook points are set to zero; else None."""
+        """Results of the model without intervention, in memory; None if no hook points are set to zero."""
         return self.result("unchanged").load() if self.settings.zero else None
 
     def views(self) -> Iterator[View]:
-        """What came after each prompt, how sure the model was, and every token shaded by its probability."""
+        """Continuation of each prompt with the probability of every token; views of `denoising_views` for a
+        masked language model."""
         without = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
         if not self.subject.config.predicts_next:
             yield from denoising_views(self.subject, self.texts, self.generation, self.unchanged, without)
             return
-        told = [self._told(row) for row in range(len(self.texts))]
-        texts = [text for row in range(len(self.texts)) for text in self._said(row)]
+        documents = [self._document(row) for row in range(len(self.texts))]
+        texts = [text for row in range(len(self.texts)) for text in self._generated_texts(row)]
         yield Tokens(
-            title="How sure of each token?",
+            title="Probability of each token",
             texts=tuple(texts),
-            value_name="probability of the token when it was chosen",
+            value_name="probability of the token when it was generated",
             low=0.0,
             high=1.0,
         )
-        before = [("unchanged", lambda one: format_text(one["unchanged_text"]))]
+        unchanged = [("unchanged", lambda row: format_text(row["unchanged_text"]))]
         yield Table.of(
-            told,
-            ("prompt", lambda one: _tail(one["prompt"])),
-            ("continuation", lambda one: bold(format_text(one["generated_text"]))),
-            *(before if self.settings.zero else []),
+            documents,
+            ("prompt", lambda row: _tail(row["prompt"])),
+            ("continuation", lambda row: bold(format_text(row["generated_text"]))),
+            *(unchanged if self.settings.zero else []),
             ("tokens", "generated_tokens", "d"),
-            ("sure", lambda one: float(np.exp(np.mean(np.log(one["probabilities"])))), format_probability),
-            ("ends", "finish_reason", str),
-            title=f"{self.subject.name} goes on{without}",
-            caption="sure: geometric mean of the probabilities of the tokens chosen",
-            json={"results": told},
+            (
+                "mean probability",
+                lambda row: float(np.exp(np.mean(np.log(row["probabilities"])))),
+                format_probability,
+            ),
+            ("ends by", "finish_reason", str),
+            title=f"Continuations by {self.subject.name}{without}",
+            caption="mean probability: geometric mean over the generated tokens",
+            json={"results": documents},
         )
         yield self._figure(texts, without)
 
     def _figure(self, texts: list[Text], without: str) -> Figure:
-        """A row per continuation, a cell per token."""
-        shown, each = texts[:ROWS], 2 if self.settings.zero else 1
+        """Figure with a row per continuation and a cell per token, shaded by probability."""
+        shown, rows_per_prompt = texts[:ROWS], 2 if self.settings.zero else 1
         steps = min(max(len(text.tokens) for text in shown), STEPS)
-        rest = [max(0, steps - len(text.tokens)) for text in shown]
+        n_missing = [max(0, steps - len(text.tokens)) for text in shown]
         padded = [np.pad(text.values[:steps], (0, n), constant_values=np.nan)
-                  for text, n in zip(shown, rest, strict=True)]  # fmt: skip
+                  for text, n in zip(shown, n_missing, strict=True)]  # fmt: skip
         cells = Heatmap(
             values=np.stack(padded),
             rows=tuple(
-                _tail(text.label, 37) if i % each == 0 else "unchanged" for i, text in enumerate(shown)
+                _tail(text.label, 37) if i % rows_per_prompt == 0 else "unchanged"
+                for i, text in enumerate(shown)
             ),
             columns=tuple(map(str, range(steps))),
             row_name="",
@@ -227,27 +253,29 @@ class Generate(ModelWorkflow):
             value_name="probability",
             low=0.0,
             high=1.0,
-            texts=tuple((*text.tokens[:steps], *[""] * n) for text, n in zip(shown, rest, strict=True)),
+            texts=tuple((*text.tokens[:steps], *[""] * n) for text, n in zip(shown, n_missing, strict=True)),
         )
-        left_out = f" The first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
-        caption = f"Each token generated, shaded by the probability the model gave it.{left_out}"
-        title = f"How {self.subject.name} goes on{without}"
+        shown_part = f" The first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
+        caption = f"Generated tokens, shaded by the probability that the model gave them.{shown_part}"
+        title = f"Continuations by {self.subject.name}{without}"
         return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 
-    def _said(self, row: int) -> Iterator[Text]:
-        """Generated text, and the text of the whole model where hook points are set to zero."""
-        for word, found in (("", self.generation), ("unchanged: ", self.unchanged)):
+    def _generated_texts(self, row: int) -> Iterator[Text]:
+        """Generated text of a prompt and, if hook points are set to zero, that of the unchanged model."""
+        for prefix, found in (("", self.generation), ("unchanged: ", self.unchanged)):
             if found is not None:
-                one = _one(found, row)
-                said = tuple(map(format_token, named(self.subject, one["token_id"].values)))
-                yield Text(said, np.exp(one["logprob"].values), f"{word}{_tail(self.texts[row])}")
+                continuation = _of_prompt(found, row)
+                tokens = tuple(map(format_token, named(self.subject, continuation["token_id"].values)))
+                probabilities = np.exp(continuation["logprob"].values)
+                yield Text(tokens, probabilities, f"{prefix}{_tail(self.texts[row])}")
 
-    def _told(self, row: int) -> dict[str, Any]:
-        """A prompt in the fields of candle-mi's GenerationResult; tokens, probabilities and why it ended."""
-        one, text = _one(self.generation, row), self.texts[row]
-        generated = str(one["generated_text"].values)
-        ids, count = one["token_id"].values.tolist(), int(one["prompt_tokens"])
-        found = {
+    def _document(self, row: int) -> dict[str, Any]:
+        """JSON record of a prompt: the fields of candle-mi's GenerationResult, tokens, probabilities and the
+        reason for the end."""
+        continuation, text = _of_prompt(self.generation, row), self.texts[row]
+        generated = str(continuation["generated_text"].values)
+        ids, count = continuation["token_id"].values.tolist(), int(continuation["prompt_tokens"])
+        document = {
             "model_id": self.subject.name,
             "prompt": text,
             "generated_text": generated,
@@ -255,19 +283,22 @@ class Generate(ModelWorkflow):
             "prompt_tokens": count,
             "generated_tokens": len(ids),
             "total_tokens": count + len(ids),
-            "prompt_token_ids": one["prompt_id"].values[:count].tolist(),
+            "prompt_token_ids": continuation["prompt_id"].values[:count].tolist(),
             "token_ids": ids,
             "tokens": named(self.subject, ids),
-            "probabilities": np.exp(one["logprob"].values).tolist(),
-            "finish_reason": str(one["finish_reason"].values),
+            "probabilities": np.exp(continuation["logprob"].values).tolist(),
+            "finish_reason": str(continuation["finish_reason"].values),
         }
         if self.unchanged is not None:
-            found["unchanged_text"] = str(self.unchanged["generated_text"].values[row])
-        return found
+            document["unchanged_text"] = str(self.unchanged["generated_text"].values[row])
+        return document
 
 
 class _Printer:
-    """Text on stderr as it comes, behind the prompt it continues."""
+    """Prints text on stderr while it is generated, after the prompt it continues.
+
+    texts: prompt text by token ids.
+    """
 
     def __init__(self, texts: dict[tuple[int, ...], str]) -> None:
         from ...store.display.console import EscapingConsole
@@ -275,7 +306,7 @@ class _Printer:
         self._console, self._texts = EscapingConsole(stderr=True, highlight=False), texts
 
     def show(self, prompt: tuple[int, ...], new: NewToken) -> None:
-        """Print a token: before the first its prompt, behind the last an empty line."""
+        """Prints a token; the prompt before the first token, an empty line after the last."""
         if new.step == 0:
             self._print(self._texts[prompt], style="dim")
         self._print(new.text)
@@ -287,23 +318,23 @@ class _Printer:
 
 
 def default_prompts(model: str) -> tuple[str, ...]:
-    """What a model is asked to continue when nobody says: facts and wrapped prose of the specimen's, or the
-    capital of France."""
+    """Default prompts: shipped facts and wrapped prose for shipped models, the capital of France for
+    others."""
     if model not in SHIPPED:
         return (FRANCE[0],)
     facts = tuple(fact["prompt"] for fact in shipped_facts()[:FACTS])
     lines = wrap(shipped_prose().partition("\n")[2], LINE).split("\n")
-    begun = lines[LINES][: lines[LINES].rindex(" ")]
-    return (*facts, "\n".join([*lines[:LINES], begun]))
+    unfinished = lines[LINES][: lines[LINES].rindex(" ")]
+    return (*facts, "\n".join([*lines[:LINES], unfinished]))
 
 
-def _one(dataset: xr.Dataset, row: int) -> xr.Dataset:
+def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
     """Results of one prompt, without padding steps."""
-    one = dataset.isel(prompt=row)
-    return one.isel(step=slice(int((one["token_id"] >= 0).sum())))
+    prompt = dataset.isel(prompt=row)
+    return prompt.isel(step=slice(int((prompt["token_id"] >= 0).sum())))
 
 
 def _tail(text: str, room: int = 60) -> str:
-    """The end of a prompt, on one line."""
+    """The last `room` characters of a prompt, on one line."""
     shown = format_text(text)
     return shown if len(shown) <= room else "…" + shown[-room:]

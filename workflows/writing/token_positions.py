@@ -1,9 +1,10 @@
 """Which characters does each token cover? Characters to tokens and back, for one text and one tokenizer.
 
-Needs no model to run: the tokenizer alone answers. Characters are counted as Python counts them, never in
-bytes; tokens that a tokenizer adds (a BOS) stand for no character.
+Only the tokenizer is used; no model is loaded. Characters are Python's (code points), not bytes; special
+tokens that the tokenizer adds, such as BOS, cover no character.
 
-Defaults: "The Eiffel Tower is located in Paris, France." and its landmarks; for another text its words.
+Defaults: "The Eiffel Tower is located in Paris, France." with its place names as ranges; for another text its
+words.
 """
 
 from __future__ import annotations
@@ -29,25 +30,40 @@ if TYPE_CHECKING:
 __all__ = ["TokenPositionsSettings", "TokenPositions"]
 
 TEXT = "The Eiffel Tower is located in Paris, France."
+"""Default text."""
 CHARACTERS = (0, 4, 11, 31, 38, 44)
+"""Characters to look up in the default text."""
 SPANS = ("Eiffel Tower=4-16", "Paris=31-36", "France=38-44")
+"""Ranges to label in the default text."""
 CONVERTED = (4, 16, 31, 36, 99)
+"""Characters to convert in the default text; 99 is past its end."""
 REVERSED = 5
-"""Tokens mapped back in the table."""
+"""Number of first tokens whose characters are listed in the caption."""
 
 
 @dataclass(frozen=True)
 class TokenPositionsSettings(FileSettings):
-    """What `--set` can change."""
+    """Settings of `token_positions`."""
 
-    text: str = setting(TEXT, "text to place tokens in")
-    characters: tuple[int, ...] | None = setting(None, "characters to look up; none: where words begin")
-    spans: tuple[str, ...] | None = setting(None, 'ranges to label, "name=start-end"; none: the words')
-    convert: tuple[int, ...] | None = setting(None, "characters to convert to positions; none: as looked up")
+    text: str = setting(TEXT, "text to tokenize")
+    characters: tuple[int, ...] | None = setting(
+        None, "indices of characters to look up; none: first characters of words"
+    )
+    spans: tuple[str, ...] | None = setting(
+        None, 'ranges of characters to label, "name=start-end"; none: the words'
+    )
+    convert: tuple[int, ...] | None = setting(
+        None, "indices of characters to convert to positions; none: those of `characters`"
+    )
 
 
 class TokenPositions(Workflow):
-    """One text and its tokens."""
+    """Tokens of one text, and conversions between characters and token positions.
+
+    Raises:
+        ConfigError, PromptError, TokenizerError: for an empty text, or a range that is not "name=start-end",
+            empty or outside the text.
+    """
 
     name = "token_positions"
     question = "Which characters does each token cover?"
@@ -62,22 +78,25 @@ class TokenPositions(Workflow):
             raise PromptError("expected a text, found an empty one")
         self.encoding = encoded(self.subject, settings.text)
         is_default = settings.text == TEXT
-        own = words(settings.text)
-        starts = tuple(start for start, _ in own)
-        named_spans = tuple(f"{settings.text[a:b]}={a}-{b}" for a, b in own)
-        self.characters = _given(settings.characters, CHARACTERS if is_default else starts)
-        self.spans = [read_span(one) for one in _given(settings.spans, SPANS if is_default else named_spans)]
-        self.converted = _given(settings.convert, CONVERTED if is_default else self.characters)
+        word_ranges = words(settings.text)
+        starts = tuple(start for start, _ in word_ranges)
+        named_spans = tuple(f"{settings.text[a:b]}={a}-{b}" for a, b in word_ranges)
+        self.characters = _or_default(settings.characters, CHARACTERS if is_default else starts)
+        spans = _or_default(settings.spans, SPANS if is_default else named_spans)
+        self.spans = [read_span(span) for span in spans]
+        self.converted = _or_default(settings.convert, CONVERTED if is_default else self.characters)
         self.labels = self.encoding.label_spans([(name, (start, end)) for name, start, end in self.spans])
         self.nodes = {}
+        # No stage runs; the answer is identified by the tokenizer's digest in place of result keys.
         self._keys = {"tokenizer": self.subject.tokenizer.digest.removeprefix("sha256:")}
 
     def run(self, store: Store, **options: Any) -> Self:
-        """Nothing runs: the tokenizer has answered already."""
+        """Computes nothing: the text was tokenized when the workflow was built."""
         return self
 
     def views(self) -> Iterator[View]:
-        """The tokens, the characters looked up, the ranges, and the positions converted."""
+        """Tables of tokens, of characters to tokens, of ranges and of converted positions; the text with its
+        tokens."""
         encoding, text, name = self.encoding, self.settings.text, self.subject.name
         pieces = named(self.subject, encoding.ids)
         digest = self.subject.tokenizer.digest
@@ -99,12 +118,12 @@ class TokenPositions(Workflow):
             tokens,
             ("position", "position", "d"),
             ("id", "token_id", "d"),
-            ("token", lambda one: f"'{format_token(one['token'])}'"),
-            ("piece", lambda one: format_token(one["piece"])),
-            ("characters", lambda one: "–" if one["is_special"] else f"{one['start']}-{one['end']}"),
-            ("label", lambda one: format_text(one["label"])),
-            title=f"'{format_text(text)}' for {name}",
-            caption="characters are half-open ranges; a token that was added stands for none",
+            ("token", lambda row: f"'{format_token(row['token'])}'"),
+            ("piece", lambda row: format_token(row["piece"])),
+            ("characters", lambda row: "–" if row["is_special"] else f"{row['start']}-{row['end']}"),
+            ("label", lambda row: format_text(row["label"])),
+            title=f"Tokens of '{format_text(text)}' by the tokenizer of {name}",
+            caption="characters: half-open range start-end; special tokens that were added cover none",
             json={"tokens": tokens},
         )
         characters = [
@@ -116,72 +135,77 @@ class TokenPositions(Workflow):
             }
             for char in self.characters
         ]
-        back = (encoding.token_to_char_range(i) for i in range(min(REVERSED, len(encoding))))
+        char_ranges = (encoding.token_to_char_range(i) for i in range(min(REVERSED, len(encoding))))
         yield Table.of(
             characters,
             ("character", "char_pos", "d"),
-            ("is", lambda one: repr(text[one["char_pos"]]) if 0 <= one["char_pos"] < len(text) else "–"),
-            ("exact", lambda one: dash(one["token"]), str),
-            ("nearest", lambda one: dash(one["fuzzy"]), str),
-            ("next to start", lambda one: dash(one["starts_at_or_after"]), str),
+            ("is", lambda row: repr(text[row["char_pos"]]) if 0 <= row["char_pos"] < len(text) else "–"),
+            ("exact", lambda row: dash(row["token"]), str),
+            ("nearest", lambda row: dash(row["fuzzy"]), str),
+            ("first at or after", lambda row: dash(row["starts_at_or_after"]), str),
             title="Character to token",
-            caption="and back: " + ", ".join(f"{i} is {a}-{b}" for i, (a, b) in enumerate(back)),
+            caption="exact: token that covers the character; nearest: or else the nearest token; first at or "
+            "after: first token that starts there or later. Characters of the first tokens: "
+            + ", ".join(f"{i}: {a}-{b}" for i, (a, b) in enumerate(char_ranges)),
             json={"characters": characters},
         )
         ranges = [
             {
-                "name": called,
+                "name": span_name,
                 "start": start,
                 "end": end,
                 "text": text[start:end],
                 "tokens": encoding.char_range_to_tokens(start, end),
             }
-            for called, start, end in self.spans
+            for span_name, start, end in self.spans
         ]
         yield Table.of(
             ranges,
-            ("name", lambda one: format_text(one["name"])),
-            ("characters", lambda one: f"{one['start']}-{one['end']}"),
-            ("tokens", lambda one: ", ".join(map(str, one["tokens"]))),
-            title="Ranges",
-            caption="all tokens that overlap a range; the last one of a name is labelled name_final",
+            ("name", lambda row: format_text(row["name"])),
+            ("characters", lambda row: f"{row['start']}-{row['end']}"),
+            ("tokens", lambda row: ", ".join(map(str, row["tokens"]))),
+            title="Tokens of each range",
+            caption="all tokens that overlap the range; the last token of a range has the label NAME_final",
             json={"ranges": ranges},
         )
-        converted = [asdict(one) for one in encoding.convert_positions(self.converted)]
+        converted = [asdict(position) for position in encoding.convert_positions(self.converted)]
         yield Table.of(
             converted,
             ("character", "char_pos", "d"),
-            ("position", lambda one: dash(one["token_idx"]), str),
-            ("piece", lambda one: format_token(one["token"] or "–")),
-            ("exact", lambda one: "yes" if one["exact_match"] else "nearest", str),
+            ("position", lambda row: dash(row["token_idx"]), str),
+            ("piece", lambda row: format_token(row["token"] or "–")),
+            ("exact", lambda row: "yes" if row["exact_match"] else "nearest", str),
             title="Characters converted to positions",
             json={"converted": converted},
         )
-        own = (label.removesuffix("_final") for label in self.labels)
-        spans = tuple("" if label == "other" else label for label in own)
+        names = (label.removesuffix("_final") for label in self.labels)
+        spans = tuple("" if label == "other" else label for label in names)
         added = [format_token(pieces[i]) for i, (start, end) in enumerate(encoding.offsets) if end <= start]
-        note = f" Of no character: {', '.join(added)}." if added else ""
+        note = f" Tokens without characters: {', '.join(added)}." if added else ""
         coloured = ", ".join(filter(None, dict.fromkeys(spans)))
         yield Figure(
             name="token_positions",
             title=f"{len(encoding)} tokens of {name}",
-            caption=f"Numbers are positions.{note}" + (f" Coloured: {coloured}." if coloured else ""),
+            caption=f"Numbers are token positions.{note}" + (f" Coloured: {coloured}." if coloured else ""),
             panels=(Strip(text=text, offsets=tuple(encoding.offsets), spans=spans),),
         )
 
 
 def read_span(written: str) -> tuple[str, int, int]:
-    """ "name=start-end", or "start-end", which is its own name, as (name, start, end).
+    """Parses "name=start-end" into (name, start, end); the name of "start-end" is "start-end" itself.
+
+    Raises ConfigError for another format.
 
     >>> read_span("Paris=31-36")
     ('Paris', 31, 36)
     """
-    found = re.fullmatch(r"(?:(?P<name>.+)=)?(?P<start>\d{1,18})-(?P<end>\d{1,18})", written, re.DOTALL)
-    if not found:
+    match = re.fullmatch(r"(?:(?P<name>.+)=)?(?P<start>\d{1,18})-(?P<end>\d{1,18})", written, re.DOTALL)
+    if not match:
         raise ConfigError(f'expected spans as "name=start-end" in characters, found {written!r}')
-    start, end = int(found["start"]), int(found["end"])
-    return found["name"] or f"{start}-{end}", start, end
+    start, end = int(match["start"]), int(match["end"])
+    return match["name"] or f"{start}-{end}", start, end
 
 
-def _given(asked: tuple[Any, ...] | None, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
-    return otherwise if asked is None else asked
+def _or_default(value: tuple[Any, ...] | None, default: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The default in place of None; an empty tuple stays empty."""
+    return default if value is None else value

@@ -80,7 +80,7 @@ def test_a_network_whose_answer_is_a_number_has_an_error(store, tmp_path):
 def test_with_an_end_token_every_input_shown_and_counted_has_one(store):
     about = {"store": store, "model": "specimen-longest-cycle-4", "samples": 500}
     done = compute("stoicheia_inference", end_token=True, **about)
-    assert (done.held["x"][:, -1] == 3).all() and (done.held["x"][:, :-1] < 3).all()
+    assert (done.states["x"][:, -1] == 3).all() and (done.states["x"][:, :-1] < 3).all()
     assert not done.is_exhaustive and int(done.counted["samples"].sum()) == 500
     with pytest.raises(ConfigError, match="expected a transformer for end_token"):
         build("stoicheia_inference", end_token=True)
@@ -206,7 +206,7 @@ def test_a_sweep_over_a_folder_takes_the_last_checkpoint_and_tells_what_is_missi
     right = np.mean(model.outputs(x, "float32").argmax(1) == model.task.targets(x))
     assert float(done.table["accuracy"][0, 0, 0]) == pytest.approx(right)
     assert np.isnan(done.table["accuracy"].values[2, 0, 0])
-    assert "1 networks are not there" in done.shown[0].caption
+    assert "1 networks are missing" in done.shown[0].caption
     early = compute("stoicheia_sweep", store=store, zoo=str(tmp_path), trained=1024, **about)
     assert float(early.table["accuracy"][0, 0, 0]) != float(done.table["accuracy"][0, 0, 0])
     with pytest.raises(ConfigError, match="found none of the sizes"):

@@ -114,7 +114,7 @@ def test_the_headline_is_the_lead_of_plain_passes_over_shuffled_ones(found, tiny
 
     (claim,) = found.to_json()["findings"]
     best = int(lead(1).argmax())
-    assert claim["claim"].startswith(f"layer {best // 2}, head {best % 2} looks behind where its token stood")
+    assert claim["claim"].startswith(f"layer {best // 2}, head {best % 2}, the best of ")
     assert claim["effect"] == pytest.approx(lead(1).max(), rel=1e-3)
     null = [lead(far).max() for far in range(2, found.settings.length)]
     (finding,) = next(view for view in found.shown if view.kind == "findings").findings

@@ -144,7 +144,7 @@ def test_conditions_and_layers_can_be_chosen_and_targets_behind_the_marker_count
     document = found.to_json()
     assert document["scanned_layers"] == [2]
     assert document["targets_behind_marker"] == 1
-    assert "1 targets lie behind their marker" in found.tables()[1].caption
+    assert "1 targets come after their marker" in found.tables()[1].caption
     (first,) = (one for one in document["samples"] if one["id"] == "six")
     model = mizarr.Model.from_pretrained(tiny_model)
     seen = {**CORPUS["rust_baseline"][0], "target_char_positions": [0]}
@@ -200,7 +200,7 @@ def test_the_specimen_looks_behind_what_it_reads_again(tmp_path):
     found = compute("layer_scan", store=tmp_path / "store")
     layer, p = found.best
     assert p < 0.01
-    row = found.found.sel(layer=layer)
+    row = found.scan.sel(layer=layer)
     assert float(row["mean"].sel(condition="A")) > 2 * float(row["mean"].sel(condition="B"))
 
 
@@ -218,7 +218,7 @@ def test_table_and_figure_show_every_layer_and_name_the_result(done, tmp_path, c
         ({"corpus": "nowhere.json"}, ConfigError, r"at nowhere\.json, found .* samples as JSON"),
         ({"corpus": None, "condition_a": "x"}, ConfigError, "set corpus=FILE"),
         ({"unit": "byte"}, ConfigError, "unit to be characters or bytes, found 'byte'"),
-        ({"start_layer": 3}, ConfigError, r"layers in 0\.\.2, .*found 3 to 2"),
+        ({"start_layer": 3}, ConfigError, r"both in 0\.\.2, found 3 and 2"),
         ({"samples": 0}, ConfigError, "samples to be int of at least 1"),
     ],
 )

@@ -189,7 +189,9 @@ def test_settings_that_contradict_each_other_are_refused(wrong, message):
 
 def test_a_stream_that_is_normed_itself_is_no_sum_and_is_told(tmp_path: Path):
     save_random_hybrid(tmp_path / "model", "minimax", 0)
-    with pytest.raises(ConfigError, match="the sum of what its parts write, found minimax, which norms"):
+    with pytest.raises(
+        ConfigError, match="sum of the outputs of all layers, found minimax, which normalises"
+    ):
         computed(tmp_path / "model")
 
 

@@ -96,7 +96,7 @@ def test_numbers_are_those_of_the_stage_on_the_captured_states(done, tiny_model,
     prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token")
     for target in done.targets:
         own = probe(states, xr.DataArray(target.values, dims="token"), prompt, kind=target.kind)
-        found = done.found[target.name]
+        found = done.results_by_target[target.name]
         for name in ("score", "low", "high", "penalty"):
             np.testing.assert_allclose(found[name], own[name], rtol=1e-6, atol=1e-9)
 
@@ -120,11 +120,11 @@ def test_the_specimen_holds_the_count_and_the_break_where_shuffled_ones_are_not_
     """The numbers belong to the weights; that they are far from the control does not."""
     done = compute("probe", store=tmp_path / "store", layers=[0, 3], examples=2000)
     for target in done.targets:
-        score = done.found[target.name]["score"].sel(layer=3)
-        low, high = (done.found[target.name][name].sel(layer=3) for name in ("low", "high"))
+        score = done.results_by_target[target.name]["score"].sel(layer=3)
+        low, high = (done.results_by_target[target.name][name].sel(layer=3) for name in ("low", "high"))
         assert float(low.sel(targets="true")) > float(high.sel(targets="shuffled"))
         assert float(score.sel(targets="true")) > float(
-            done.found[target.name]["high"].sel(layer=0, targets="true")
+            done.results_by_target[target.name]["high"].sel(layer=0, targets="true")
         )
 
 
@@ -168,7 +168,7 @@ def test_labelled_texts_run_to_a_table(tiny_model, labelled, tmp_path, capsys):
     assert (told["target"], told["classes"]) == ("mood", ["it", "we"])
     assert told["n_train"] + told["n_test"] == 24
     (file,) = found.render(Console(width=100), tmp_path / "figures")
-    assert "mood, read off resid_post of" in capsys.readouterr().out
+    assert "Linear probe of mood on resid_post of" in capsys.readouterr().out
     assert document["provenance"]["keys"]["mood"][:12].encode() in file.read_bytes()
 
 

@@ -35,7 +35,7 @@ def test_blocks_of_rows_give_the_numbers_of_the_whole(checkpoint, monkeypatch):
     path = checkpoint(w=values)
     monkeypatch.setattr("mizarr.workflows.weights.inspect_model.BLOCK", 6)
     seen = []
-    (fact,) = tensor_facts([path], seen=seen.append)
+    (fact,) = tensor_facts([path], on_progress=seen.append)
     wide = values.astype(np.float64)
     assert seen == [6, 6, 6, 3]
     assert fact.dtype == "BF16"

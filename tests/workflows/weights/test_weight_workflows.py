@@ -157,7 +157,7 @@ def test_what_a_change_costs_stands_beside_every_other_of_its_size(store):
     )
     assert len(found["findings"]) == 3, "of five others nothing can be told from chance"
     assert "5 other choices of layers" in done.shown[0].caption
-    costs = next(view for view in done.shown if view.title.startswith("What it costs"))
+    costs = next(view for view in done.shown if view.title.startswith("Cost of the intervention"))
     assert len(costs.rows) == 6 and sum(row[0][0].style == "bold" for row in costs.rows) == 1
 
 
@@ -168,7 +168,7 @@ def test_what_has_no_other_of_its_size_is_measured_and_claims_nothing(store):
     assert "there is no other choice of layers" in done.shown[0].caption
     assert "others_median" not in found["measures"][0]
     few = compute("evaluate", store=store, **TINY, zero=["blocks.3.hook_mlp_out"], draws=2)
-    assert "2 draws cannot tell chance" in few.shown[0].caption
+    assert "2 draws cannot give a p-value of 0.05" in few.shown[0].caption
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_has_no_other_of_its_size_is_measured_and_claims_nothing(store):
 def test_a_cost_is_claimed_where_others_of_its_size_cost_less(change, store, tmp_path):
     done = compute("evaluate", store=store, **TINY, **change)
     found = json.loads(json.dumps(done.to_json()))
-    claims = [each for each in found["findings"] if " costs, on " in each["claim"]]
+    claims = [each for each in found["findings"] if " increases the model's loss on " in each["claim"]]
     own, others = found["cost"], found["cost"]["others"]["costs"]
     for claim, where in zip(claims, ("text", "repetitions", "facts"), strict=True):
         drawn = np.array([each[where] for each in others])

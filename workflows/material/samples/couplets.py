@@ -1,8 +1,8 @@
 """Pairs of couplets that differ only in the last word of the first line, and so in the rhyme.
 
-Their frames follow the rules of the specimen's training couplets (tests/specimen_training/couplets.py), but do not
-occur in its training data; a test checks this. No other word of the two lines belongs to either rhyme family,
-so the last word alone determines the rhyme, and no word between the two line ends depends on it.
+Their frames follow the rules of the specimen's training couplets (tests/specimen_training/couplets.py), but
+do not occur in its training data; a test checks this. No other word of the two lines belongs to either rhyme
+family, so the last word alone determines the rhyme, and no word between the two line ends depends on it.
 
 Border: texts and words; knows no tokens and no model.
 """

@@ -184,8 +184,8 @@ ANACROUSIS = _lines(
      "earth birth worth mirth berth girth dearth rebirth hearth"),
 )
 # fmt: on
-# Lines after the rules of tests/specimen_training/couplets.py, in frames outside the training data; one per rhyme
-# family.
+# Lines after the rules of tests/specimen_training/couplets.py, in frames outside the training data; one per
+# rhyme family.
 SPECIMEN = tuple(
     FirstLine(number, text, last_word(text), FAMILIES[family_of(last_word(text))])
     for number, text in enumerate(
