@@ -353,6 +353,7 @@ def test_whatever_a_user_does_no_wrong_number_is_served():
     assert sum(n for name, n in COUNTS.items() if name.endswith(": answered")) > 5, COUNTS
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:TF32 acceleration")
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 3600)
 def test_whatever_a_user_does_for_hours_no_wrong_number_is_served():
