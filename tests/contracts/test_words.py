@@ -44,7 +44,11 @@ VAGUE_SHARE = 0.015
 """Share of a room's names that may be vague: the same have 0.002 to 0.013."""
 MOST_PARAMETERS = 8
 WIDER = {
+    "pipeline/stage.py stage": "each keyword declares one property of a stage",
     "stages/attention/head_detection.py head_scores": "names and defaults are those of TransformerLens",
+    "stages/forward/networks/attention.py attend": "called for every layer and token: a value would cost",
+    "stages/forward/networks/attention.py attention": "called for every layer and token: a value would cost",
+    "workflows/exchange.py import_activations": "what somebody declares of files that say nothing themselves",
 }
 """Functions that take more than `MOST_PARAMETERS`, each with its reason."""
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STREAMED = (".tar", ".tgz", ".gz", ".arrow")
 """Suffixes of files that are always read as a corpus."""
+DOCUMENT_OPTIONS = ("context", "pack", "column", "labels", "whole_files", "share", "seed")
+"""Options that say how documents become prompts: keyword arguments of `Corpus`."""
 COUNTED = 4 << 20
 """Total bytes of files up to which a dry run counts all prompts; above, it estimates from a sample."""
 
@@ -114,27 +116,8 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
     """Decorator that adds the argument PROMPTS and its options; the command gets `prompts: PromptSources`."""
 
     @functools.wraps(command)
-    def with_prompts(
-        prompts: tuple[str, ...],
-        text: bool,
-        context: int | None,
-        pack: bool,
-        column: str | None,
-        labels: tuple[str, ...],
-        whole_files: bool,
-        share: float | None,
-        seed: int | None,
-        **options: Any,
-    ) -> None:
-        documents = {
-            "context": context,
-            "pack": pack,
-            "column": column,
-            "labels": labels,
-            "whole_files": whole_files,
-            "share": share,
-            "seed": seed,
-        }
+    def with_prompts(prompts: tuple[str, ...], text: bool, **options: Any) -> None:
+        documents = {name: options.pop(name) for name in DOCUMENT_OPTIONS}
         command(prompts=PromptSources(prompts, text, documents), **options)
 
     share = click.FloatRange(0, 1, min_open=True)

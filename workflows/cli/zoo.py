@@ -56,20 +56,7 @@ __all__ = ["train_zoo"]
 @json_option
 @quiet_option
 def train_zoo(
-    task: str,
-    hidden: int,
-    sequence: int,
-    seeds: tuple[int, ...],
-    sequences: int,
-    batch: int,
-    layers: int,
-    heads: int,
-    checkpoints: tuple[int, ...],
-    end_token: bool,
-    pth: bool,
-    out: Path,
-    as_json: bool,
-    quiet: bool,
+    task: str, seeds: tuple[int, ...], pth: bool, out: Path, as_json: bool, quiet: bool, **settings: Any
 ) -> None:
     """Train tiny networks of AlgZoo.
 
@@ -79,10 +66,8 @@ def train_zoo(
     from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train
     from ..report.page import check_output
 
-    trainings = [
-        ZooTraining(task, hidden, sequence, seed, sequences, batch, layers, heads, end_token, checkpoints)
-        for seed in seeds
-    ]
+    # The other options have the names of its fields.
+    trainings = [ZooTraining(task, seed=seed, **settings) for seed in seeds]
     ending = ".pth" if pth else ".safetensors"
     check_output(out / file_name(trainings[0], ending))
     networks = []

@@ -19,7 +19,6 @@ from ..options import json_option, print_json, store_option
 )
 @click.option(
     "--format",
-    "kind",
     help="netcdf, zarr, parquet, safetensors or npz; default by the suffix of FILE. Or datasets, saelens, "
     "sparsify: folders that the library `datasets` opens.",
 )
@@ -42,13 +41,11 @@ from ..options import json_option, print_json, store_option
 def export(
     key: str,
     path: str,
-    kind: str | None,
     variables: str | None,
     layers: str | None,
-    layout: str,
-    context: int | None,
     store_path: str,
     as_json: bool,
+    **form: Any,
 ) -> None:
     """Write one array, result or run to a file for another program.
 
@@ -64,11 +61,9 @@ def export(
         open_store(store_path, mode="r"),
         key,
         path,
-        format=kind,
         variables=names,
         layers=None if layers is None else _layers(layers),
-        layout="wide" if layout == "wide" else "long",
-        context=context,
+        **form,  # --format, --layout and --context
     )
     files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
     if as_json:
@@ -101,15 +96,11 @@ def export(
 @json_option
 def import_(
     files: Sequence[str],
-    model: str,
-    revision: str | None,
     pairs: Sequence[str],
     prompts: str | None,
-    skip: Sequence[str],
-    dtype: str | None,
-    n_layers: int | None,
     store_path: str,
     as_json: bool,
+    **declared: Any,
 ) -> None:
     """Import activations that another program captured, as a run.
 
@@ -122,15 +113,11 @@ def import_(
     tokens, texts = _prompts(prompts)
     states = import_activations(
         list(files),
-        model=model,
         store=store_path,
         names=_names(pairs),
         tokens=tokens,
         texts=texts,
-        dtype=dtype,
-        revision=revision,
-        n_layers=n_layers,
-        skip=skip,
+        **declared,  # --model, --revision, --skip, --dtype and --n-layers
     )
     run = str(states.encoding["run"])
     if as_json:
