@@ -47,14 +47,14 @@ class HeldFolder:
     usage: Usage
     """Size, number of files and last use."""
     records: tuple[Record, ...]
-    """Records of the keys that it is stored under."""
+    """Store records of the run or result: one per key."""
     notes: tuple[Note, ...]
     """Provenance notes."""
     written: float
     """Modification time of its newest file, in seconds since the epoch. Pages show this instead of the last
     use, because showing a page is a use."""
     run: ListedRun | None = None
-    """How a run is listed; None for a result."""
+    """Row of the run in `mizarr ls`; None for a result."""
 
     @property
     def data(self) -> str:
@@ -157,7 +157,7 @@ class Snapshot:
 
     @cached_property
     def other_results(self) -> list[HeldFolder]:
-        """Results of no workflow that are no cells, and that no other result was computed from."""
+        """Stored results outside all workflows: neither cells of a stage nor inputs of another result."""
         of_questions = {folder.data for question in self.questions for folder in question.results.values()}
         return [
             folder

@@ -270,7 +270,7 @@ class CircuitSettings(TaskSettings):
 
 
 def require_together(settings: Any, *names: str) -> None:
-    """Raise ConfigError if some of these settings are set and others are not.
+    """Require settings that belong together: ConfigError if only some of them are set.
 
     Arguments:
         settings: an instance of a settings dataclass.

@@ -206,7 +206,7 @@ def word_id(subject: Subject, word: str) -> int:
 
 
 def is_one_token(subject: Subject, word: str) -> bool:
-    """Whether a word is a single token, with a space before it or without."""
+    """Whether the tokenizer encodes a word as one token, with or without a leading space."""
     texts = (f" {word.strip()}", word.strip())
     return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 

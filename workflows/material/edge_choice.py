@@ -327,7 +327,7 @@ class PlaceWorkflow(KnownWorkflow):
         return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:
-        """Intervention on a place of the prompt, as the beginning of a claim."""
+        """Beginning of a claim: the intervention and its layer and position."""
         raise NotImplementedError
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
@@ -372,7 +372,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     @property
     def choice_caption(self) -> str:
-        """How the place was selected, for captions."""
+        """Caption that says how the place was selected."""
         if self.chosen is None:
             return self.not_claimed or "The place was named."
         lost = f"{self.chosen.lost:.3f} nats"
@@ -393,7 +393,7 @@ class PlaceWorkflow(KnownWorkflow):
         return replace(super().unclaimed(), caption=self.choice_caption)
 
     def choice_json(self) -> dict[str, Any]:
-        """How the place was selected, as JSON fields."""
+        """JSON fields that record how the place was selected."""
         if self.chosen is None:
             return {}
         chosen_on, scored = (half.tolist() for half in self.halves) if self.is_claimed else ([], [])

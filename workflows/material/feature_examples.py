@@ -35,7 +35,7 @@ class ExampleNodes:
     encoded: dict[int, StageNode]
     """The corpus encoded as features."""
     ranked: dict[int, StageNode]
-    """Positions at which each feature is most active."""
+    """Corpus positions with the largest activations of each feature."""
 
 
 def example_nodes(

@@ -60,5 +60,5 @@ def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of hook points, among the given ones, that a model has in every layer."""
+    """Kinds of hook points that exist in all layers of a model, of those given."""
     return tuple(kind for kind in kinds if len(config.layers_with(kind)) == config.num_layers)

@@ -78,7 +78,7 @@ class Made:
     stage: str
     """Name and version of the stage, "forward passes" or "given values"."""
     is_result: bool
-    """Whether it is a result of the workflow."""
+    """Whether the workflow names this node as a result, not only as a stage on the way."""
     key: str
     """Digest of its key; for forward passes that of their run (DATA of `mizarr ls`), for constants that of
     their content."""

@@ -61,7 +61,7 @@ class Tokens(View):
 
 @dataclass(frozen=True)
 class Measure:
-    """A quantity by which the cells of a logit lens can be shaded."""
+    """Quantity that shades the cells of a logit lens, such as the entropy."""
 
     name: str
     """Name of the quantity."""

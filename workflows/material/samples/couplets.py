@@ -66,7 +66,7 @@ class CoupletPair:
 
     @property
     def said(self) -> frozenset[str]:
-        """Words of both lines, without the last ones."""
+        """Words of both lines except each line's last word."""
         return frozenset(re.findall(r"\w+", f"{self.first} {self.second}"))
 
     @property

@@ -31,7 +31,7 @@ class Kin:
     told: str
     """Description of the texts."""
     place: str
-    """Description of the position in them."""
+    """Description of that position, for captions."""
 
     @property
     def where(self) -> str:

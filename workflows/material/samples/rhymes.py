@@ -52,7 +52,7 @@ class Condition:
     depth: int = 1
     """Number of times that the block runs; 1 for a plain pass."""
     strength: float | None = None
-    """Strength of the feedback; None for none."""
+    """Strength of the feedback; None for a condition without feedback."""
     sustained: bool = False
     """Whether feedback is given at every generated token, instead of at the first line's end only."""
 
@@ -100,7 +100,7 @@ class RhymePreset:
     looked_at: int
     """Number of conditions that it was selected from on these lines."""
     found: str
-    """How it was selected, in a sentence."""
+    """Sentence for captions that says how the condition was selected."""
 
 
 def last_word(text: str) -> str:
