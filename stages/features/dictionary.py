@@ -34,7 +34,8 @@ from ..forward.architectures.points import BY_NAME, HookPoint
 from .formats.table import open_files
 from .layers.active import Active
 from .layers.files import DictionaryFiles, DictionaryReference, resolve
-from .layers.layout import CrosscoderPlace, DictionaryLayout, FeatureId, layers_text, models_of
+from .layers.layer import layers_text
+from .layers.layout import CrosscoderPlace, DictionaryLayout, FeatureId, models_of
 from .layers.names import require_module_output
 
 if TYPE_CHECKING:

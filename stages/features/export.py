@@ -25,7 +25,7 @@ from ...store.errors import DictionaryError, nearest
 from ...store.exchange.tensors import Tensor as Stored, write_safetensors
 from .dictionary import Dictionary
 from .layers.files import CFG_JSON, CONFIG_YAML
-from .layers.layout import layers_text
+from .layers.layer import layers_text
 from .layers.names import MODULES, hook_name
 
 if TYPE_CHECKING:

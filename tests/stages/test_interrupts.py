@@ -150,7 +150,7 @@ def test_of_threads_of_blas():
             np.ones((8, 8)) @ np.ones((8, 8))
 
     def check() -> None:
-        assert not context._asked and not context._before and not context._lock.locked()
+        assert not context._requested and not context._original and not context._lock.locked()
         assert [(each["filepath"], each["num_threads"]) for each in threadpool_info()] == before
 
     each_interrupt(use, check, context)
@@ -207,7 +207,7 @@ def test_of_weights_that_are_not_looked_at_again():
             pass
 
     def check() -> None:
-        assert not found._looked, "an edit of the weights would go unnoticed"
+        assert not found._is_just_identified, "an edit of the weights would go unnoticed"
 
     each_interrupt(use, check, source)
 

@@ -27,7 +27,8 @@ from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..dictionary_experiment import DictionaryExperiment
-from ..layers.layout import FeatureId, layers_text
+from ..layers.layer import layers_text
+from ..layers.layout import FeatureId
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -29,7 +29,8 @@ from ...forward.hooks.interventions import Add, AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ..dictionary import Dictionary
 from ..layers.active import Active
-from ..layers.layout import FeatureId, layers_text
+from ..layers.layer import layers_text
+from ..layers.layout import FeatureId
 
 if TYPE_CHECKING:
     from torch import Tensor

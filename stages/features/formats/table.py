@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened, layers_text
+from ..layers.layer import layers_text
+from ..layers.layout import Opened
 from ..layers.names import hook_name, parse_hook
 
 if TYPE_CHECKING:

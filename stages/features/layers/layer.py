@@ -12,13 +12,12 @@ Axes: feature; target = the layers a feature writes to, in order; d_in = width r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.ambient import plain_torch
 from ....store.errors import DictionaryError
-from .layout import layers_text
 from .scaling import AsIs, Scaling
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from .activations import Activation
 
-__all__ = ["LayerFeatures"]
+__all__ = ["LayerFeatures", "layers_text"]
 
 BLOCK_BYTES = 1 << 28
 """Bytes of encoder rows, and of pre-activations, in memory at a time, in the dtype of the arithmetic."""
@@ -260,3 +259,13 @@ class LayerFeatures:
                 f"features of layer {self.layer} write to {layers_text(self.targets)}, not to layer {target}"
             )
         return self.W_dec[target]
+
+
+def layers_text(layers: Iterable[int]) -> str:
+    """Layers as text: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
+    numbers = sorted(layers)
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    return f"layers {', '.join(map(str, numbers))}"

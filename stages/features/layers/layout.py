@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from .layer import LayerFeatures
     from .names import NamedHook
 
-__all__ = ["FeatureId", "DictionaryLayout", "Opened", "CrosscoderPlace", "models_of", "layers_text"]
+__all__ = [
+    "FeatureId",
+    "DictionaryLayout",
+    "Opened",
+    "CrosscoderPlace",
+    "models_of",
+]
 
 
 @dataclass(frozen=True, order=True)
@@ -119,13 +125,3 @@ class Opened(NamedTuple):
     layout: DictionaryLayout
     open_layer: Callable[[int], LayerFeatures]
     """Returns the features that read a layer, with memory-mapped weights."""
-
-
-def layers_text(layers: Iterable[int]) -> str:
-    """Layers as text: "layers 0 to 15", "layers 3, 7, 12", "layer 5"."""
-    numbers = sorted(layers)
-    if len(numbers) == 1:
-        return f"layer {numbers[0]}"
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"layers {numbers[0]} to {numbers[-1]}"
-    return f"layers {', '.join(map(str, numbers))}"

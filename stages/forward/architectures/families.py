@@ -223,7 +223,7 @@ def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
     Arguments:
         rope: The section rope_parameters or rope_scaling.
         config: Rope with base, dimension and factor.
-        original: Context before the extension, in positions.
+        original: PositionContext before the extension, in positions.
     """
     # A value of 0 means the default to the reference.
     fast, slow = (

@@ -29,7 +29,7 @@ from ..architectures.transformer import RopeConfig
 from ..hooks.wants import Logits
 from ..networks.attention import attend, causal
 from ..networks.history import STREAM, Carried
-from ..networks.loop import run_layers
+from ..networks.loop import run_to_end
 from ..networks.rope import rope_tables
 from ..passes.plain import WholePrompts
 from .layout import KINDS, Layout
@@ -160,7 +160,7 @@ class _Downstream:
             keys, device = self.clean.keys, stream.device
             self._histories[first] = _Suffixes(self._length, first, keys, last, device)
         later, history = range(layer + 1, last + 1), self._histories[first]
-        return self.read(run_layers(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
+        return self.read(run_to_end(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
 
     def read(self, stream: Tensor) -> Tensor:
         """Final stream [row, 1, D] -> logits [row, token]."""

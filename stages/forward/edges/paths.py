@@ -31,7 +31,7 @@ from torch import Tensor
 from ..hooks.taps import Place
 from ..hooks.wants import Logits
 from ..networks.history import STREAM
-from ..networks.loop import run_layers
+from ..networks.loop import run_to_end
 from ..passes.plain import WholePrompts
 from .effects import most_rows
 from .layout import KINDS, Layout
@@ -279,7 +279,7 @@ def _receiver_pass(
     stream = clean.streams.heads[first].expand(rows, -1, -1)
     history = WholePrompts(stream.shape[1], taps, stream.device)
     layers = range(first, layout.num_layers)
-    final = run_layers(network, {STREAM: stream}, layers, history, taps, first - 1 if first else None)
+    final = run_to_end(network, {STREAM: stream}, layers, history, taps, first - 1 if first else None)
     return network.unembed(network.final_norm(final[:, -1]), want)
 
 

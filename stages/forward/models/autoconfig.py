@@ -282,7 +282,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         attention,
         build.mlp(config, act, is_fused=is_fused, is_gated=is_gated, bias=mlp_bias),
-        context=build.Context(
+        context=build.PositionContext(
             max_positions=4096,
             rope=build.rope_everywhere(is_partial=True),
             windows=_windows(config, alternates=gemma2),

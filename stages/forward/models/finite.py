@@ -48,10 +48,16 @@ class PassMaker(Protocol):
     def hook_points(self) -> tuple[HookPoint, ...]:
         """All hook points, in execution order."""
 
-    def pass_over(
-        self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
+    def tapped(
+        self,
+        ids: Tensor,
+        taps: PassTaps,
+        want: Logits | None,
+        order: Sequence[int] | None = None,
+        *,
+        check_finite: bool = True,
     ) -> Tensor | None:
-        """Run one pass without checking its outputs; see `Model.pass_over`."""
+        """Run one pass with given taps; see `Model.tapped`."""
 
 
 def is_fit(capture: Capture, value: Tensor) -> bool:
@@ -147,7 +153,7 @@ def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: Boun
     ids = torch.tensor([list(row) for row in rows], dtype=torch.long, device=model.device)
     logits = None
     with suppress(EarlyStop):
-        logits = model.pass_over(ids, RunTaps(all_points, check), ALL_LOGITS, spec.order)
+        logits = model.tapped(ids, RunTaps(all_points, check), ALL_LOGITS, spec.order, check_finite=False)
     if not non_finite and logits is not None and not is_finite(logits):
         return HookPoint.logits()
     return non_finite[0] if non_finite else None

@@ -365,10 +365,14 @@ class Model:
         }
         if spec.gradients:
             spec.require_objective().check([len(row) for row in rows], self.config.vocab_size)
-        parts = [
-            (group, *self._run_group([rows[row] for row in group], specs[length], want, group))
-            for length, group in groups.items()
-        ]
+        parts = []
+        for length, group in groups.items():
+            batch = [rows[row] for row in group]
+            if spec.gradients:
+                logits, captured = self._run_with_gradients(batch, specs[length], want, group)
+            else:
+                logits, captured = self.run_batch(batch, specs[length], want)
+            parts.append((group, logits, captured))
         if len(parts) == 1:
             _, logits, captured = parts[0]
             return HookCache(rows, logits, captured)
@@ -385,16 +389,14 @@ class Model:
         logits = _stack_logits([(group, part) for group, part, _ in parts], want, len(rows), longest)
         return HookCache(rows, logits, captured)
 
-    def _run_group(
+    def _run_with_gradients(
         self,
         rows: Sequence[Sequence[int]],
         spec: BoundSpec,
         want: Logits | None,
         numbers: Sequence[int],
     ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
-        """Run prompts of one length, whose numbers among all prompts are `numbers`: (logits, captures)."""
-        if not spec.gradients:
-            return self.run_batch(rows, spec, want)
+        """As `run_batch`, for captures of gradients; `numbers`: of these prompts among all prompts."""
         logits, captured = self.differentiate(rows, spec, numbers, want=None if want is None else ALL_LOGITS)
         if want is None:
             return None, captured
@@ -423,6 +425,8 @@ class Model:
         require_finite(self, rows, spec, captured)
         return logits, captured
 
+    @plain_torch()
+    @torch.no_grad()
     def stream_batch(
         self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink
     ) -> Tensor | None:
@@ -433,11 +437,14 @@ class Model:
         """
         ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        if spec.order is None:
-            return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
         # A repeated layer reaches its hook points several times: a later value replaces an earlier one.
         last: dict[Capture, Tensor] = {}
-        logits = self.tapped(ids, RunTaps(spec, last.__setitem__), want, spec.order)
+        is_repeated = spec.order is not None
+        taps = RunTaps(
+            spec, last.__setitem__ if is_repeated else sink, stop_early=want is None and not is_repeated
+        )
+        logits = self._passes.forward(ids, taps, want, spec.order)
+        self._require_finite_logits(logits, ids, taps)
         for capture, value in last.items():
             sink(capture, value)
         return logits
@@ -445,7 +452,13 @@ class Model:
     @plain_torch()
     @torch.no_grad()
     def tapped(
-        self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
+        self,
+        ids: Tensor,
+        taps: PassTaps,
+        want: Logits | None,
+        order: Sequence[int] | None = None,
+        *,
+        check_finite: bool = True,
     ) -> Tensor | None:
         """Run one pass with given taps.
 
@@ -454,21 +467,20 @@ class Model:
             taps: called at every hook point.
             want: logits to return; None for none.
             order: layers in execution order; None for each once.
+            check_finite: whether logits with NaN or infinity are an error.
 
         Raises:
             NotFinite: if the logits contain NaN or infinity.
         """
-        logits = self.pass_over(ids, taps, want, order)
-        if logits is not None and not is_finite(logits):
-            raise not_finite(self, [ids.tolist()], _spec_of(taps), "the logits")
+        logits = self._passes.forward(ids, taps, want, order)
+        if check_finite:
+            self._require_finite_logits(logits, ids, taps)
         return logits
 
-    @torch.no_grad()
-    def pass_over(
-        self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
-    ) -> Tensor | None:
-        """As `tapped`, without the check for NaN and infinity."""
-        return self._passes.forward(ids, taps, want, order)
+    def _require_finite_logits(self, logits: Tensor | None, ids: Tensor, taps: PassTaps) -> None:
+        """Raise NotFinite, naming where it begins, for logits that contain NaN or infinity."""
+        if logits is not None and not is_finite(logits):
+            raise not_finite(self, [ids.tolist()], _spec_of(taps), "the logits")
 
     @plain_torch()
     @torch.no_grad()

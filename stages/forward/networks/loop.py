@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..hooks.wants import Logits
     from .history import History, Shares
 
-__all__ = ["Network", "run_layers", "run_layers_partly", "through_layers"]
+__all__ = ["Network", "final_state", "run_layers", "run_to_end", "through_layers"]
 
 
 class Network(Protocol):
@@ -136,12 +136,11 @@ def through_layers(
         EarlyStop: from the taps, once the last wanted hook point is reached.
     """
     carried = network.embed(ids, history.positions, history.shares, history.starts)
-    return run_layers(
-        network, carried, range(network.config.num_layers) if order is None else order, history, taps
-    )
+    order = range(network.config.num_layers) if order is None else order
+    return run_to_end(network, carried, order, history, taps)
 
 
-def run_layers(
+def run_to_end(
     network: Network,
     carried: Carried,
     layers: Sequence[int],
@@ -149,7 +148,7 @@ def run_layers(
     taps: Taps,
     previous: int | None = None,
 ) -> Tensor:
-    """Run some layers and return the input of the final norm.
+    """Run the last layers and return the input of the final norm.
 
     Arguments:
         network: the network.
@@ -162,12 +161,18 @@ def run_layers(
     Returns:
         Input of the final norm after these layers, [B, token, D]: in most families the residual stream.
     """
-    carried = run_layers_partly(network, carried, layers, history, taps, previous)
-    previous = layers[-1] if layers else previous
+    carried = run_layers(network, carried, layers, history, taps, previous)
+    return final_state(network, carried, layers[-1] if layers else previous, history, taps)
+
+
+def final_state(
+    network: Network, carried: Carried, previous: int | None, history: History, taps: Taps
+) -> Tensor:
+    """Input of the final norm, [B, token, D], if `carried` left layer `previous` and no layer follows."""
     return network.gathered(_entering(network.config.num_layers, previous, carried, history, taps), taps)
 
 
-def run_layers_partly(
+def run_layers(
     network: Network,
     carried: Carried,
     layers: Sequence[int],
@@ -175,7 +180,7 @@ def run_layers_partly(
     taps: Taps,
     previous: int | None = None,
 ) -> Carried:
-    """Like `run_layers`, but return all tensors that leave the last of these layers. The caller that
+    """Run some layers and return all tensors that leave the last of them. The caller that
     continues from them calls the taps for its resid_post."""
     for layer in layers:
         carried = _entering(layer, previous, carried, history, taps)

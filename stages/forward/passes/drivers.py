@@ -6,6 +6,7 @@ The only file that knows which driver belongs to which kind of architecture.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -73,21 +74,9 @@ class LayeredPasses:
     """Passes over a network that computes layer by layer, by the loop in networks/loop.py."""
 
     def __init__(self, network: Network) -> None:
-        self._network = network
-
-    def forward(
-        self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
-    ) -> Tensor | None:
-        """See `Passes`."""
-        return forward(self._network, ids, taps, want, order)
-
-    def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-        """See `Passes`."""
-        return read_on(self._network, rows, cache, taps)
-
-    def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """See `Passes`."""
-        yield from sweep(self._network, block, wanted, room)
+        self.forward = partial(forward, network)
+        self.read_on = partial(read_on, network)
+        self.sweep = partial(sweep, network)
 
 
 DRIVERS: dict[str, Callable[[Any], Passes]] = {"bridge": WholePasses}

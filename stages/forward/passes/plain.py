@@ -15,7 +15,7 @@ from ..hooks.wants import Logits
 from ..networks.attention import attend, tiled_attention, window_mask
 from ..networks.gradients import is_recorded
 from ..networks.history import STREAM, Carried, share_of
-from ..networks.loop import Network, run_layers, run_layers_partly, through_layers
+from ..networks.loop import Network, final_state, run_layers, run_to_end
 from ..networks.pairs.network import TARGET
 from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
 from ..networks.recurrences.recurrence import Recurrence
@@ -46,8 +46,11 @@ def forward(
     """
     history = WholePrompts(ids.shape[1], taps, ids.device, starts_of(ids, network.config))
     try:
-        x = through_layers(network, ids, history, taps, order)
-        x = network.finish(x, taps, want)
+        # The whole pass in one place; other passes go `through_layers` with a history of their own.
+        layers = range(network.config.num_layers) if order is None else order
+        carried = network.embed(ids, history.positions, history.shares, history.starts)
+        carried = run_layers(network, carried, layers, history, taps)
+        x = network.finish(final_state(network, carried, layers[-1], history, taps), taps, want)
         return None if want is None else network.unembed(x, want)
     except EarlyStop:
         return None
@@ -81,10 +84,10 @@ def forward_part(
     # The layer whose output enters here: its `resid_post` taps were left to this call.
     previous = layers[0] - 1 if layers and layers[0] else None
     if not ends:
-        return run_layers_partly(network, carried, layers, history, taps, previous)
+        return run_layers(network, carried, layers, history, taps, previous)
     last = network.config.num_layers - 1
     try:
-        x = run_layers(network, carried, layers, history, taps, previous if layers else last)
+        x = run_to_end(network, carried, layers, history, taps, previous if layers else last)
         if not layers or layers[-1] == last:
             network.finish(x, taps, None)
     except EarlyStop:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ....pipeline.ambient import plain_torch
 from ....store.errors import ConfigError, DictionaryError, PromptError
-from ...features.layers.layout import layers_text
+from ...features.layers.layer import layers_text
 from ...forward.architectures.points import HookPoint
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import LAST_LOGITS

@@ -149,7 +149,9 @@ def test_findings_are_what_a_place_of_other_pairs_recovers_beside_unrelated_stat
         return 100 * (1 - lost(after) / lost(corrupted))
 
     findings = claiming.to_json()["findings"]
-    assert [one["claim"].startswith("for comparison, clean resid_post") for one in findings] == [
+    assert [
+        one["claim"].startswith("for comparison, patching in the clean resid_post") for one in findings
+    ] == [
         *[False] * 3,
         True,
     ]

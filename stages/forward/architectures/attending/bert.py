@@ -102,7 +102,7 @@ def bert_like(
     *,
     eps: float | None = None,
     layers: BertLayers = BertLayers(),
-    context: build.Context | None = None,
+    context: build.PositionContext | None = None,
     transform_key: str = "hidden_act",
     token_types: int | None = 2,
     **options: Any,
@@ -244,7 +244,7 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         shapes,
         spelling,
-        context=build.Context(
+        context=build.PositionContext(
             1536,
             rope=lambda config, head_dim, max_positions, windows: (
                 (RopeConfig(10000.0, head_dim, interleaved=True),) * len(windows)
@@ -532,7 +532,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling = replace(spelling, encoder=replace(spelling.encoder, frequencies=stored))
         theta = config.number("rope_theta", 10000.0)
         layers = BertLayers(reads_act=False, attention={"has_stored_frequencies": bool(stored)})
-        context = build.Context(
+        context = build.PositionContext(
             1026,
             rope=lambda config, head_dim, max_positions, windows: (
                 (RopeConfig(theta, head_dim),) * len(windows)
@@ -672,7 +672,7 @@ def _deberta(
             looks_ahead=True, attention={"scale": scale, "relative": relative, **attention_fields}
         ),
         token_types=0,
-        context=None if has_table else build.Context(512, rope=None),
+        context=None if has_table else build.PositionContext(512, rope=None),
     )
 
 

@@ -2,8 +2,8 @@
 
 A builder reads the usual keys of a config.json, with the defaults of the reference implementation
 (transformers) where a family function gives no other, and makes a spec of them: `attention`, `mlp`, ropes,
-windows and position tables (`Context`); `decoder` makes an architecture of these. A key that only one family
-has is read in that family's function.
+windows and position tables (`PositionContext`); `decoder` makes an architecture of these. A key that only
+one family has is read in that family's function.
 
 Border: one config; never imports torch.
 """
@@ -471,7 +471,7 @@ def full_then_windows(default: int) -> LayerTypes:
 
 
 @dataclass(frozen=True)
-class Context:
+class PositionContext:
     """How layers see positions: length of the context, rope, windows, and the table of positions if any."""
 
     max_positions: int | None
@@ -498,7 +498,7 @@ def position_table(
     start_row: int | None = None,
     counts_rows: bool = False,
     windows: Windows | None = None,
-) -> Context:
+) -> PositionContext:
     """Context of a model with a table of positions instead of rope.
 
     Arguments:
@@ -515,7 +515,7 @@ def position_table(
         start_row, counts_rows, unknown = pad + 1, True, {"unknown_token": pad}
     positions, rows = (size - start_row, size) if counts_rows else (size, size + start_row)
     table = {"max_position_embeddings": positions, "position_rows": rows, "first_position": start_row}
-    return Context(default, rope=None, windows=windows, table=table | unknown)
+    return PositionContext(default, rope=None, windows=windows, table=table | unknown)
 
 
 def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
@@ -550,7 +550,7 @@ def decoder(
     mixer: AttentionSpec | LayerMixer,
     channel_mixer: ChannelMixerSpec | Callable[[int], ChannelMixerSpec],
     *,
-    context: Context,
+    context: PositionContext,
     eps: float,
     norms: Literal["before", "after", "around", "of sums"] = "before",
     parallel_norms: int = 0,
@@ -586,7 +586,7 @@ def decoder(
     head_dim = mixer.head_dim if isinstance(mixer, AttentionSpec) else context.head_dim
     ropes: Sequence[RopeConfig | None] = (None,) * layers
     if context.rope is not None:
-        assert head_dim is not None  # families with a function as mixer set `Context.head_dim`
+        assert head_dim is not None  # families with a function as mixer set `PositionContext.head_dim`
         ropes = context.rope(config, head_dim, context.max_positions, windows)
 
     def layer_spec(layer: int) -> LayerSpec:

@@ -25,7 +25,7 @@ def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config),
-        context=build.Context(8192, rope=build.rope_everywhere(500000.0, interleaved=True)),
+        context=build.PositionContext(8192, rope=build.rope_everywhere(500000.0, interleaved=True)),
         parallel_norms=1,
         norm_type="layer",
         # Cohere's layer norms have weights only.
@@ -43,7 +43,7 @@ def cohere2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config),
-        context=build.Context(
+        context=build.PositionContext(
             8192,
             rope=build.rope_in_windows(interleaved=True),
             windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
@@ -68,7 +68,7 @@ def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
         build.mlp(config, is_fused=True),
-        context=build.Context(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
         eps=config.number("rms_norm_eps", 1.5625e-07),
         spelling=replace(LLAMA, mlp_parts=FUSED_MLP_PARTS),
     )
@@ -81,7 +81,7 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
         build.mlp(config, is_fused=True),
-        context=build.Context(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
         norms="around",
         eps=config.number("rms_norm_eps", 1.5625e-07),
         spelling=replace(
@@ -109,7 +109,7 @@ def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, kv_heads=8, qkv_bias=config.flag("attention_bias", False), qk_norm=qk_norm),
         channel_mixer,
-        context=build.Context(131072, rope=build.rope_everywhere(share=0.5)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(share=0.5)),
         eps=eps,
         spelling=DEEPSEEK_SPELLING,
     )

@@ -86,7 +86,7 @@ def _latent_decoder(
         config,
         mixer,
         channel_mixer,
-        context=build.Context(
+        context=build.PositionContext(
             max_positions, rope=build.rope_everywhere(interleaved=interleaved), head_dim=rope_size
         ),
         **options,

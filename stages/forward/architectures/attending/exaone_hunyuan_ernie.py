@@ -29,7 +29,7 @@ def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config),
         build.mlp(config),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         eps=config.number("layer_norm_epsilon", 1e-5),
         spelling=replace(
             QWEN1_SPELLING,
@@ -49,7 +49,7 @@ def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         build.mlp(config),
-        context=build.Context(
+        context=build.PositionContext(
             2048,
             rope=build.rope_in_windows(unless_none=True),
             windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
@@ -80,7 +80,7 @@ def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         channel_mixer,
-        context=build.Context(
+        context=build.PositionContext(
             2048,
             rope=build.rope_in_windows(unless_none=True),
             windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
@@ -122,7 +122,7 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         build.mlp(config),
-        context=build.Context(2048, rope=_stretched_by_alpha),
+        context=build.PositionContext(2048, rope=_stretched_by_alpha),
         eps=eps,
         spelling=HUNYUAN_SPELLING,
     )
@@ -154,7 +154,7 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         experts,
-        context=build.Context(2048, rope=_stretched_by_alpha),
+        context=build.PositionContext(2048, rope=_stretched_by_alpha),
         eps=eps,
         spelling=replace(
             HUNYUAN_SPELLING,
@@ -186,7 +186,7 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=128, kv_heads=8, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
-        context=build.Context(131072, rope=build.rope_everywhere(11158840.0)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(11158840.0)),
         eps=eps,
         spelling=replace(
             LLAMA,
@@ -206,7 +206,7 @@ def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=bias),
         build.mlp(config, bias=bias),
-        context=build.Context(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-5),
         tied=True,
     )
@@ -242,7 +242,7 @@ def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitec
         config,
         build.attention(config, kv_heads=4, bias=bias),
         channel_mixer,
-        context=build.Context(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-5),
         has_head_bias=bias,
         tied=True,

@@ -42,7 +42,7 @@ def gemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, width=width, kv_heads=16, bias=bias),
         build.mlp(config, act),
-        context=build.Context(8192),
+        context=build.PositionContext(8192),
         norm_type="gemma_rms",
         eps=config.number("rms_norm_eps", 1e-6),
         **_scaled_embedding(config),
@@ -66,7 +66,7 @@ def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             logit_softcap=config.optional_number("attn_logit_softcapping", 50.0),
         ),
         build.mlp(config, read_activation(config, "gelu_pytorch_tanh", "hidden_activation")),
-        context=build.Context(
+        context=build.PositionContext(
             8192, windows=build.windows_where_listed(config, lambda layer: layer % 2 == 0, size)
         ),
         norms="around",
@@ -100,7 +100,7 @@ def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
             qk_norm=QkNorm("head", eps, "gemma_rms"),
         ),
         build.mlp(config, read_activation(config, "gelu_pytorch_tanh", "hidden_activation")),
-        context=build.Context(
+        context=build.PositionContext(
             131072,
             rope=build.two_ropes(1000000.0, 10000.0, "rope_local_base_freq"),
             windows=build.windows_by_type(config, build.every_nth_full(6, "sliding_window_pattern")),
@@ -129,7 +129,7 @@ def vaultgemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             logit_softcap=config.optional_number("attn_logit_softcapping", 50.0),
         ),
         build.mlp(config, read_activation(config, "gelu_pytorch_tanh", "hidden_activation")),
-        context=build.Context(8192, windows=build.windows_by_type(config, build.every_nth_full(2))),
+        context=build.PositionContext(8192, windows=build.windows_by_type(config, build.every_nth_full(2))),
         norm_type="gemma_rms",
         eps=config.number("rms_norm_eps", 1e-6),
         **_scaled_embedding(config),

@@ -39,7 +39,7 @@ def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         eps=config.number("rms_norm_eps", 1e-6),
     )
 
@@ -52,7 +52,7 @@ def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, width=width, kv_heads=20, qkv_bias=bias),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(4096, rope=build.rope_everywhere(100000.0, interleaved=True)),
+        context=build.PositionContext(4096, rope=build.rope_everywhere(100000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-8),
     )
 
@@ -68,7 +68,7 @@ def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, layout="by part"),
         build.mlp(config, is_fused=True),
-        context=build.Context(4096, rope=rope, windows=build.window_everywhere(config)),
+        context=build.PositionContext(4096, rope=rope, windows=build.window_everywhere(config)),
         eps=config.number("rms_norm_eps", 1e-5),
         spelling=replace(LLAMA, attention_in="qkv_proj", mlp_parts=("gate_up_proj", "down_proj")),
     )
@@ -81,7 +81,7 @@ def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
-        context=build.Context(4096),
+        context=build.PositionContext(4096),
         eps=config.number("rms_norm_eps", 1e-5),
     )
 
@@ -99,7 +99,7 @@ def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
             o_bias=config.flag("attention_out_bias", False),
         ),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(524288),
+        context=build.PositionContext(524288),
         eps=config.number("rms_norm_eps", 1e-6),
     )
 
@@ -118,7 +118,7 @@ def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=4, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(
+        context=build.PositionContext(
             32768,
             rope=build.rope_where_flagged(2000000.0),
             windows=build.windows_by_type(config, types, None, has_flag=True),
@@ -136,7 +136,7 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         build.mlp(config, read_activation(config, "xielu"), is_gated=False),
-        context=build.Context(
+        context=build.PositionContext(
             65536,
             rope=build.rope_everywhere(
                 12000000.0, default={**LLAMA3, "rope_theta": 12000000.0, "factor": 8.0}
@@ -155,7 +155,7 @@ def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=5, bias=build.attention_bias(config), inner_norm_eps=eps),
         build.mlp(config, read_activation(config, "relu2"), inner_norm_eps=eps),
-        context=build.Context(2048, rope=build.rope_everywhere(500000.0)),
+        context=build.PositionContext(2048, rope=build.rope_everywhere(500000.0)),
         eps=eps,
         spelling=replace(LLAMA, inner_norms=("attn_sub_norm", "ffn_sub_norm")),
     )
@@ -168,7 +168,7 @@ def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=8),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(
+        context=build.PositionContext(
             131072,
             rope=build.rope_everywhere(
                 1000000.0, default={**LLAMA3, "rope_theta": 1000000.0, "factor": 16.0}
@@ -196,7 +196,7 @@ def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         mixer,
         build.mlp(config),
-        context=build.Context(2048, head_dim=heads.head_dim),
+        context=build.PositionContext(2048, head_dim=heads.head_dim),
         eps=eps,
     )
 
@@ -212,7 +212,7 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, bias=build.attention_bias(config), has_value_scores=True, qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(
+        context=build.PositionContext(
             2048,
             windows=build.window_everywhere(
                 config
@@ -232,7 +232,7 @@ def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(32768),
+        context=build.PositionContext(32768),
         eps=config.number("rms_norm_eps", 1e-5),
     )
 
@@ -247,7 +247,7 @@ def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, bias=config.flag("bias", True), layout="by head"),
         build.mlp(config),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         eps=config.number("rms_norm_eps", 1e-6),
         spelling=replace(
             LLAMA,
@@ -278,7 +278,7 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, layout="by part"),
         build.mlp(config),
-        context=build.Context(4096),
+        context=build.PositionContext(4096),
         eps=config.number("rms_norm_eps", 1e-6),
         spelling=replace(LLAMA, attention_in="W_pack"),
     )
@@ -291,7 +291,7 @@ def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
-        context=build.Context(131072),
+        context=build.PositionContext(131072),
         eps=config.number("rms_norm_eps", 1e-5),
     )
 
@@ -305,7 +305,7 @@ def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(
             config, read_activation(config, "relu2"), is_gated=False, bias=config.flag("mlp_bias", True)
         ),
-        context=build.Context(8192),
+        context=build.PositionContext(8192),
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
     )
@@ -320,7 +320,7 @@ def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=qk_norm),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False),
-        context=build.Context(2048, rope=build.rope_everywhere(is_backwards=True)),
+        context=build.PositionContext(2048, rope=build.rope_everywhere(is_backwards=True)),
         has_embedding_norm=True,
         has_norm_weights=False,
         eps=eps,
@@ -336,7 +336,7 @@ def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
-        context=build.Context(4096, rope=build.rope_everywhere(share=0.5)),
+        context=build.PositionContext(4096, rope=build.rope_everywhere(share=0.5)),
         norm_type="layer",
         has_unit_norms=True,
         eps=config.number("norm_eps", 1e-5),
@@ -410,7 +410,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         mixer,
         lambda layer: _mlp_of_llama4(config, layer),
-        context=build.Context(
+        context=build.PositionContext(
             131072,
             rope=build.rope_where_flagged(500000.0, interleaved=True),
             windows=_chunks(config),
@@ -461,7 +461,7 @@ def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),
         build.mlp(config),
         # A masked diffusion model: every token sees all others.
-        context=build.Context(4096, looks_ahead=True),
+        context=build.PositionContext(4096, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-5),
         spelling=replace(
             LLAMA,

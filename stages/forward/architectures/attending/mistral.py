@@ -45,7 +45,9 @@ def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=8),
         build.mlp(config),
-        context=build.Context(131072, windows=build.windows_where_listed(config, lambda layer: True, size)),
+        context=build.PositionContext(
+            131072, windows=build.windows_where_listed(config, lambda layer: True, size)
+        ),
         eps=config.number("rms_norm_eps", 1e-6),
     )
 
@@ -63,7 +65,7 @@ def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             read_activation(config),
             routing="softmax of chosen",
         ),
-        context=build.Context(
+        context=build.PositionContext(
             131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
         ),
         eps=config.number("rms_norm_eps", 1e-5),
@@ -84,7 +86,7 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         build.attention(config, head_dim=128, kv_heads=8, temperature_tuning=tuning),
         build.mlp(config),
-        context=build.Context(
+        context=build.PositionContext(
             262144,
             rope=build.rope_everywhere(default=MINISTRAL_YARN),
             windows=build.window_everywhere(config),
@@ -114,7 +116,7 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=8, bias=build.attention_bias(config)),
         experts,
-        context=build.Context(
+        context=build.PositionContext(
             131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
         ),
         norm_type="layer",

@@ -55,7 +55,7 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=64, kv_heads=8, bias=config.flag("attention_bias", True), attention_sinks=True
         ),
         experts,
-        context=build.Context(
+        context=build.PositionContext(
             131072,
             rope=build.rope_everywhere(150000.0, default=GPT_OSS_YARN),
             windows=build.windows_by_type(config, build.every_nth_full(2), 128),
@@ -93,7 +93,7 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         GatedAttentionSpec(**vars(heads), has_gate_projection=True),
         channel_mixer,
-        context=build.Context(
+        context=build.PositionContext(
             16384,
             rope=build.rope_in_windows(),
             windows=build.windows_by_type(
@@ -128,7 +128,9 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         channel_mixer,
-        context=build.Context(2048, windows=build.windows_by_type(config, build.full_then_windows(62))),
+        context=build.PositionContext(
+            2048, windows=build.windows_by_type(config, build.full_then_windows(62))
+        ),
         eps=eps,
         spelling=DEEPSEEK_SPELLING,
     )
@@ -165,7 +167,7 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         mixer,
         experts,
-        context=build.Context(4096, head_dim=heads.head_dim),
+        context=build.PositionContext(4096, head_dim=heads.head_dim),
         eps=config.number("rms_norm_eps", 1e-6),
         tied=True,
         spelling=replace(
@@ -196,7 +198,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, head_dim=128, kv_heads=4, qk_norm=QkNorm("head", eps)),
         experts,
-        context=build.Context(
+        context=build.PositionContext(
             262144,
             rope=build.rope_in_windows(),
             windows=build.windows_by_type(config, build.every_nth_full(5), 513),
@@ -228,7 +230,7 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=128, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
-        context=build.Context(
+        context=build.PositionContext(
             131072,
             rope=build.two_ropes(500000.0, 10000.0),
             windows=build.windows_by_type(config, build.every_layer_full, 1024),
@@ -244,7 +246,7 @@ def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),
         lambda layer: sigmoid_experts(config, ExpertDefaults(count=128, chosen=8, width=1280)),
-        context=build.Context(131072, rope=build.rope_everywhere(1000000.0)),
+        context=build.PositionContext(131072, rope=build.rope_everywhere(1000000.0)),
         eps=config.number("rms_norm_eps", 1e-5),
         spelling=DEEPSEEK_SPELLING,
     )

@@ -84,7 +84,7 @@ def _modernbert(
         config,
         build.attention(config, bias=build.attention_bias(config), layout=layout),
         build.mlp(config, act, is_fused=True, bias=config.flag("mlp_bias", False)),
-        context=build.Context(
+        context=build.PositionContext(
             8192,
             rope=build.two_ropes(160000.0, 10000.0, "local_rope_theta"),
             windows=windows,
@@ -130,7 +130,7 @@ def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, bias=bias),
-        context=build.Context(8192, looks_ahead=True),
+        context=build.PositionContext(8192, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-5),
         has_head_bias=bias,
     )
@@ -146,7 +146,7 @@ def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), factors=factors, qk_norm=qk_norm),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, residual)),
-        context=build.Context(2048, looks_ahead=True),
+        context=build.PositionContext(2048, looks_ahead=True),
         norm_type="layer",
         eps=1e-5,
         has_final_norm_bias=False,
@@ -170,7 +170,7 @@ def _rotary_bert(
     attention_spec: AttentionSpec,
     mlp_spec: MlpSpec,
     *,
-    context: build.Context,
+    context: build.PositionContext,
     token_types: int,
     **options: Any,
 ) -> ComposedArchitecture:
@@ -224,7 +224,7 @@ def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         spelling,
         build.attention(config, layout="by part"),
         build.mlp(config),
-        context=build.Context(2048, rope=build.rope_everywhere(1000.0), looks_ahead=True),
+        context=build.PositionContext(2048, rope=build.rope_everywhere(1000.0), looks_ahead=True),
         token_types=2,
         eps=eps,
         transform=build.head_transform(config, eps, "silu", key="hidden_act"),
@@ -248,7 +248,7 @@ def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
         spelling,
         build.attention(config, bias=True, layout="by part"),
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
-        context=build.Context(8194, rope=build.rope_everywhere(20000.0), looks_ahead=True),
+        context=build.PositionContext(8194, rope=build.rope_everywhere(20000.0), looks_ahead=True),
         token_types=1,
         eps=eps,
         transform=build.head_transform(config, eps),

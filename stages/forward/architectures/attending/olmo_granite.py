@@ -28,7 +28,7 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, bias=build.attention_bias(config), clip_qkv=config.optional_number("clip_qkv")
         ),
         build.mlp(config),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         norm_type="layer",
         norm_biases="none",
         has_norm_weights=False,
@@ -45,7 +45,7 @@ def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         build.mlp(config),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         norms="after",
         eps=eps,
     )
@@ -59,7 +59,7 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         build.mlp(config),
-        context=build.Context(
+        context=build.PositionContext(
             2048,
             rope=build.two_ropes(500000.0, 500000.0),
             windows=build.windows_by_type(config, build.every_nth_full(4)),
@@ -77,7 +77,7 @@ def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         qwen_experts(config, count=64, chosen=8, width=2048, width_key="intermediate_size"),
-        context=build.Context(4096),
+        context=build.PositionContext(4096),
         eps=eps,
     )
 
@@ -90,7 +90,7 @@ def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         qwen_experts(config, count=7, chosen=5, width=11008, width_key="intermediate_size"),
-        context=build.Context(4096, rope=build.rope_everywhere(500000.0)),
+        context=build.PositionContext(4096, rope=build.rope_everywhere(500000.0)),
         norms="after",
         eps=eps,
     )
@@ -159,7 +159,7 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         _attention(config),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         eps=config.number("rms_norm_eps", 1e-6),
         **_ends(config),
     )
@@ -173,7 +173,7 @@ def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         _attention(config),
         _experts(config, has_shared=config.raw["model_type"] == "granitemoeshared"),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         eps=config.number("rms_norm_eps", 1e-6),
         spelling=GRANITE_SPELLING,
         **_ends(config),
@@ -213,7 +213,7 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
-        context=build.Context(
+        context=build.PositionContext(
             8192, rope=_rope_by_theta, windows=build.windows_by_type(config, build.first_of_four_full, 128)
         ),
         eps=config.number("rms_norm_eps", 1e-5),
@@ -229,7 +229,7 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         config,
         _attention(config, attention_sinks=True),
         _experts(config),
-        context=build.Context(
+        context=build.PositionContext(
             2048, rope=_rope_by_theta, windows=build.windows_by_type(config, build.first_of_four_full, 128)
         ),
         eps=config.number("rms_norm_eps", 1e-6),
@@ -257,7 +257,7 @@ def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         build.attention(config, bias=build.attention_bias(config), scale=scale),
         build.mlp(config, bias=config.flag("mlp_bias", False)),
-        context=build.Context(2048),
+        context=build.PositionContext(2048),
         norms="around",
         eps=config.number("rms_norm_eps", 1e-6),
         embedding_scale=none_if_one(config.number("embedding_multiplier", 1.0)),

@@ -40,7 +40,7 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, qkv_bias=True, layout="by part"),
         build.mlp(config, width=both // 2),
-        context=build.Context(
+        context=build.PositionContext(
             8192,  # For longer prompts the reference scales queries by log(position) and stretches rope.
             longest=config.integer("seq_length", 8192),
         ),
@@ -56,7 +56,7 @@ def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=32, qkv_bias=True),
         build.mlp(config),
-        context=build.Context(32768, windows=build.upper_windows(config)),
+        context=build.PositionContext(32768, windows=build.upper_windows(config)),
         eps=config.number("rms_norm_eps", 1e-6),
     )
 
@@ -70,7 +70,7 @@ def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, width=width, kv_heads=32, bias=bias, qk_norm=QkNorm("head", eps)),
         build.mlp(config),
-        context=build.Context(32768, windows=build.upper_windows(config)),
+        context=build.PositionContext(32768, windows=build.upper_windows(config)),
         eps=eps,
     )
 
@@ -83,7 +83,7 @@ def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
         config,
         build.attention(config, kv_heads=8, qkv_bias=True),
         build.mlp(config),
-        context=build.Context(
+        context=build.PositionContext(
             32768,
             rope=build.rope_everywhere(1000000.0),
             windows=build.windows_by_type(config, build.full_then_windows(80), has_flag=True),
@@ -102,7 +102,7 @@ def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
             config, head_dim=128, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config),
-        context=build.Context(128000, rope=build.rope_everywhere(500000.0)),
+        context=build.PositionContext(128000, rope=build.rope_everywhere(500000.0)),
         eps=eps,
     )
 
@@ -134,7 +134,7 @@ def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, kv_heads=16, qkv_bias=config.flag("qkv_bias", True)),
         _sparse(config, lambda: qwen_experts(config, count=60, chosen=4, width=1408, shared=5632)),
-        context=build.Context(32768, windows=build.windows_by_type(config, types, has_flag=True)),
+        context=build.PositionContext(32768, windows=build.windows_by_type(config, types, has_flag=True)),
         eps=config.number("rms_norm_eps", 1e-6),
         spelling=replace(
             LLAMA,
@@ -155,7 +155,7 @@ def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         _sparse(config, lambda: qwen_experts(config, count=128, chosen=8, width=768)),
-        context=build.Context(32768, windows=windows),
+        context=build.PositionContext(32768, windows=windows),
         eps=eps,
     )
 
@@ -168,6 +168,6 @@ def dream(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, qkv_bias=True),
         build.mlp(config),
-        context=build.Context(131072, looks_ahead=True),
+        context=build.PositionContext(131072, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-6),
     )

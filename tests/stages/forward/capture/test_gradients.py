@@ -258,7 +258,7 @@ def test_every_hook_point_of_a_recurrent_model_can_be_stored(tmp_path, store):
             HookPointNotFound,
             r"found none; add \.capture\('grad:",
         ),
-        (spec().capture("hook_embed"), StageError, "expected gradients alone.*found 'hook_embed'"),
+        (spec().capture("hook_embed"), StageError, "expected only gradients.*found 'hook_embed'"),
         (spec(KL()), StageError, "expected a baseline for 'kl'"),
         (spec(LogitDifference(1, VOCAB)), PromptError, "expected a token id in"),
         (spec(at=5), PromptError, "expected at in -1..0"),

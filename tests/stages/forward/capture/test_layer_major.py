@@ -267,7 +267,7 @@ def test_what_cannot_be_done_is_refused_and_nothing_is_written(
 def test_gradients_go_back_through_all_layers_and_are_refused(tmp_path, prompts, stores):
     save_random_model(tmp_path / "m", "llama", 1)
     hooks = HookSpec().capture("grad:blocks.*.hook_resid_post").gradient_of(Probability(3))
-    with pytest.raises(ConfigError, match="gradients, which go back through all of them"):
+    with pytest.raises(ConfigError, match="gradients, which run backward through all layers"):
         capture(tmp_path / "m", prompts, hooks, stores[0], order="layer")
     with pytest.raises(ConfigError, match=r"all weights of .* in memory"):
         capture(one_layer_at_a_time(tmp_path / "m"), prompts, hooks, stores[0])

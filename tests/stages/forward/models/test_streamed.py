@@ -101,7 +101,7 @@ def test_edited_weights_have_no_identity_and_are_not_lost_silently(folder, where
     weights = model.network.weights
     with torch.no_grad():
         (part_of(weights.layers[0], "q").weight if where == "layer" else weights.final_norm.weight).mul_(2)
-    with pytest.raises(ConfigError, match="a model altered so has no identity"):
+    with pytest.raises(ConfigError, match="such a model has no identity"):
         _ = model.identity
     if where == "layer":
         with pytest.raises(ConfigError, match="layer 0 changed: weights that come and go cannot be edited"):

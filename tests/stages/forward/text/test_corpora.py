@@ -469,7 +469,7 @@ def test_labels_have_names_that_store_and_capture_leave_them(words, tmp_path):
     for name in ("../../evil", "a/b", "..", "", "zarr.json", "token_id", "row_size"):
         with pytest.raises(PromptError, match="names of their own"):
             Corpus(path, labels=[name])
-    with pytest.raises(PromptError, match="'resid_post', which is captured"):
+    with pytest.raises(PromptError, match="unlike captures and their axes, found 'resid_post'"):
         capture("specimen", Corpus(path, labels=["resid_post"]), HOOKS, store=store, progress=False)
     with pytest.raises(PromptError, match="columns for 'l', found text"):
         Corpus(str(tmp_path / "a.txt"), labels=["l"]).tokens(words, store)
