@@ -323,7 +323,7 @@ def test_a_cast_model_has_the_key_of_what_it_computes(folder):
 def test_a_model_altered_beyond_its_tensors_cannot_be_stored(folder, store, alter):
     model = Model.from_pretrained(folder)
     alter(model)
-    with pytest.raises(ConfigError, match="such a model has no identity, .* cannot be stored; load"):
+    with pytest.raises(ConfigError, match="such a model has no identity, so its results cannot"):
         captured(model, store)
     with pytest.raises(ConfigError):
         mizarr.run(model, [mizarr.Run([1, 2])], store=store)
