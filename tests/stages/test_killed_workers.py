@@ -189,7 +189,7 @@ def test_a_worker_that_is_killed_costs_its_tasks_and_one_that_comes_late_does_th
         kill(first)
         told = said(capfd, "no worker is left")
         assert f"no worker is left at {address}" in told
-        assert f"start some with `dask worker {address}`" in told
+        assert f"start workers with `dask worker {address}`" in told
         there = committed(tmp_path)
         with worker_here(address):
             assert driver.result(120) == 0

@@ -251,7 +251,7 @@ def test_a_state_that_carries_the_subject_brings_the_answer_back(remembering, tm
     found, quiet = done.to_json()["findings"]
     assert found["verdict"] == "beyond chance" and quiet["verdict"] == "no more than chance"
     assert found["effect"] == pytest.approx(100, abs=0.1)
-    assert found["claim"].startswith("clean state of layer 0 at the subject's last token")
+    assert found["claim"].startswith("patching in the clean state of layer 0 at the subject's last token")
     (pair,) = done.to_json()["results"]
     grid, last = np.array(pair["grid"]), pair["subject_last_pos"]
     assert grid[0, last:-1] == pytest.approx(100, abs=0.1), "the state goes on from there"

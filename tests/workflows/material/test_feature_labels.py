@@ -69,7 +69,7 @@ def test_features_that_are_exchanged_are_called_by_what_they_write_and_where_the
         assert each["label"] == label("specimen/clt", each["layer"], each["index"], told["prompt"])
     assert "silent here" in named[-1]["label"]
     claim = told["findings"][0]["claim"]
-    assert claim.startswith(f"L1:177 ({named[-1]['label'].split(chr(39))[1]!r}) into layers")
+    assert claim.startswith(f"injecting L1:177 ({named[-1]['label'].split(chr(39))[1]!r}) into layers")
 
 
 def test_features_found_in_a_prompt_are_called_so_too(store: Path):

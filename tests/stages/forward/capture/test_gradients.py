@@ -273,7 +273,7 @@ def test_what_cannot_be_is_said_in_one_line_and_nothing_is_written(
         mizarr.capture(str(folder), prompts, hooks, store=store, progress=False)
     assert "\n" not in str(raised.value)
     assert not list(Path(store.path).glob("data/*"))
-    if "alone" not in told:
+    if "only" not in told:
         with pytest.raises(error, match=told):
             Model.from_pretrained(folder).forward(prompts, hooks)
 
