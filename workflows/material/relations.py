@@ -19,7 +19,7 @@ SHARED_BY = 3
 # Large enough for all shipped facts, which every workflow on pairs looks up.
 @lru_cache(maxsize=1 << 14)
 def relation_of(text: str, *, words: int = 1) -> str | None:
-    """The longest ending of a text that is a relation; None if there is none.
+    """Longest ending of a prompt that `SHARED_BY` or more shipped facts share; None if none do.
 
     Arguments:
         text: the prompt of a fact.

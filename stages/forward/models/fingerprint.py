@@ -174,7 +174,7 @@ def _checksum(path: str, tensor: Tensor | npt.NDArray[Any]) -> int:
     if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
         checksum: int = google_crc32c.value(_bytes(path, tensor))
         return checksum
-    return _weighted_sum(tensor)
+    return _weighted_sum(_flat(path, tensor))
 
 
 def _weighted_sum(tensor: Tensor) -> int:
@@ -183,7 +183,7 @@ def _weighted_sum(tensor: Tensor) -> int:
     A change of one word always changes the sum, because odd numbers have inverses modulo 2^64. Changes of
     several words cancel with probability 2^-64.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1).view(torch.uint8)
     if padding := -flat.numel() % 4:
         flat = F.pad(flat, (0, padding))
     flat = flat.view(torch.int32)
@@ -197,15 +197,22 @@ def _weighted_sum(tensor: Tensor) -> int:
 
 def _bytes(path: str, source: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor in C order, read-only; copied only from another device or order."""
+    tensor = torch.from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source
+    array: npt.NDArray[np.uint8] = _flat(path, tensor, "cpu").numpy()
+    array.flags.writeable = False
+    return array
+
+
+def _flat(path: str, tensor: Tensor, device: str | None = None) -> Tensor:
+    """The bytes of a tensor in C order, uint8 [byte], on a device; None for the device of the tensor.
+
+    Raises:
+        ConfigError: for a tensor whose bytes cannot be read.
+    """
     try:
-        tensor = (
-            torch.from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source.detach().cpu()
-        )
-        flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return tensor.detach().to(device or tensor.device).contiguous().reshape(-1).view(torch.uint8)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ConfigError(
             f"expected a plain tensor at {path}, found one whose bytes cannot be read ({error}); its model "
             "has no identity, so nothing of it can be stored: load it from its files"
         ) from error
-    flat.flags.writeable = False
-    return flat

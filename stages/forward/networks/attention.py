@@ -43,8 +43,8 @@ _QUERIES = 16
 _PADDED_QUERIES = 4
 """Queries of non-causal calls are padded to a multiple of this, the row block of a matrix product."""
 _FEW_QUERIES = 2
-"""Up to so many queries are not padded, as they have a kernel of their own: four queries take more than twice
-the time of one."""
+"""Largest number of queries that are not padded: the kernel has a path for them, and four queries take more
+than twice the time of one."""
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32
 """Smallest number of queries that the fused kernel processes as one block."""

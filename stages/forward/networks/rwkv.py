@@ -26,6 +26,7 @@ from ..hooks.taps import Taps
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares
 from .kernels.products import product
+from .mixers.mixer import upcast
 from .norms import apply_norm, normalise
 from .recurrences.linear import LinearRecurrence
 from .recurrences.recurrence import Recurrence
@@ -126,13 +127,13 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         exponent = w["decay"]
         if self.config.generation == 6:
             exponent = exponent + torch.tanh(mixed["w"] @ w["decay_w1"]) @ w["decay_w2"]
-        log_decay = -torch.exp(_wide(exponent))
+        log_decay = -torch.exp(upcast(exponent))
         if self.config.generation == 6:
             log_decay = self._heads(log_decay)
         else:
             # Contiguous, because taps may write into it, and an expanded view shares memory between tokens.
             log_decay = log_decay.reshape(1, self.config.num_heads, 1, -1).expand_as(k).contiguous()
-        bonus = _wide(w["bonus"]).reshape(self.config.num_heads, -1).expand(-1, self.config.head_dim)
+        bonus = upcast(w["bonus"]).reshape(self.config.num_heads, -1).expand(-1, self.config.head_dim)
         tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay}
         out = self._read(LinearRecurrence("before", bonus=bonus), tokens, layer, history, taps)
         return self._written(self._head_norm(out, layer), gate, y.dtype, layer)
@@ -161,14 +162,14 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
             "q": r,
             "k": k,
             "v": v,
-            "log_decay": heads(DECAY_SCALE * torch.sigmoid(_wide(decay))),
+            "log_decay": heads(DECAY_SCALE * torch.sigmoid(upcast(decay))),
             "alpha": -kk,
             "beta": kk * a,
         }
         out = self._read(LinearRecurrence("after"), tokens, layer, history, taps)
         out = self._head_norm(out, layer)
         r_k = w["r_k"][None, :, None]
-        out = out + _wide((r * k * r_k).sum(-1, keepdim=True) * v)
+        out = out + upcast((r * k * r_k).sum(-1, keepdim=True) * v)
         return self._written(out, gate, y.dtype, layer), {FIRST_VALUES: first_values}
 
     def _read(
@@ -256,8 +257,3 @@ def _low_rank(
 ) -> Tensor:
     """Low-rank map of x with bias; between: activation between its two factors."""
     return product(between(product(x, weights[f"{name}1"])), weights[f"{name}2"], weights[f"{name}0"])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it already is."""
-    return x if x.dtype == torch.float64 else x.float()

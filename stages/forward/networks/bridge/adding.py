@@ -171,8 +171,10 @@ def _points(config: BridgeConfig, layer: int) -> list[HookPoint]:
 
 
 def _with_parts(config: BridgeConfig, parts: Sequence[tuple[LayerPart, ...]]) -> BridgeConfig:
-    """The configuration with these parts of each layer."""
-    layers = (replace(layer, parts=own) for layer, own in zip(config.found, parts, strict=True))
+    """Copy of the configuration whose layers have the given parts, a tuple per layer."""
+    layers = (
+        replace(layer, parts=layer_parts) for layer, layer_parts in zip(config.found, parts, strict=True)
+    )
     return replace(config, found=tuple(layers))
 
 
