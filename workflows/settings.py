@@ -207,7 +207,9 @@ class InjectionSettings(ModelSettings):
 class AnswerSettings(ModelSettings):
     """Settings of a workflow on prompts and their expected next words (`subject.answered`)."""
 
-    prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
+    prompts: tuple[str, ...] = setting(
+        (), "prompts to read; none: facts that the model knows, or those shipped with it"
+    )
     answers: tuple[str, ...] = setting((), "what comes next, one each or one for all; none: no answer")
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stages.forward.architectures.points import STATE_ROOMS
+from ..stages.forward.models.files import SHIPPED
 from ..stages.forward.models.reference import ModelRef
 from ..store.errors import ConfigError, PromptError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..stages.forward.runs.experiment import Experiment, ExperimentNode
     from ..stages.forward.text.tokens import Encoding, Tokenizer
 
-__all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
+__all__ = ["FEWEST_KNOWN", "Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
 Need = Literal["any model", "attention", "weights", "states", "state of RWKV", "experts"]
 """What a workflow needs of a model. "attention": query-key attention. "weights": attention patterns, or
@@ -56,6 +57,9 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
     ),
 }
 """Need -> (its description in error messages, whether a model meets it)."""
+FEWEST_KNOWN = 4
+"""Number of known general facts from which a model is asked about these alone: a claim needs two to choose a
+cause on and two to score it on."""
 SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
@@ -145,6 +149,31 @@ class Subject:
                 "workflows start from text, so add the file"
             )
         return tokenizer
+
+    known_facts: Sequence[bool] | None = None
+    """Which of the general facts the model knows; None before that was measured (`ModelWorkflow.settle`)."""
+    asks_general: bool = False
+    """Whether `facts` was asked for and is made of general facts."""
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """Facts to ask this model about by default: [{"prompt": …, "target": …}, …].
+
+        For a model that ships with mizarr the shipped facts, for any other `general_facts`.
+        """
+        return shipped_facts() if self.files.name in SHIPPED else self.general_facts
+
+    @property
+    def general_facts(self) -> list[dict[str, Any]]:
+        """General facts that the model knows (`material/facts/general.py`); all of them before that was
+        measured, and if it knows fewer than FEWEST_KNOWN."""
+        from .material.facts.general import general_facts
+
+        self.asks_general = True
+        facts = list(general_facts())
+        if self.known_facts is None or sum(self.known_facts) < FEWEST_KNOWN:
+            return facts
+        return [fact for fact, is_known in zip(facts, self.known_facts, strict=True) if is_known]
 
     @cached_property
     def special_tokens(self) -> int:
@@ -335,18 +364,19 @@ def shipped_facts() -> list[dict[str, Any]]:
 
 
 def answered(
-    prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
+    subject: Subject, prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Prompts with one answer each, or with no answers.
 
     Arguments:
-        prompts: prompts; empty for shipped facts.
+        subject: the model.
+        prompts: prompts; empty for the facts of the model (`Subject.facts`).
         answers: one answer per prompt, one for all, or none.
-        limit: number of shipped facts; 0 for all.
+        limit: number of facts; 0 for all.
     """
     if prompts:
         return prompts, answers * (len(prompts) if len(answers) == 1 else 1)
-    facts = shipped_facts()[: limit or None]
+    facts = subject.facts[: limit or None]
     return tuple(fact["prompt"] for fact in facts), tuple(fact["target"] for fact in facts)
 
 

@@ -23,7 +23,7 @@ from ..store.upkeep.questions import note_question
 from ..store.version import __version__
 from .report.reported import NO_CLAIM
 from .settings import as_given
-from .subject import Need, Subject
+from .subject import FEWEST_KNOWN, Need, Subject
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -69,6 +69,8 @@ class Workflow:
     """Nodes of the results, by name; their inputs form the rest of the graph."""
     store: Store | None = None
     """Store of the results; None before `run`."""
+    is_settled: bool = False
+    """Whether `settle` has read the results of the nodes that `first_nodes` of this class names."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
         """Create a workflow without running it; model: a loaded model to use instead of the named one."""
@@ -92,8 +94,9 @@ class Workflow:
 
         if self.extra:
             self.require(self.extra, store)
-        if first := self.first_nodes():
+        while first := self.first_nodes():
             run(first.values(), store, **options)
+            self.settle(store)
         self.settle(store)
         run(self.nodes.values(), store, **options)
         self.open_results(store)
@@ -137,11 +140,13 @@ class Workflow:
         }
 
     def first_nodes(self) -> Nodes:
-        """Nodes whose results decide which other nodes are needed; `run` computes them first."""
+        """Nodes whose results decide which other nodes are needed and have not been read yet (`is_settled`).
+
+        `run` computes them and calls `settle` until there are none."""
         return {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """Remove from `nodes` those that the stored results of `first_nodes` make unnecessary.
+        """Change `nodes` to what the stored results of `first_nodes` ask for.
 
         refuses: whether to raise ConfigError if no meaningful result is left; False for one of several
             revisions.
@@ -189,6 +194,11 @@ class Workflow:
         return f"{subject.name}: {note}" if subject is not None and note else ""
 
     @property
+    def material(self) -> str:
+        """How many of the general facts the model knows, in a sentence; empty if it was not asked about them."""
+        return ""
+
+    @property
     def footer(self) -> str:
         """Footer of figures: version, workflow, keys of the results, and notes on the model."""
         keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
@@ -210,6 +220,7 @@ class Workflow:
             **({"descriptive": self.descriptive} if self.descriptive else {}),
             **({"caution": self.caution} if self.caution else {}),
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
+            **({"material": self.material} if self.material else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
             "peak_memory_bytes": self._memory,
@@ -362,6 +373,8 @@ class Workflow:
             console.print(self.caution, style="bold red", highlight=False)
         if self.trained_with_help:
             console.print(f"{self.trained_with_help}.", style="dim", highlight=False, markup=False)
+        if self.material:
+            console.print(self.material, style="dim", highlight=False, markup=False)
         if self.descriptive:
             console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
         for table in self.tables():
@@ -389,11 +402,48 @@ class ModelWorkflow(Workflow):
         self.model = model or settings.model
         self.subject = Subject(settings.reference(model))
         self.subject.require(self.needs, self.name)
-        self.nodes = self.plan()
+        self.nodes = self._planned()
+
+    def _planned(self) -> Nodes:
+        """The nodes of `plan`, and the ranks of the answers of the general facts if it asked for facts."""
+        from .material.facts.general import GENERAL_NODE, general_ranks
+
+        nodes = self.plan()
+        if not self.subject.asks_general:
+            return nodes
+        return {GENERAL_NODE: self.on_model(general_ranks(self.subject)), **nodes}
+
+    def first_nodes(self) -> Nodes:
+        """See `Workflow`: the ranks of the answers of the general facts, before the known ones are chosen."""
+        from .material.facts.general import GENERAL_NODE
+
+        is_open = self.subject.asks_general and self.subject.known_facts is None
+        return {GENERAL_NODE: self.nodes[GENERAL_NODE]} if is_open else {}
+
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """See `Workflow`: plans anew, about those general facts that the model knows."""
+        for node in ModelWorkflow.first_nodes(self).values():
+            self.subject.known_facts = (node.open(store)["rank"].values == 0).tolist()
+            for name in list(vars(self)):
+                # Computed while planning for all general facts.
+                if isinstance(getattr(type(self), name, None), cached_property):
+                    del vars(self)[name]
+            self.nodes = self._planned()
+        return self
 
     def plan(self) -> Nodes:
         """Nodes of the results, by name. Raises ConfigError for settings that do not fit the model."""
         raise NotImplementedError
+
+    @property
+    def material(self) -> str:
+        """See `Workflow`."""
+        known = self.subject.known_facts
+        if known is None or not self.subject.asks_general:
+            return ""
+        count = sum(known)
+        asked = "it is asked about these" if count >= FEWEST_KNOWN else "it is asked about all of them"
+        return f"{self.subject.name} knows {count} of {len(known)} general facts; {asked}."
 
     def on_model(self, experiment: Experiment) -> ResultNode:
         """The node that runs an experiment on the model."""

@@ -35,7 +35,7 @@ from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
 from ..material.answers import answer_pieces, encoded, named, target_json
-from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
+from ..material.facts.fact_data import Fact, default_data, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
 from ..material.unrelated import Unrelated
@@ -125,7 +125,7 @@ class AblationOfEach(KnownWorkflow):
     def _shared(self) -> dict[str, Any]:
         """Arguments that the ablations by head and by layer in the prompt shown have in common."""
         settings = self.settings
-        self.prompt, self.target = shown_fact(settings.model, settings.prompt, settings.target, settings.data)
+        self.prompt, self.target = shown_fact(self.subject, settings)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         metrics: tuple[Metric, ...] = (KL(),)
         if self.pieces:
@@ -171,14 +171,15 @@ class AblationOfEach(KnownWorkflow):
         if not settings.controls:
             return {}
         # The first MANY shipped facts are the references of the mean, and are not scored.
-        facts = facts_of(settings.data)[0 if settings.data else MANY :]
+        data = default_data(self.subject, settings.data)
+        facts = facts_of(self.subject, data)[0 if data else MANY :]
         tokens = ((tuple(self.subject.tokenizer.encode(fact.prompt).ids), fact) for fact in facts)
         fitting = (
             (ids, fact) for ids, fact in tokens if ids != prompt_ids and (limit is None or len(ids) <= limit)
         )
         # Four times as many as are asked for, as prompts of the same tokens count once.
         by_ids = list(dict(islice(fitting, 4 * settings.facts)).items())
-        facts_used = enough(by_ids, settings.data, 2 * settings.facts, f"a {self.unit}")
+        facts_used = enough(by_ids, data, 2 * settings.facts, f"a {self.unit}")
         self.only_claims = ("facts",)
         questions = [(ids, self.subject.answer_id(*fact[:2]), -1) for ids, fact in facts_used]
         half = len(facts_used) // 2

@@ -39,7 +39,7 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
 from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
-from ..material.facts.fact_data import enough
+from ..material.facts.fact_data import default_data, enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
@@ -192,7 +192,7 @@ class CausalTrace(KnownWorkflow):
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(facts) == n_facts:
                 break
-        return enough(list(facts.values()), settings.data, n_facts, "a place")
+        return enough(list(facts.values()), default_data(self.subject, settings.data), n_facts, "a place")
 
     def window_of(self, kind: str) -> int:
         """Number of layers whose activations of a kind are restored together."""

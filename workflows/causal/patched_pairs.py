@@ -20,7 +20,7 @@ from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded, named
 from ..material.facts.fact_data import FIELDS
-from ..material.facts.fact_pairs import pair_records, shipped_pairs
+from ..material.facts.fact_pairs import pair_records, pairs_of_facts
 from ..material.places import check_kinds
 from ..settings import Count, DataSettings, ModelSettings, require_together, setting
 from ..subject import Subject
@@ -166,7 +166,7 @@ class PatchedPairs:
         few = 4 * settings.others + len(shown)
         fitting = self._fitting(pair_records(self.subject, settings.data)[:few], shown)
         if settings.data and not fitting:
-            fitting = self._fitting(shipped_pairs(self.subject)[:few], shown)
+            fitting = self._fitting(pairs_of_facts(self.subject, self.subject.facts)[:few], shown)
         return fitting[: 2 * settings.others]
 
     def _fitting(

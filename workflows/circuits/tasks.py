@@ -23,7 +23,6 @@ from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Pair
 from ...stages.circuits.tasks.table import TASKS, task_pairs
 from ...stages.forward.edges.layout import Layout
-from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..material.answers import answer_pieces, encoded
@@ -62,8 +61,7 @@ class TaskWorkflow(ModelWorkflow):
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks: the setting, or the default ones. Raises ConfigError for an unknown task."""
         settings = self.settings
-        default = ("copying", FACTS) if settings.model in SHIPPED else ("copying",)
-        default = (FACTS,) if settings.data else default
+        default = (FACTS,) if settings.data else ("copying", FACTS)
         tasks = settings.tasks or default
         if settings.data and FACTS not in tasks:
             raise ConfigError(
@@ -147,18 +145,24 @@ class CircuitWorkflow(TaskWorkflow):
         return {"method": self.settings.method, "steps": self.settings.steps}
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: the result `done_node` of each task that has random circuits."""
+        """See `Workflow`: the result `done_node` of each task that has random circuits, once the facts are
+        chosen."""
+        if (general := super().first_nodes()) or self.is_settled:
+            return general
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """See `Workflow`: leaves out the random circuits of tasks that the model does not do."""
+        if super().first_nodes():
+            return super().settle(store, refuses=refuses)
         needless = [
             name.removesuffix(self.done_node) + RANDOM
             for name, node in self.first_nodes().items()
             if not self.is_done(node.open(store))
         ]
         self.nodes = {name: node for name, node in self.nodes.items() if name not in needless}
+        self.is_settled = True
         return self
 
     def random_kept(self, task: str) -> Floats:

@@ -104,10 +104,11 @@ def _computing() -> dict[str, str]:
 
 
 def _memory() -> str:
-    """Total and unused physical memory of the machine in GiB."""
-    pages, free = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    size = os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{pages * size:.1f} GiB, {free * size:.1f} GiB of it unused"
+    """Total and available physical memory of the machine in GiB."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB of it available"
 
 
 def _store(path: str) -> str:

@@ -7,7 +7,7 @@ against transformers.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -176,7 +176,7 @@ def inspect(
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        _print(document, config)
     return 0 if is_compatible else CANNOT_RUN
 
 
@@ -242,8 +242,8 @@ def _layout(
     return verdict.told, [] if verdict.agrees else [verdict.told], config
 
 
-def _print(document: dict[str, Any]) -> None:
-    """Print the document of `inspect` as text."""
+def _print(document: dict[str, Any], config: Architecture | None) -> None:
+    """Print the document of `inspect` as text; of the configuration only what differs from the defaults."""
     from ...pipeline.plan import human_bytes
 
     family = "known family" if document["known_family"] else "unknown family, configured from its tensors"
@@ -262,9 +262,10 @@ def _print(document: dict[str, Any]) -> None:
             f"{timed['tokens']} tokens in {timed['pass_seconds']:.3g} s"
             + (f"; at most {human_bytes(peak)} resident" if peak else "")
         )
+    defaults = {field.name: field.default for field in fields(config)} if config else {}
     for name, value in (document["config"] or {}).items():
-        # Tensor names and layer specs fill many screens, and a falsy field says nothing: --json prints them.
-        if value and not isinstance(value, dict | list | tuple):
+        # Tensor names and layer specs fill many screens; --json prints them, and the defaults.
+        if value != defaults.get(name) and value and not isinstance(value, dict | list | tuple):
             echo(f"  {name}: {value}")
     for issue in document["issues"]:
         echo(f"{'not computed here' if document['compatible'] else 'cannot run'}: {issue}")

@@ -46,7 +46,7 @@ from ..material.facts.fact_data import FIELDS, read_records
 from ..material.samples.repeated import RepeatedBlocks, shuffled
 from ..readout.character_count_helix import line_corpus
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
-from ..subject import read_texts, shipped_facts
+from ..subject import read_texts
 from ..views import Lines, Table, View, together
 from ..workflow import ModelWorkflow, Nodes
 from .changed import Change, averaged, reconstructed, zeroed
@@ -94,7 +94,9 @@ class EvaluateSettings(ControlSettings, ModelSettings):
     swapped: Natural = setting(
         50, "largest number of exchanges of two layers, measured on a quarter of the text; 0: none"
     )
-    data: str = setting("", "JSON file of CounterFact records; none: the shipped facts")
+    data: str = setting(
+        "", "JSON file of CounterFact records; none: facts that the model knows, or those shipped with it"
+    )
     facts: Count = setting(100, "largest number of facts")
     zero: tuple[str, ...] = setting(
         (), "hook points (or globs) to set to zero; everything is measured with and without"
@@ -197,7 +199,7 @@ class Evaluate(ModelWorkflow):
         if settings.data:
             facts = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(settings.data)]
         else:
-            facts = [(fact["prompt"], fact["target"]) for fact in shipped_facts()]
+            facts = [(fact["prompt"], fact["target"]) for fact in self.subject.facts]
         facts = facts[: settings.facts]
         prompts = self.subject.tokenizer.ids_of([prompt for prompt, _ in facts], add_special=True)
         return _as_prompts(prompts), tuple(self.subject.answer_ids(facts))

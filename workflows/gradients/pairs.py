@@ -35,7 +35,7 @@ class AttributionSettings(DataSettings, ModelSettings):
         ConfigError: some but not all of prompt, corrupted and answer are set.
     """
 
-    prompt: str = setting("", "clean prompt; none: the pairs of data, or shipped facts")
+    prompt: str = setting("", "clean prompt; none: the pairs of data, or of facts that the model knows")
     corrupted: str = setting("", "corrupted prompt, with another answer and as many tokens")
     answer: str = setting("", "next word of the clean prompt; its first token is measured")
     pairs: Count = setting(8, "number of pairs of facts, if prompt is not set")

@@ -41,7 +41,7 @@ from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
 from ..workflow import Nodes
 from .answers import answer_pieces, encoded, named, top_changed_json
-from .facts.fact_data import enough, facts_of, shown_fact
+from .facts.fact_data import default_data, enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
 
@@ -127,7 +127,7 @@ class PlaceWorkflow(KnownWorkflow):
             ConfigError, PromptError, InterventionError: a layer, position or prompt is invalid.
         """
         settings, config = self.settings, self.subject.config
-        self.prompt, self.target = shown_fact(settings.model, settings.prompt, settings.target, settings.data)
+        self.prompt, self.target = shown_fact(self.subject, settings)
         self.encoding = encoded(self.subject, self.prompt)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.query = position_of(self.encoding, query)
@@ -226,9 +226,10 @@ class PlaceWorkflow(KnownWorkflow):
         settings, limit = self.settings, self.subject.config.context_length
         count = 2 * settings.facts
         # Shipped facts are many, so only those with enough positions for random keys are used.
-        shortest = len(ROLES) + (0 if settings.data else self.num_drawn)
+        data = default_data(self.subject, settings.data)
+        shortest = len(ROLES) + (0 if data else self.num_drawn)
         facts: dict[tuple[int, ...], OtherFact] = {}
-        for fact in facts_of(settings.data)[: None if settings.data else TRIED]:
+        for fact in facts_of(self.subject, data)[: None if data else TRIED]:
             encoding = self.subject.tokenizer.encode(fact.prompt)
             other = self.subject.tokenizer.encode(fact.other) if fact.other else None
             roles = roles_of(encoding, len(encoding) - 1, other)
@@ -238,7 +239,7 @@ class PlaceWorkflow(KnownWorkflow):
                 facts.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
             if len(facts) == count:
                 break
-        return enough(list(facts.values()), settings.data, count, "position and layer")
+        return enough(list(facts.values()), data, count, "position and layer")
 
     @cached_property
     def halves(self) -> tuple[Indices, Indices]:

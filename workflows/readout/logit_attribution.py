@@ -66,7 +66,7 @@ class LogitAttributionSettings(AnswerSettings):
     difference: bool = setting(
         True, "attribute the logit difference of two tokens; false: the answer's logit"
     )
-    limit: Natural = setting(64, "number of shipped facts, from the first on; 0: all")
+    limit: Natural = setting(64, "number of facts, from the first on; 0: all")
     neurons: Natural = setting(
         10, "number of neurons with the largest shares stored per layer; 0: none, MLP weights are not read"
     )
@@ -99,7 +99,7 @@ class LogitAttribution(ModelWorkflow):
         self._require_parts()
         self._require_neurons()
         settings, files, dtype = self.settings, self.subject.files, self.subject.dtype
-        self.texts, self.words = answered(settings.prompts, settings.answers, settings.limit)
+        self.texts, self.words = answered(self.subject, settings.prompts, settings.answers, settings.limit)
         against = settings.against * (len(self.texts) if len(settings.against) == 1 else 1)
         tokens = self.subject.pack(self.texts)
         states = self.subject.capture(tokens, *self._hooks())

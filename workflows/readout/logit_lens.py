@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import (
     first_appearance,
     format_probability,
@@ -26,6 +27,7 @@ from ...stages.logits.lens import (
 )
 from ...stages.logits.readout import readout_node
 from ..labelled import column
+from ..material.sizes import affordable
 from ..settings import AnswerSettings, Count, Natural, setting
 from ..subject import answered
 from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim, together
@@ -42,6 +44,8 @@ TOP = 10
 """Rank up to which an answer counts as readable at a layer (candle-mi's `first_appearance`)."""
 ROWS = 12
 """Number of prompts in the table of answers, and of those to choose from on a page."""
+TOKENS = 10
+"""Length of a fact in tokens, about, for the estimate of what the lens costs."""
 LINES = 60
 """Largest number of prompts that are drawn as single curves; more are drawn as quantiles."""
 
@@ -51,6 +55,7 @@ class LogitLensSettings(AnswerSettings):
     """Settings of `logit_lens`."""
 
     top_k: Count = setting(10, "number of most likely tokens stored per layer and position")
+    limit: Natural = setting(0, "largest number of facts read by default; 0: by the size of the model")
     soft_cap: bool = setting(True, "apply the model's final soft cap, if it has one")
     heatmaps: Natural = setting(2, "number of prompts that get a figure of their own")
 
@@ -72,7 +77,8 @@ class LogitLens(ModelWorkflow):
     def plan(self) -> Nodes:
         """Nodes of the lens on the residual stream after every layer, and of the model's readout."""
         settings = self.settings
-        self.texts, self.words = answered(settings.prompts, settings.answers)
+        limit = settings.limit or self._affordable_facts
+        self.texts, self.words = answered(self.subject, settings.prompts, settings.answers, limit)
         self.texts = tuple(map(self.subject.asked, self.texts))
         tokens = self.subject.pack(self.texts)
         self.ends = [self.subject.read_at(ids.tolist()) for ids in tokens]
@@ -81,6 +87,14 @@ class LogitLens(ModelWorkflow):
         options: dict[str, Any] = {"top_k": settings.top_k, "soft_cap": settings.soft_cap}
         lens = logit_lens.on(resid_post=states, targets=self._targets(tokens), readout=readout, **options)
         return {"lens": lens, "readout": readout}
+
+    @property
+    def _affordable_facts(self) -> int:
+        """Number of facts by default: all for a model that ships with mizarr; for any other what reading the
+        whole vocabulary after every layer allows."""
+        config = self.subject.config
+        per_fact = 2.0 * TOKENS * config.num_layers * config.hidden_size * config.vocab_size
+        return 0 if self.subject.files.name in SHIPPED else affordable(per_fact, len(self.subject.facts))
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """Target token id of each token, int [token]: the next token of the prompt, and the answer at the

@@ -15,7 +15,7 @@ import mizarr
 from mizarr.stages.forward.runs.run import Run, stream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.facts.fact_pairs import shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import pairs_of_facts
 from mizarr.workflows.subject import Subject, shipped_facts
 from tests.known_facts import compute_as_known
 from tests.torch_free import TORCH_BLOCKED
@@ -322,7 +322,7 @@ for name, given in json.loads(sys.argv[2]).items():
 def own_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six shipped pairs in a file of one's own."""
     path = tmp_path_factory.mktemp("own") / "pairs.json"
-    path.write_text(json.dumps(shipped_pairs(Subject("specimen"))[20:26]))
+    path.write_text(json.dumps(pairs_of_facts(Subject("specimen"), shipped_facts())[20:26]))
     return path
 
 
@@ -330,7 +330,7 @@ def test_pairs_of_a_file_are_shown_chosen_on_and_scored_in_place_of_shipped_ones
     own_pairs: Path, tmp_path: Path
 ):
     given = {"kinds": ["attn_out"], "donors": 1, "controls": 20}
-    records, shipped = json.loads(own_pairs.read_text()), shipped_pairs(Subject("specimen"))
+    records, shipped = json.loads(own_pairs.read_text()), pairs_of_facts(Subject("specimen"), shipped_facts())
     done = compute("activation_patching", store=tmp_path, data=str(own_pairs), **given)
     assert [each.clean for each in done.traced] == [each["original_prompt"] for each in records[:2]]
     encode = done.subject.tokenizer.encode

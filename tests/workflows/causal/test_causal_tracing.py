@@ -15,7 +15,8 @@ import mizarr
 from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.facts.fact_pairs import shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import pairs_of_facts
+from mizarr.workflows.subject import shipped_facts
 
 GIVEN = {"prompt": "it was the season of", "target": " light", "subject": "season", "facts": 2}
 
@@ -99,7 +100,7 @@ def test_the_place_chosen_restores_in_other_facts_what_plain_forwards_say(recall
     rises = []
     for pair in [
         pair
-        for pair in shipped_pairs(recalled.subject)
+        for pair in pairs_of_facts(recalled.subject, shipped_facts())
         if (ids := model.tokenizer.encode(pair["original_prompt"]).ids) != list(recalled.tokens)
         and len(ids) - differing(model, pair)[0] >= 6
     ][2:4]:
@@ -220,7 +221,7 @@ def test_facts_of_a_file_are_traced_in_place_of_shipped_ones(tmp_path: Path):
     path = tmp_path / "own.json"
     records = [
         record
-        for record in shipped_pairs(subject)
+        for record in pairs_of_facts(subject, shipped_facts())
         if len(ids := subject.tokenizer.encode(record["original_prompt"]).ids) - ids_differ(subject, record)
         > 5
     ][10:15]

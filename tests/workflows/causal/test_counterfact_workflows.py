@@ -16,8 +16,8 @@ from mizarr.stages.causal.counterfact import position_map
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_told, shipped_pairs
-from mizarr.workflows.subject import Subject
+from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_told, pairs_of_facts
+from mizarr.workflows.subject import Subject, shipped_facts
 from tests.known_facts import compute_as_known
 
 QUESTION = "\n\nwisdom or hope?\n\nso:"
@@ -308,15 +308,15 @@ def test_pairs_of_several_files_are_read_in_order_and_the_rest_is_chosen_on(data
     own = build("factual_routing", data=str(data), **given)
     both = build("factual_routing", data=[str(data), "shipped"], **given | {"limit": 3})
     assert [each.original for each in own.pairs] == [RECORDS[0]["original_prompt"]]
-    shipped = [record["original_prompt"] for record in shipped_pairs(own.subject)[:1]]
+    shipped = [record["original_prompt"] for record in pairs_of_facts(own.subject, shipped_facts())[:1]]
     assert [each.original for each in both.pairs] == [each["original_prompt"] for each in RECORDS] + shipped
     (chosen_on,) = own.nodes["choice"].experiment.experiments[0].pairs
     assert list(chosen_on.original) == own.subject.tokenizer.encode(RECORDS[1]["original_prompt"]).ids
 
 
-def test_shipped_pairs_share_a_relation_and_a_length_and_differ_in_their_answer():
+def test_pairs_of_facts_share_a_relation_and_a_length_and_differ_in_their_answer():
     subject = Subject("specimen")
-    pairs = shipped_pairs(subject)
+    pairs = pairs_of_facts(subject, shipped_facts())
     assert len(pairs) >= 50
     prompts = [record[name] for record in pairs for name in ("original_prompt", "counterfactual_prompt")]
     assert len(set(prompts)) == len(prompts), "each fact is in one pair at most"

@@ -13,14 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ....stages.forward.models.files import SHIPPED
 from ....store.errors import ConfigError
 from ....store.exchange.outside import json_file
 from ...subject import shipped_facts
 from ..answers import fact
+from .general import GENERAL
 
-__all__ = ["FACT", "FIELDS", "SHIPPED_DATA", "Fact", "enough", "facts_of", "read_records", "shown_fact"]
+if TYPE_CHECKING:
+    from ...subject import Subject
+
+__all__ = [
+    "FACT",
+    "FIELDS",
+    "SHIPPED_DATA",
+    "Fact",
+    "default_data",
+    "enough",
+    "facts_of",
+    "read_records",
+    "shown_fact",
+    "single_facts",
+]
 
 FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
 """Fields of a record that is a pair of facts."""
@@ -44,13 +60,24 @@ class Fact(NamedTuple):
     """The other prompt of the pair, which differs in the subject; "" for a single fact."""
 
 
-def facts_of(data: Sequence[str]) -> list[Fact]:
-    """Facts of files, in their order; the shipped ones if no file is named. Raises ConfigError like
-    `read_records`."""
+def default_data(subject: Subject, data: Sequence[str]) -> tuple[str, ...]:
+    """The setting `data`; empty, that of the model: () for one that ships with mizarr, which is asked about
+    the shipped facts, and the general facts for any other."""
+    return tuple(data) or (() if subject.files.name in SHIPPED else (GENERAL,))
+
+
+def single_facts(subject: Subject, source: str) -> list[dict[str, Any]]:
+    """Facts of a named source: SHIPPED_DATA, or GENERAL, of which those that the model knows."""
+    return shipped_facts() if source == SHIPPED_DATA else subject.general_facts
+
+
+def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
+    """Facts of files and named sources, in their order; the shipped ones if none is named. Raises ConfigError
+    like `read_records`."""
     facts: list[Fact] = []
     for path in data or (SHIPPED_DATA,):
-        if path == SHIPPED_DATA:
-            facts += [Fact(record["prompt"], record["target"]) for record in shipped_facts()]
+        if path in (SHIPPED_DATA, GENERAL):
+            facts += [Fact(record["prompt"], record["target"]) for record in single_facts(subject, path)]
             continue
         for record in read_records(path, single=True):
             if FACT[0] in record:
@@ -64,10 +91,12 @@ def facts_of(data: Sequence[str]) -> list[Fact]:
     return facts
 
 
-def shown_fact(model: str, prompt: str, target: str, data: Sequence[str]) -> tuple[str, str]:
-    """Prompt and target of the settings; without them the first fact of `data`, or the default of
+def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
+    """Prompt and target of the settings; without them the first fact of their `data`, or the default of
     `answers.fact`."""
-    return facts_of(data)[0][:2] if data and not (prompt or target) else fact(model, prompt, target)
+    if settings.data and not (settings.prompt or settings.target):
+        return facts_of(subject, settings.data)[0][:2]
+    return fact(settings.model, settings.prompt, settings.target)
 
 
 def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
@@ -103,11 +132,12 @@ def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
 
 
 def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list[T]:
-    """The first `count` facts; of a user's facts fewer if there are not so many, but an even number.
+    """The first `count` facts; of a user's and of general facts fewer if there are not so many, but an even
+    number.
 
     Arguments:
         facts: facts that fit the model.
-        data: setting that names their files; empty for the shipped facts.
+        data: names of their files and sources (`default_data`); empty for the shipped facts.
         count: number of facts, half for selection and half for scoring.
         choice: what is selected on them, for the message: "a place".
 

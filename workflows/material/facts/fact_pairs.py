@@ -17,12 +17,12 @@ from ....stages.causal.draws import AtOnce
 from ....stages.causal.factual_routing import FactualRouting
 from ....store.errors import ConfigError
 from ...settings import PairSettings, SubjectRule
-from ...subject import shipped_facts
 from ...workflow import Nodes
 from ..answers import named, require_next
 from ..relations import relation_of
 from ..unrelated import Unrelated
-from .fact_data import FIELDS, SHIPPED_DATA, read_records
+from .fact_data import FIELDS, SHIPPED_DATA, default_data, read_records, single_facts
+from .general import GENERAL
 from .known import CHOSEN_ON, SCORED, KnownWorkflow
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = [
     "fact_pairs",
     "layers_told",
     "pair_records",
-    "shipped_pairs",
+    "pairs_of_facts",
 ]
 
 
@@ -86,25 +86,30 @@ def fact_pairs(
 
 
 def pair_records(subject: Subject, data: Sequence[str]) -> list[dict[str, str]]:
-    """Records of pairs from files, in their order; shipped pairs if no file is named (fact_data.py)."""
+    """Records of pairs from files and named sources, in their order; if none is named, those of
+    `default_data`."""
+    named_sources = (SHIPPED_DATA, GENERAL)
     return [
         record
-        for path in data or (SHIPPED_DATA,)
-        for record in (shipped_pairs(subject) if path == SHIPPED_DATA else read_records(path))
+        for path in default_data(subject, data) or (SHIPPED_DATA,)
+        for record in (
+            pairs_of_facts(subject, single_facts(subject, path))
+            if path in named_sources
+            else read_records(path)
+        )
     ]
 
 
-def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
-    """Pairs of shipped facts with equal relation and number of tokens and different answers; each fact is in
-    at most one pair.
+def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Pairs of facts with equal relation and number of tokens and different answers; each fact is in at most
+    one pair.
 
     Pairs in which both answers are single tokens come first, then those in which the original answer is. If
     only one answer is a single token, its fact is the original.
     """
-    facts = shipped_facts()
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for fact, ids in zip(facts, subject.tokenizer.ids_of([fact["prompt"] for fact in facts]), strict=True):
-        relation = relation_of(fact["prompt"], words=2)
+        relation = fact.get("relation") or relation_of(fact["prompt"], words=2)
         if relation is not None:
             groups[relation, len(ids)].append(fact)
     order = {fact["prompt"]: i for i, fact in enumerate(facts)}
@@ -209,7 +214,7 @@ class PairWorkflow(KnownWorkflow):
         limit, settings = self.subject.config.context_length, self.settings
         start, count = len(self.pairs), 4 * settings.others
         records = pair_records(self.subject, settings.data)[start : start + count]
-        records = records or shipped_pairs(self.subject)[:count]
+        records = records or pairs_of_facts(self.subject, self.subject.facts)[:count]
         fits = (limit or sys.maxsize).__ge__
         return [r for r in records if fits(len(self.subject.tokenizer.encode(r["original_prompt"])))]
 
