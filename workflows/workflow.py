@@ -195,7 +195,7 @@ class Workflow:
 
     @property
     def material(self) -> str:
-        """How many of the general facts the model knows, in a sentence; empty if it was not asked about them."""
+        """How many of the general facts the model knows, a sentence; empty if it was not asked about any."""
         return ""
 
     @property
