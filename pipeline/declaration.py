@@ -71,7 +71,9 @@ class Declaration:
     """Everything that a stage or an experiment declares."""
 
     kind: Literal["stage", "experiment"]
+    """Whether the function reads stored arrays (stage), or runs a model (experiment)."""
     name: str
+    """Name in keys."""
     version: int | str
     """Version in keys: a number, or "code:…" for a stage declared without one."""
     home: str
@@ -79,10 +81,11 @@ class Declaration:
     inputs: Mapping[str, Dims | None]
     """Dims of each input array; None for a whole dataset."""
     resources: tuple[str, ...]
-    """Names of inputs other than arrays, such as a model."""
+    """Names of the inputs that are no arrays, such as the model or a dictionary of features."""
     params: Mapping[str, Any]
     """Default of each parameter; `REQUIRED` for a parameter without one."""
     outputs: Mapping[str, Output]
+    """Declared output arrays by name."""
     cells: tuple[str, ...] = ()
     """Axes along which the work is cut into cells."""
 

@@ -24,7 +24,12 @@ NEWEST = 50
 
 
 def why_not(store: Store, key: ResultKey | None) -> str:
-    """Why no result has this key: the smallest set of differences from a result of the same stage."""
+    """Why no result has this key, as text: its differences from the most similar result of the same stage.
+
+    Arguments:
+        store: The store to compare with.
+        key: Key of the missing result; None while an input is not stored.
+    """
     if key is None:
         return "an input will run"
     requests = [note["request"] for note in notes(key.stage, store)]
@@ -37,7 +42,12 @@ def why_not(store: Store, key: ResultKey | None) -> str:
 
 
 def differences(request: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Differences between a request and a stored one, one phrase each: version, parameters, inputs."""
+    """Differences between two requests of a stage, one phrase each: version, parameters, inputs.
+
+    Arguments:
+        request: `ResultKey.request()` of the missing result.
+        stored: Request of a stored result, from its provenance.
+    """
     phrases = []
     if request["version"] != stored["version"]:
         phrases.append(f"version {stored['version']} -> {request['version']}")
@@ -59,7 +69,12 @@ def _shown(params: Mapping[str, Any], name: str) -> str:
 
 
 def missing_cells(missing: Sequence[Selection], total: int) -> str:
-    """Missing cells as text: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing"."""
+    """Missing cells as text: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing".
+
+    Arguments:
+        missing: Labels of the missing cells.
+        total: Number of all cells.
+    """
     layers = {cell.get("layer") for cell in missing}
     segments = {cell.get("segment") for cell in missing}
     numbers = [layer for layer in layers if layer is not None]
@@ -83,7 +98,15 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:
-    """Provenance of the newest stored results of a stage, newest first; damaged entries are skipped."""
+    """Provenance of the newest stored results of a stage, newest first; damaged entries are skipped.
+
+    Arguments:
+        stage: Name of the stage in keys, or of its cells ("<stage>/cell").
+        store: The store to read from.
+
+    Returns:
+        For each result the note of its first computation.
+    """
     provenance = []
     for record in _newest(stage, store):
         with suppress(CorruptEntry):
@@ -95,11 +118,15 @@ def notes(stage: str, store: Store) -> list[dict[str, Any]]:
 def last_timed(
     name: str, store: Store, fits: Callable[[Mapping[str, Any]], bool] = lambda note: True
 ) -> dict[str, Any] | None:
-    """Newest provenance that states seconds, of a stage or captured variable, among those that `fits`
-    accepts.
+    """Newest provenance of a stage or captured variable that states seconds.
+
+    Arguments:
+        name: Name of the stage or variable.
+        store: The store to read from.
+        fits: Whether a note is accepted.
 
     Returns:
-        None if there is none.
+        None if no note states seconds and is accepted.
     """
     for record in _newest(name, store):
         with suppress(CorruptEntry):
@@ -111,7 +138,12 @@ def last_timed(
 
 
 def scaled_seconds(note: Mapping[str, Any], share: float) -> float:
-    """Expected seconds of `share` times the work of an earlier run; its set-up time is not scaled."""
+    """Expected seconds of a run, from those of an earlier one; set-up (reading the model) is not scaled.
+
+    Arguments:
+        note: Provenance of the earlier run.
+        share: Work to do, as a multiple of the earlier run's.
+    """
     setup = min(note.get("setup_seconds", 0.0), note["seconds"])
     return float(setup + (note["seconds"] - setup) * share)
 

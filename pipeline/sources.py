@@ -74,11 +74,11 @@ class SourceNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The resources that `make` reads."""
+        """Resources that `make` reads, such as the files of a checkpoint."""
         return self._pinned
 
     def key(self, store: Store) -> ResultKey:
-        """Key made of the parameters; a source has no inputs."""
+        """Result key, from name, version and parameters; a source reads no other node."""
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
@@ -147,7 +147,7 @@ class ConstantNode(Ports):
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers or blocks of the dataset; all its tokens are one segment."""
+        """Layer or block indices of the dataset; for "segment" one range with all its tokens."""
         dataset = self._loaded(store)
         if axis != "segment":
             return indices_along(dataset, axis)

@@ -1,4 +1,4 @@
-"""A stage in a graph: its key, its cells, its status, and how it is run.
+"""`StageNode`, a stage in a graph: makes keys, cuts the work into cells, reports the status, runs the cells.
 
 Border: looks up results in the store and hands missing cells to the context. What a cell computes is defined
 by the stage; where it runs is decided by the context.
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
     from ..store import Store
     from .context import Context
+
+LOADED = 64 << 20
+"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
 
 
 class StageNode(ResultNode):
@@ -94,14 +97,14 @@ class StageNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[PinnedResource]:
-        """The resources of the stage."""
+        """Resources that the stage's function reads beside its inputs."""
         return tuple(self.resources.values())
 
     # -- identity
 
     @remembered
     def key(self, store: Store) -> ResultKey | None:
-        """Key made of the content of all inputs; None while an input is not stored."""
+        """Result key, from the content digests of all inputs; None while an input is not stored."""
         if self._waiting(store):
             return None
         return self._key_of(store, self.name, self._parts(store, {}))
@@ -134,7 +137,7 @@ class StageNode(ResultNode):
 
     @property
     def _cell_label(self) -> str:
-        return f"{self.name}/cell"
+        return f"{self.name}/cell" if self.stage.cells else self.name
 
     def selections(self, store: Store) -> list[Selection]:
         """One selection per cell, layers outermost; a single empty selection if the stage is not cut."""
@@ -143,10 +146,10 @@ class StageNode(ResultNode):
 
     @remembered
     def cells(self, store: Store) -> list[Cell]:
-        """All cells with their keys; the inputs must be stored."""
-        label = self._cell_label if self.stage.cells else self.name
+        """Every cell of the stage with its key; requires that the inputs are stored."""
         return [
-            Cell(cut, self._key_of(store, label, self._parts(store, cut))) for cut in self.selections(store)
+            Cell(cut, self._key_of(store, self._cell_label, self._parts(store, cut)))
+            for cut in self.selections(store)
         ]
 
     @remembered
@@ -171,7 +174,7 @@ class StageNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Whether the result is cached, or why it will run and how many of its cells are stored."""
+        """Whether the result is stored; else the reason why it will run, and the number of stored cells."""
         check_pinned(self)
         with one_look():
             if waiting := self._waiting(store):
@@ -229,7 +232,7 @@ class StageNode(ResultNode):
 
     def _last_time(self, store: Store, read: int) -> tuple[float | None, int]:
         """Seconds (None: unknown) and bytes written, scaled by bytes read from the newest result."""
-        provenance = notes(self._cell_label if self.stage.cells else self.name, store)
+        provenance = notes(self._cell_label, store)
         last = next((note for note in provenance if note.get("bytes_read") and "seconds" in note), None)
         if last is None:
             return None, 0
@@ -313,10 +316,6 @@ class StageNode(ResultNode):
                 f"{current}: something its function reads changed meanwhile, is changed by the function "
                 "itself, or is another one on this worker; nothing was stored; make it constant and run again"
             )
-
-
-LOADED = 64 << 20
-"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
 
 
 def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
