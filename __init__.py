@@ -89,10 +89,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from .store.errors import nearest
+        from .store.errors import did_you_mean
 
-        near = nearest(name, _HOME)
-        hint = f"; did you mean {near!r}?" if near and not name.startswith("_") else ""
+        # Python itself asks for private names, such as __path__.
+        hint = "" if name.startswith("_") else did_you_mean(name, _HOME)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     # Cached in globals, so that __getattr__ runs once per name.
     value = getattr(importlib.import_module(_HOME[name], __name__), name)

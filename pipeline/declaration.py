@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..store.errors import StageError, nearest
+from ..store.errors import StageError, did_you_mean
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -150,10 +150,9 @@ def require_declared(owner: str, declared: Mapping[str, Output], dataset: xr.Dat
     for key, array in dataset.data_vars.items():
         label = str(key)
         if label not in declared:
-            near = nearest(label, declared)
-            hint = f"; did you mean {near!r}?" if near else ""
             raise StageError(
-                f"{owner}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}{hint}"
+                f"{owner}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}"
+                f"{did_you_mean(label, declared)}"
             )
         output, unit = declared[label], str(array.attrs.get("units", "1"))
         if not output.fits(array.dims) or unit != output.unit:

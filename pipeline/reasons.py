@@ -6,10 +6,11 @@ Border: reads provenance for messages; no cache hit depends on it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..store.arrays import ranges
 from ..store.errors import CorruptEntry
 from .context import Selection
 from .nodes import remembered
@@ -77,24 +78,13 @@ def missing_cells(missing: Sequence[Selection], total: int) -> str:
     """
     layers = {cell.get("layer") for cell in missing}
     segments = {cell.get("segment") for cell in missing}
-    numbers = [layer for layer in layers if layer is not None]
+    numbers = sorted(layer for layer in layers if layer is not None)
     if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
-        return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)} missing"
+        return f"layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)} missing"
     axes = {axis for cell in missing for axis in cell}
     unit = f"{axes.pop()}s" if axes in ({"segment"}, {"block"}) else "cells"
-    layer_note = f" (layers {spans(numbers)})" if numbers else ""
+    layer_note = f" (layers {ranges(numbers)})" if numbers else ""
     return f"{len(missing)} of {total} {unit} missing{layer_note}"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: "0-3, 7, 9-10"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:

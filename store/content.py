@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NUMBERS = {np.dtype(code).name for code in "?bBhHiIqQefdFD"}
 """Names of the numeric dtypes that can be stored: those known to both numpy and zarr."""
 TEXT = np.dtypes.StringDType()
+"""Numpy dtype of text in memory and in results."""
 _SLAB = 16 << 20  # bytes of an array in memory at once while it is digested
 
 

@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
         return _float(value)
     if isinstance(value, enum.Enum):  # before str and int: a StrEnum is both
         return value.name
-    if value is None or isinstance(value, str | bool):
+    if isinstance(value, str):  # a subclass, such as numpy's str_
         return value
     if isinstance(value, int | np.integer):
         return _integer(int(value))

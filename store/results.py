@@ -87,8 +87,7 @@ def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]
     for name, variable in dataset.variables.items():
         if storable_dtype(str(name), variable.dtype) == "string":
             texts[name] = (variable.dims, as_text(str(name), variable), variable.attrs)
-    coords = {name: value for name, value in texts.items() if name in dataset.coords}
-    dataset = dataset.assign_coords(coords).assign({n: v for n, v in texts.items() if n not in coords})
+    dataset = with_variables(dataset, texts)
     from zarr.codecs import Crc32cCodec
 
     encoding = {
@@ -258,7 +257,7 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
         for name, variable in dataset.variables.items()
         if name not in dataset.indexes and variable.dims
     }
-    return _with_variables(dataset, chunked)
+    return with_variables(dataset, chunked)
 
 
 def read_result_at(files: Folder, data: str) -> xr.Dataset:
@@ -323,7 +322,13 @@ def _expect_bounded(metadata: Mapping[str, bytes], listed: Mapping[str, tuple[in
             ) from error
 
 
-def _with_variables(dataset: xr.Dataset, changed: Mapping[str, xr.Variable]) -> xr.Dataset:
+def with_variables(dataset: xr.Dataset, changed: Mapping[Any, Any]) -> xr.Dataset:
+    """The dataset with other values of some variables; coordinates stay coordinates.
+
+    Arguments:
+        dataset: The dataset.
+        changed: New variables by name, in any form that `xarray.Dataset` takes.
+    """
     labels = {name: variable for name, variable in changed.items() if name in dataset.coords}
     arrays = {name: variable for name, variable in changed.items() if name not in labels}
     return dataset.assign_coords(labels).assign(arrays)

@@ -25,6 +25,8 @@ import numpy.typing as npt
 
 from ..digest import digest
 from ..errors import ConfigError, MissingExtra, ShapeError
+from ..reading.selection import layer_dim
+from ..runs.packed import exclusive_sum
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -104,7 +106,7 @@ def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices,
     if "token_id" not in dataset.coords:
         raise ShapeError(f"expected token ids for {kind}, found a run imported without them; use zarr")
     sizes = dataset["row_size"].values.astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    starts = exclusive_sum(sizes)
     if kind == "datasets":
         if context is not None:
             raise ConfigError("expected no context for rows of one prompt each, found one; leave it out")
@@ -125,7 +127,7 @@ def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices,
             "context"
         )
     # Number of the context within its prompt: 0, 1, … for each prompt.
-    nth = np.arange(n_contexts.sum()) - np.repeat(np.cumsum(n_contexts) - n_contexts, n_contexts)
+    nth = np.arange(n_contexts.sum()) - np.repeat(exclusive_sum(n_contexts), n_contexts)
     return np.repeat(starts, n_contexts) + nth * context, np.full(n_contexts.sum(), context, np.int64)
 
 
@@ -138,7 +140,7 @@ def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
                 f"expected {name!r} with a row per token, found {array.dims}; leave it out with --variables"
             )
         hook = str(array.attrs.get("hook", name))
-        dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+        dim = layer_dim(array)
         if dim is None:
             label = hook.format(int(array["layer"])) if "layer" in array.coords else hook
             columns[label] = array.transpose("token", ...)

@@ -26,6 +26,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import ConfigError, MizarrError, ShapeError, WeightsError
+from ..files.mapped import mmap_of
 from .outside import json_value, require_content
 
 __all__ = [
@@ -247,12 +248,9 @@ def as_bfloat16(array: Array, name: str) -> Array:
 
 def release(array: Array) -> None:
     """Release the pages of a memory-mapped array from this process; they are mapped again on access."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap):
+    if (mapped := mmap_of(array)) is not None:
         # Read-only file maps: dropped pages are read again from the file.
-        base.madvise(mmap.MADV_DONTNEED)
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ the disk is waited for.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 import shutil
@@ -30,7 +29,7 @@ from pathlib import Path
 from ..digest import Buffer, file_digest, open_file_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
 from .folder import THREADS, Folder, ManifestFiles, checked, free_bytes_at, is_below
-from .mapped import Mapped
+from .mapped import Mapped, map_file
 from .stamps import Stat
 
 __all__ = ["LocalFolder", "as_store_error"]
@@ -193,9 +192,7 @@ class LocalFolder(Folder):
         """Memory map of a file; FileNotFoundError for a missing one."""
         with self._reading(name) as file:
             size = os.fstat(file.fileno()).st_size
-            # mmap refuses an empty file: one anonymous byte, beyond size 0, stands in.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
-        return Mapped(data, size, self.where(name))
+            return Mapped(map_file(file.fileno(), size), size, self.where(name))
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[FileIO]:

@@ -117,7 +117,12 @@ class ObjectFolder(Folder):
         folder = cache_folder() / "indices"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{hashlib.sha256(self._address.encode()).hexdigest()[:32]}.sqlite"
+        return folder / f"{self._cache_name}.sqlite"
+
+    @property
+    def _cache_name(self) -> str:
+        """Name of this store in the user's cache folder."""
+        return hashlib.sha256(self._address.encode()).hexdigest()[:32]
 
     def now(self) -> float:
         """Seconds since the epoch by the server's clock, or this machine's if the store is read-only."""
@@ -337,8 +342,7 @@ class ObjectFolder(Folder):
 
     def scratch(self, folder: str) -> Path:
         """A folder in the user's cache folder, named by the store's address."""
-        store = hashlib.sha256(self._address.encode()).hexdigest()[:32]
-        return cache_folder() / "scratch" / store / folder
+        return cache_folder() / "scratch" / self._cache_name / folder
 
     def move(self, source: str, target: str) -> None:
         """Copy an object, or all objects below a prefix, to another name and delete the original."""

@@ -19,8 +19,9 @@ import xarray as xr
 from xarray.backends.zarr import encode_zarr_variable
 from xarray.conventions import encode_dataset_coordinates
 
+from ..content import TEXT
 from ..runs.zarr_metadata import group_metadata
-from .one_chunk import TEXT, OneChunk
+from .one_chunk import OneChunk
 
 __all__ = ["are_plain", "write_arrays"]
 

@@ -20,11 +20,10 @@ import xarray as xr
 
 from ..errors import EntryNotFound, PromptError, ShapeError, nearest
 from ..runs.coordinates import ABOUT
-from ..runs.packed import MATRICES, rows_before
+from ..runs.packed import MATRICES, exclusive_sum, rows_before
 from ..runs.vocabularies import registered_vocabulary
 from .direct import entry_of, unchunked
 from .repacking import (
-    exclusive_sum,
     matrix_starts,
     position_labels,
     prompt_of_selections,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PromptError, nearest
+from ..errors import PromptError, did_you_mean
 
 __all__ = ["CharacterSpans", "find_span", "find_spans", "words"]
 
@@ -102,8 +102,7 @@ def find_span(text: str, phrase: str) -> tuple[int, int]:
             f"expected {phrase!r} once, found it at characters {starts} of {text!r}; take more of the words "
             "around it, or give a token position"
         )
-    suggestion = nearest(phrase, [text[start:end] for start, end in words(text)])
-    hint = f"; did you mean {suggestion!r}?" if suggestion else ""
+    hint = did_you_mean(phrase, [text[start:end] for start, end in words(text)])
     raise PromptError(f"expected a phrase of the prompt {text!r}, found {phrase!r}{hint}")
 
 

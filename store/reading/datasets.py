@@ -35,18 +35,20 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
+from ..arrays import ranges
+from ..content import TEXT
 from ..errors import EntryNotFound, nearest
 from ..files import Folder, Stamp, folder_at
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
+from ..runs.packed import exclusive_sum
 from ..runs.prompt_labels import read_prompt_labels
 from ..runs.quantised import QUANTISED, RestoredRows
 from ..runs.run_sums import PART, combined
 from ..runs.selections import Selection, View
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
-from .selection import ranges
 
 if TYPE_CHECKING:
     from ..runs.packed import PackedTokens
@@ -134,9 +136,7 @@ def open_entry(
         dataset = _chunked(dataset, entry, data, axes)
     if segment is not None:
         bounds = {dim: _starts(entry, selection)[segment : segment + 2] for dim, selection in axes.values()}
-        dataset = dataset.isel(
-            {dim: slice(*map(int, opened_layers)) for dim, opened_layers in bounds.items()}
-        )
+        dataset = dataset.isel({dim: slice(int(start), int(stop)) for dim, (start, stop) in bounds.items()})
     # In encoding and not in attrs: attrs are digested with results, and a path would make R depend on where
     # the store lies.
     dataset.encoding = {SOURCE: source, "run": entry.digest}
@@ -327,7 +327,7 @@ class TextColumn(BackendArray):
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
-        self.dtype = np.dtypes.StringDType()
+        self.dtype = TEXT
         self.shape = (len(texts),)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -459,7 +459,7 @@ def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Va
         if dim != "token":
             continue
         sizes = tokens.row_size if selection is None else selection.counts(tokens)
-        columns["row_start"] = ("prompt_id", np.cumsum(sizes) - sizes)
+        columns["row_start"] = ("prompt_id", exclusive_sum(sizes))
         columns["row_size"] = ("prompt_id", sizes)
         for name in ("char_start", "char_end"):
             if (column_of := getattr(tokens, name)) is not None:

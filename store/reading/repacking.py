@@ -15,7 +15,7 @@ import xarray as xr
 
 from ..errors import ShapeError
 from ..runs.coordinates import ABOUT
-from ..runs.packed import MATRICES, rows_before
+from ..runs.packed import MATRICES, exclusive_sum, rows_before
 from ..runs.selections import AXIS
 
 Indices = npt.NDArray[np.int64]
@@ -70,7 +70,8 @@ def position_labels(original: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool
     """Position coordinates of a block [prompt, position].
 
     Arguments:
-        own: Original position of each token, which in a selection differs from its column; None if unknown.
+        original: Position of each token in its prompt, which in a selection differs from its column; None
+            if unknown.
         mask: True at tokens, [prompt, position].
 
     Returns:
@@ -125,13 +126,6 @@ def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
     for dim, meaning in (("query_position", "attending position"), ("key_position", "attended position")):
         coords[dim] = (dim, np.arange(size, dtype=np.int32), {"long_name": meaning})
     return xr.DataArray(square, coords, dims, name=packed.name, attrs=packed.attrs)
-
-
-def exclusive_sum(sizes: Indices) -> Indices:
-    """Exclusive cumulative sum: start of each of several consecutive ranges of these sizes."""
-    sums = np.zeros(len(sizes), np.int64)
-    np.cumsum(sizes[:-1], out=sums[1:])
-    return sums
 
 
 def _ranges(starts: Indices, sizes: Indices) -> Indices:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import as_index, as_indices, as_list, is_several
-from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, nearest
+from ..arrays import as_index, as_indices, as_list, is_several, ranges
+from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, did_you_mean, nearest
 from ..identity import model_name
 from .characters import CharacterSpans, find_span
 
@@ -257,13 +257,18 @@ def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
     )
 
 
+def layer_dim(array: xr.DataArray) -> str | None:
+    """Name of an array's layer axis, `layer` or `layer_<variable>`; None without one."""
+    return next((str(dim) for dim in array.dims if str(dim).startswith("layer")), None)
+
+
 def as_layer(array: xr.DataArray) -> xr.DataArray:
     """Rename `layer_<variable>` to `layer`: a single array has no conflict with the layers of other
     variables."""
-    layer_dim = next((dim for dim in array.dims if str(dim).startswith("layer_")), None)
-    return (
-        array if layer_dim is None else array.drop_vars("layer", errors="ignore").rename({layer_dim: "layer"})
-    )
+    dim = layer_dim(array)
+    if dim is None or dim == "layer":
+        return array
+    return array.drop_vars("layer", errors="ignore").rename({dim: "layer"})
 
 
 def capture_command(dataset: xr.Dataset, hook: str) -> str:
@@ -290,21 +295,10 @@ def _captured_text(dataset: xr.Dataset) -> str:
     parts = []
     for array in dataset.data_vars.values():
         if "hook" in array.attrs:
-            dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+            dim = layer_dim(array)
             layers = f" (layers {ranges(array[dim].values.tolist())})" if dim is not None else ""
             parts.append(f"{str(array.attrs['hook']).replace('{}', '*')}{layers}")
     return ", ".join(parts)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Format layer numbers: [0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _row_of(text: str, texts: list[str]) -> int:
@@ -313,9 +307,9 @@ def _row_of(text: str, texts: list[str]) -> int:
         return rows[0]
     if rows:
         raise PromptError(f"expected a prompt's text once, found {text!r} at {rows}; give its number")
-    near = nearest(text, texts)
-    hint = f"; did you mean {near!r}?" if near else ""
-    raise PromptError(f"expected the whole text of one of {len(texts)} prompts, found {text!r}{hint}")
+    raise PromptError(
+        f"expected the whole text of one of {len(texts)} prompts, found {text!r}{did_you_mean(text, texts)}"
+    )
 
 
 def _texts(dataset: xr.Dataset) -> list[str]:

@@ -30,9 +30,17 @@ from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
 from ..sealed import files_of, read_json, sealed, unsealed
-from .packed import PackedTokens, rows_before
+from .packed import PackedTokens, exclusive_sum, rows_before
 from .selections import Selection
-from .shards import SUM_BYTES, FileChecksum, ShardLayout, crc32c, read_shard, shard_parts
+from .shards import (
+    SUM_BYTES,
+    FileChecksum,
+    ShardLayout,
+    file_checksum,
+    read_shard,
+    shard_parts,
+    with_crc32c,
+)
 from .zarr_metadata import CRC32C, UTF8_TEXT, array_metadata, group_metadata
 
 SPELLED_OUT = 10_000_000
@@ -247,7 +255,7 @@ class StoredTexts(Sequence[str]):
         if raw is None:
             raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
         data, checksum = raw[:-SUM_BYTES], raw[-SUM_BYTES:]
-        if checksum != crc32c(data).to_bytes(SUM_BYTES, "little"):
+        if raw != with_crc32c(data):
             raise CorruptEntry(f"{name}: expected texts with crc32c {checksum.hex()}, found others; {REPAIR}")
         return [str(text) for text in VLenUTF8().decode(data)]
 
@@ -273,9 +281,7 @@ def _integers(
 
 def pair_starts(tokens: PackedTokens) -> npt.NDArray[np.int64]:
     """First row of each prompt on the "pair" axis, int64 [prompt]."""
-    starts = np.zeros(tokens.n_prompts, np.int64)
-    np.cumsum(rows_before("pair", tokens.row_size, tokens.row_size)[:-1], out=starts[1:])
-    return starts
+    return exclusive_sum(rows_before("pair", tokens.row_size, tokens.row_size))
 
 
 def _dimension(name: str) -> str:
@@ -307,8 +313,7 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
         block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
         chunk_texts = texts[n * _TEXTS : (n + 1) * _TEXTS]
         block[: len(chunk_texts)] = chunk_texts
-        raw = bytes(VLenUTF8().encode(block))
-        files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(SUM_BYTES, "little")]
+        files[f"text/c/{n}"] = [with_crc32c(bytes(VLenUTF8().encode(block)))]
     metadata = array_metadata(
         "string",
         [len(texts)],
@@ -323,9 +328,7 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
 
 def _measured(folder: Folder, name: str, parts: Sequence[Buffer], created: Collection[str]) -> FileChecksum:
     """Size and checksum of a file: computed from `parts` if this process created it, else read."""
-    if name not in created:
-        return folder.measure(name)
-    return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
+    return file_checksum(*parts) if name in created else folder.measure(name)
 
 
 def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:

@@ -57,7 +57,7 @@ from .quantised import (
 )
 from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
-from .shards import CODECS, DTYPES, FileChecksum, ShardLayout, ShardRows, write_shards
+from .shards import CODECS, DTYPES, FileChecksum, ShardLayout, ShardRows, file_checksum, write_shards
 from .zarr_metadata import group_metadata
 
 PACKED_AXES = ("token", "pair", "square", "prompt_id", "segment")
@@ -435,46 +435,48 @@ class Entry:
             # A segment is shared only if all of its prompts are, and if it has the same token range.
             if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
                 continue
-            files: dict[str, FileChecksum] = {}
-            plain: dict[str, FileChecksum] = {}
-            committed: list[VariableLayer] = []
-            linked: dict[str, str] = {}
-            for cell in missing:  # a cell with another layout, or not stored there, is left to be computed
-                parts = self._stored_parts(cell)
-                if not all(self._is_like(other, part, n) for part in parts):
-                    continue
-                checksums: dict[VariableLayer, FileChecksum] = {}
-                for part in parts:
-                    is_same_layout = self.layout(part[0]) == other.layout(part[0])
-                    written = (
-                        other._committed.shard(n, part) if is_same_layout else self._recode(other, part, n)
-                    )
-                    if written is not None:
-                        checksums[part] = written
-                if len(checksums) < len(parts):
-                    continue
-                committed += parts
-                for part, written in checksums.items():
-                    layout = self.layout(part[0])
-                    name = layout.path(*part, n)
-                    files[name] = written
-                    if layout == other.layout(part[0]):
-                        linked[f"{self.path}/{name}"] = f"{other.path}/{name}"
-                    if layout.codec and (content := other._committed.content(n, part)):
-                        plain[name] = content
-            if not committed:
+            taken: dict[VariableLayer, FileChecksum] = {}
+            for cell in missing:
+                taken |= self._taken(other, cell, n)
+            if not taken:
                 continue
+            layouts = {part: self.layout(part[0]) for part in taken}
+            names = {part: layout.path(*part, n) for part, layout in layouts.items()}
+            linked = {
+                f"{self.path}/{names[part]}": f"{other.path}/{names[part]}"
+                for part, layout in layouts.items()
+                if layout == other.layout(part[0])
+            }
+            plain = {
+                names[part]: content
+                for part, layout in layouts.items()
+                if layout.codec and (content := other._committed.content(n, part))
+            }
             with suppress(FileNotFoundError):  # gc removed the source meanwhile: the segment is computed
                 self.folder.link_all(linked)
-                self._put_record(n, committed, files, plain)
+                self._put_record(n, taken, {names[part]: taken[part] for part in taken}, plain)
                 n_tokens += len(self.segments[n])
         return n_tokens
 
-    def _is_like(self, other: Entry, part: VariableLayer, n: int) -> bool:
-        """Whether another run has this shard in our layout, apart from the codec."""
-        if other._committed.shard(n, part) is None:
-            return False
-        return self.layout(part[0]).plain == other.layout(part[0]).plain
+    def _taken(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
+        """Checksums of the shards of a cell (with its scales) that another run can provide for this one.
+
+        Empty if that run lacks a shard, or has one in another layout: the cell is left to be computed.
+        """
+        stored = {part: other._committed.shard(n, part) for part in self._stored_parts(cell)}
+        # In this order: `layout` raises for a variable that the other run has never declared.
+        if None in stored.values():
+            return {}
+        if any(self.layout(name).plain != other.layout(name).plain for name, _ in stored):
+            return {}
+        taken = {}
+        for part, checksum in stored.items():
+            is_same_layout = self.layout(part[0]) == other.layout(part[0])
+            written = checksum if is_same_layout else self._recode(other, part, n)
+            if written is None:
+                return {}
+            taken[part] = written
+        return taken
 
     def _recode(self, other: Entry, part: VariableLayer, n: int) -> FileChecksum | None:
         """Write a shard of another run with our codec; None if it is gone or fails its checksum."""
@@ -483,15 +485,13 @@ class Entry:
         source, target = f"{other.path}/{name}", f"{self.path}/{name}"
         content = self.folder.get(source)
         # A damaged source must not spread into this run under a new, matching checksum.
-        if content is None or (len(content), content_digest(content)) != other._committed.shard(n, part):
+        if content is None or file_checksum(content) != other._committed.shard(n, part):
             return None
         recoded_shard = b"".join(recoded(content, source_layout, layout, self.folder.where(source)))
         self.folder.put_new(target, recoded_shard)
         stored = self.folder.get(target) or b""
-        plain = (
-            plain_measure(stored, layout, target) if layout.codec else (len(stored), content_digest(stored))
-        )
-        return (len(stored), content_digest(stored)) if plain == other._committed.content(n, part) else None
+        is_equal = plain_measure(stored, layout, target) == other._committed.content(n, part)
+        return file_checksum(stored) if is_equal else None
 
     def claim(self, n: int) -> SegmentClaim:
         """Lease on a segment: `with entry.claim(n) as acquired:`, or `acquire` and `release` from any

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..content import TEXT
 from ..files import Folder
 from ..provenance import LABELS
 from ..sealed import sealed, unsealed
@@ -53,9 +54,8 @@ def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, A
     Raises:
         CorruptEntry: A label file is damaged.
     """
-    texts = np.dtypes.StringDType()
     return {
-        name: np.array(values, texts if isinstance(next(iter(values), 0), str) else None)
+        name: np.array(values, TEXT if isinstance(next(iter(values), 0), str) else None)
         for name, values in _newest(folder, path).items()
     }
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..catalog import Catalog
-from ..digest import content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound, ReadOnlyStore
 from ..files import THREADS
 from ..keys import ActivationKey, RunKey
@@ -27,6 +26,7 @@ from ..runs.committed import PLAIN, record_name
 from ..runs.coordinates import BARE, BOOKKEEPING, LABELS, OF_LABELS, SAID, metadata_record, recorded
 from ..runs.entries import group_attributes
 from ..runs.quantised import QUANTISED, is_scale, scale_name
+from ..runs.shards import file_checksum
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
 from ..sealed import files_of, sealed, unsealed
 from .collect import lease
@@ -261,7 +261,7 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcom
         name, expected = f"{data}/{file}", files[file]
         if target.files.size(name) is None:
             content = source.files.get(name)
-            actual = None if content is None else (len(content), content_digest(content))
+            actual = None if content is None else file_checksum(content)
             if content is None or actual != expected:
                 raise CorruptEntry(
                     f"{source.files.where(name)}: expected {expected}, found {actual}; {REPAIR}"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ..arrays import ranges
 from ..catalog import Catalog
 from ..files import Folder
 from ..provenance import get_provenance
-from ..reading.selection import ranges
 from ..records import ACTIVATION
 from ..runs.entries import group_attributes
 from ..runs.quantised import is_scale
