@@ -68,7 +68,7 @@ def code_version(label: str, *parts: Any) -> str:
         tree = [reader.identity(part) for part in parts]
         return f"code:{digest('code', sys.implementation.cache_tag, tree)[:16]}"
     except RecursionError:
-        reader.trail.clear()
+        # Every `inside` has removed its place: leaving one needs no deeper stack than entering it did.
         reader.refuse("values or helpers nested too deep to be read,")
     except UnicodeEncodeError as error:
         reader.refuse(f"text without a canonical spelling ({error})")
