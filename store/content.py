@@ -111,6 +111,10 @@ def as_text(name: str, variable: xr.Variable) -> Any:
 def storable_dtype(name: str, dtype: np.dtype[Any]) -> str:
     """Name of a dtype in digests and files: numpy's name, or "string" for any kind of text.
 
+    Arguments:
+        name: Name of the variable, for messages.
+        dtype: Its dtype.
+
     Raises:
         ShapeError: The dtype cannot be stored.
     """
@@ -190,6 +194,7 @@ def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
 
 def _bytes(name: str, variable: xr.Variable) -> str:
     state = hashlib.sha256()
+    # Of texts the size is only known after reading; 16 bytes is what numpy's StringDType keeps per item.
     itemsize = 16 if variable.dtype.kind in "OT" else variable.dtype.itemsize
     chunk = (variable.encoding.get("chunks") or variable.shape or (1,))[0]
     for slab in slabs(variable.shape, itemsize, chunk):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DATASET = "dataset"
+"""Folder of the Zarr group within the folder of a result."""
 _DESCRIPTION = "/zarr.json"
 # bytes up to which an in-memory array is stored as one chunk, and a result opens without dask
 _WHOLE = 64 << 20
@@ -240,6 +241,10 @@ def _decoded(raw: xr.Dataset) -> xr.Dataset:
 def read_result(files: Folder, record: Record) -> xr.Dataset:
     """Open a stored result, lazy: directly over the files if it is small, as dask arrays otherwise.
 
+    Arguments:
+        files: The store's files.
+        record: Published record of the result.
+
     Raises:
         CorruptEntry: The folder is missing or its metadata does not match the manifest; on reading values,
             also if a chunk does not match its checksum.
@@ -261,7 +266,12 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
 
 
 def read_result_at(files: Folder, data: str) -> xr.Dataset:
-    """Open the result in a folder of a store, lazy, without dask; raises like `read_result`."""
+    """Open the result in a folder, lazy, without dask; raises like `read_result`.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of the result.
+    """
     return _read(files, data, f"result {data.rpartition('/')[2][:12]}")
 
 

@@ -50,7 +50,13 @@ def _spelt(character: re.Match[str]) -> str:
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a line to stdout, or to stderr; without its line break where `nl` is False."""
+    """Print text with its control characters escaped.
+
+    Arguments:
+        text: Converted with `str`.
+        err: Whether to print to stderr instead of stdout.
+        nl: Whether to end the line.
+    """
     import click  # finds an encoding where the locale names none
 
     click.echo(escaped(str(text)), err=err, nl=nl)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["FOLDERS", "write_dataset_folder"]
 
 FOLDERS = ("datasets", "saelens", "sparsify")
+"""Kinds of folders, named after the library that reads them."""
+# Names by which each library's loader looks for the token ids.
 _IDS = {"datasets": "input_ids", "saelens": "token_ids", "sparsify": "input_ids"}
 _FILE = "data-00000-of-00001.arrow"
 _GROUP = 16 << 20  # bytes of values per record batch

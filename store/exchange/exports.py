@@ -174,7 +174,15 @@ def export(
 
 
 def format_of(path: Path, format: str | None) -> str:
-    """Format by name or file suffix; ConfigError, which suggests the nearest name, for an unknown one."""
+    """Name of the format to write.
+
+    Arguments:
+        path: The new file, whose suffix decides if no format is given.
+        format: A key of `FORMATS`, or None.
+
+    Raises:
+        ConfigError: The name or suffix is unknown; the message suggests the nearest name.
+    """
     if format is not None:
         if format not in FORMATS:
             hint = did_you_mean(format, FORMATS)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "store_imported"]
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""Names of the dtypes that activations may have."""
 MOST_LAYERS = 10_000
 """Limit on the number of layers: a larger number is a misread name."""
 _AT_ONCE = 128 << 20  # bytes of a segment's arrays that are in memory together
@@ -112,7 +113,7 @@ class Imported:
             release(self.values)
 
     def digest(self, tokens: PackedTokens, token_range: range) -> str:
-        """Content digest of the values of a token range."""
+        """Content digest of the values of a token range; arguments as for `blocks`."""
         return content_digest(*(_bytes(block) for block in self.blocks(tokens, token_range)))
 
     def rows(self, tokens: PackedTokens, token_range: range, digest: str) -> Array:
@@ -144,7 +145,12 @@ def _bytes(rows: Array) -> memoryview:
 
 
 def declared_identity(model: str, revision: str | None) -> str:
-    """Digest of a declared model; never equal to that of a model whose files were read."""
+    """Digest of a declared model; never equal to that of a model whose files were read.
+
+    Arguments:
+        model: Declared name of the model.
+        revision: Declared revision; None for none.
+    """
     return digest("declared-model", model, revision)
 
 

@@ -72,7 +72,9 @@ class LocalFolder(Folder):
     durability: str = "disk"
     """With "disk" files survive a power cut, with "process" only the death of this process."""
     read_only: bool = False
+    """See `Folder`."""
     is_store: bool = field(default=False, compare=False)
+    """See `Folder`."""
     _folders: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     """Cache: directories known not to be links."""
     _settled: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -148,7 +150,7 @@ class LocalFolder(Folder):
             return None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Bytes `start` to `stop`, with the rules of a slice; None for a missing file."""
+        """See `Folder.get_range`."""
         try:
             with self._reading(name) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -359,7 +361,7 @@ class LocalFolder(Folder):
                     yield from self.non_files(name)
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file without a sync; False if it exists."""
+        """See `Folder.mark`: the file is not synced."""
         with self.writing(name):
             path = self.path(name)
             self._make_folder(path.parent)
@@ -415,7 +417,7 @@ class LocalFolder(Folder):
         return self.path(folder)
 
     def move(self, source: str, target: str) -> None:
-        """Rename a file or directory, if it exists."""
+        """See `Folder.move`."""
         if os.path.lexists(self.path(source)):
             with self.writing(source):
                 self._make_folder(self.path(target).parent)
@@ -550,8 +552,13 @@ class LocalFolder(Folder):
 
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:
-    """Translate an error of writing `name` to a store error; errors without a translation stay as they
-    are."""
+    """Translate an error of writing to a store error; errors without a translation stay as they are.
+
+    Arguments:
+        error: Error of the system.
+        root: Folder of the store.
+        name: Path of the file that was written, relative to it.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"no space left in {root} while writing {name}; what was committed stays. Free some space "

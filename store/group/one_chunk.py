@@ -30,6 +30,7 @@ class OneChunk:
     dtype: np.dtype[Any]
     """Numeric dtype, or `TEXT`."""
     shape: tuple[int, ...]
+    """Shape of the array; () for a scalar."""
     dims: tuple[str, ...]
     """Dimension names; () for a scalar."""
     attributes: Mapping[str, Any]

@@ -264,6 +264,11 @@ class PackedAccessor:
         To torch without a copy (torch warns of read-only arrays): `torch.from_numpy(a)`, for bfloat16
         `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`.
 
+        Arguments:
+            variable: Name of the stored array.
+            layer: Layer number; None for an array without a layer axis.
+            segment: Number of the segment.
+
         Raises:
             CorruptEntry: A chunk does not match its checksum.
         """

@@ -57,7 +57,15 @@ def repacked(
 
 
 def prompt_of_selections(dataset: xr.Dataset, rows: Sequence[int] | Indices) -> dict[str, Indices]:
-    """Indices of prompts, in the order of `rows`, on the axes of selections that lie beside `token`."""
+    """Rows of prompts on the axes of selections that lie beside `token`.
+
+    Arguments:
+        dataset: Packed dataset.
+        rows: Numbers of the prompts, in the order of the result.
+
+    Returns:
+        Axis -> indices on it, int64.
+    """
     indices = {}
     for dim in (str(dim) for dim in dataset.dims if str(dim).startswith(AXIS)):
         prompt = dataset[f"prompt_{dim.removeprefix(AXIS)}"].values
@@ -91,7 +99,11 @@ def position_labels(original: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool
 
 
 def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
-    """First row of each prompt's attention matrix on the "pair" or "square" axis, int64 [prompt].
+    """First row of each prompt's attention matrix, int64 [prompt].
+
+    Arguments:
+        dataset: Packed dataset.
+        axis: "pair" or "square".
 
     Raises:
         ShapeError: The axis has gaps, as in a run of several segments that was not opened by mizarr.
@@ -109,8 +121,16 @@ def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
 
 
 def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
-    """Unpack the attention matrix of one prompt: [..., pair or square, ...] to [..., query_position,
-    key_position], in memory. Unstored entries above the diagonal are 0."""
+    """Unpack the attention matrix of one prompt, in memory.
+
+    Arguments:
+        packed: [..., axis, ...].
+        axis: "pair" or "square".
+        size: Tokens of the prompt.
+
+    Returns:
+        [..., query_position, key_position], 0 where the axis "pair" stores nothing, above the diagonal.
+    """
     packed = packed.transpose(..., axis)
     square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)
     if axis == "square":

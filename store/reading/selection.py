@@ -31,9 +31,7 @@ LayerChoice = int | slice | range | Sequence[int]
 Indices = npt.NDArray[np.int64]
 
 _SHOWN = 6  # label values listed in an error message
-# A suggested token differs by at most this many letters in length: difflib is too slow for a whole
-# vocabulary.
-_CLOSE = 2
+_CLOSE = 2  # largest difference in length between an unknown token and the one suggested for it
 
 
 def prompt_rows(dataset: xr.Dataset, prompts: Prompt | Sequence[Prompt], count: int) -> Indices:
@@ -181,7 +179,11 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
 
 
 def in_prompt(position: Position, size: int) -> Indices:
-    """Resolve positions in a prompt of `size` tokens: negative ones from the end, a slice as Python slices.
+    """Resolve positions in a prompt.
+
+    Arguments:
+        position: Numbers (negative from the end), or a slice with Python's rules.
+        size: Tokens of the prompt.
 
     Raises:
         PromptError: The prompt has no such position.
@@ -201,8 +203,10 @@ def in_prompt(position: Position, size: int) -> Indices:
 def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
     """Select layers of every variable that has a layer axis.
 
-    A number drops the axis; a range or list keeps it and must exist as a whole; a slice includes both ends
-    and takes the layers that exist, as `.sel` does.
+    Arguments:
+        dataset: Packed dataset.
+        layer: A number drops the axis; a range or list keeps it and must exist as a whole; a slice includes
+            both ends and takes the layers that exist, as `.sel` does.
 
     Raises:
         EntryNotFound: Layers were not captured.
@@ -228,7 +232,11 @@ def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
 
 
 def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
-    """Activations captured at a hook point: a single layer, or every layer for "*".
+    """Activations captured at a hook point.
+
+    Arguments:
+        dataset: Packed dataset.
+        hook: Such as "blocks.5.hook_resid_post", or with "*" in place of the layer for all layers.
 
     Raises:
         HookPointNotFound: It was not captured; the message has the command that captures it.
@@ -272,7 +280,12 @@ def as_layer(array: xr.DataArray) -> xr.DataArray:
 
 
 def capture_command(dataset: xr.Dataset, hook: str) -> str:
-    """Command line that adds a hook point to this run."""
+    """Command line that adds a hook point to a run.
+
+    Arguments:
+        dataset: The opened run.
+        hook: Hook point, possibly with "*" in place of the layer.
+    """
     return f"mizarr capture {model_name(dataset) or 'MODEL'} PROMPTS --hooks '{hook}'"
 
 
@@ -336,10 +349,11 @@ def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
     for variant in variants:
         if variant and variant in tokens:
             return variant
+    # Only tokens of the same first letter and a similar length: difflib on a whole vocabulary takes seconds.
+    first_letter = string.strip()[:1]
     similar = [
-        # Same first letter and similar length first: difflib on a whole vocabulary takes seconds.
-        s
-        for s in tokens
-        if abs(len(s) - len(string)) <= _CLOSE and s.strip()[:1] == string.strip()[:1]
+        token
+        for token in tokens
+        if abs(len(token) - len(string)) <= _CLOSE and token.strip()[:1] == first_letter
     ]
     return nearest(string, sorted(similar))

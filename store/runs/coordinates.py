@@ -74,8 +74,7 @@ ABOUT = {
 """Attributes of each coordinate."""
 NAMES = tuple(name for name in ABOUT if name not in ("layer", "prompt_id"))
 """Coordinates that are no dimensions, for the `coordinates` attribute by which xarray tells them from data
-variables.
-"""
+variables."""
 
 
 def write_coordinates(
@@ -114,7 +113,13 @@ def metadata_record(variable: str) -> str:
 
 
 def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None:
-    """Record the checksums of variables' `zarr.json`, for readers and `verify`; existing records stay."""
+    """Record the checksums of variables' `zarr.json`, for readers and `verify`; existing records stay.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        variables: Names of the variables, whose `zarr.json` must exist.
+    """
     records = {}
     for variable in variables:
         if folder.get(f"{path}/{metadata_record(variable)}") is None:
@@ -125,9 +130,18 @@ def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None
 
 
 def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> None:
-    """Raise CorruptEntry if a variable's `zarr.json` differs from its recorded checksum.
+    """Compare a variable's `zarr.json` with its recorded checksum.
 
     Passes if there is no record, because its writer was killed before writing one.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        variable: Name of the variable.
+        text: Content of its `zarr.json`.
+
+    Raises:
+        CorruptEntry: They differ.
     """
     name = f"{path}/{metadata_record(variable)}"
     if (record := folder.get(name)) is not None:
@@ -178,7 +192,16 @@ def write_selected(
 
 
 def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
-    """Token list of a selection's axis, int64; EntryNotFound if it is not stored."""
+    """Token list of a selection's axis, int64.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        axis: Name of the axis, which is also that of the stored array.
+
+    Raises:
+        EntryNotFound: The list is not stored.
+    """
     indices = _read_integers(folder, path, axis, recorded(folder, path))
     if indices is None:
         raise EntryNotFound(
@@ -188,7 +211,11 @@ def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:
-    """Tokens of the entry at `path`, with their stored labels; large columns are memory-mapped.
+    """Tokens of an entry with their stored labels; large columns are memory-mapped.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
 
     Raises:
         EntryNotFound: There is no stored run.
@@ -213,7 +240,11 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
 
 
 def read_texts(folder: Folder, path: str) -> StoredTexts | None:
-    """Texts of an entry's prompts, without opening its tokens; None if no texts are stored."""
+    """Texts of an entry's prompts, without opening its tokens; arguments as for `read_tokens`.
+
+    Returns:
+        None if no texts are stored.
+    """
     return _texts(folder, path, recorded(folder, path))
 
 
@@ -332,7 +363,11 @@ def _measured(folder: Folder, name: str, parts: Sequence[Buffer], created: Colle
 
 
 def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:
-    """Path -> (size, checksum) of all coordinate files; a later record replaces earlier ones."""
+    """Recorded sizes and checksums of all coordinate files; arguments as for `read_tokens`.
+
+    Returns:
+        Path relative to the entry -> (size, checksum). Of several records of a file, the last by name counts.
+    """
     files: dict[str, FileChecksum] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
         if name.endswith(".json") and not name.endswith("zarr.json") and name != LABELS:

@@ -92,11 +92,13 @@ class ArraySpec:
     layers: int | None
     """Number of layers of the model; None if the array has no layer axis."""
     long_name: str = ""
+    """Description of the values."""
     unit: str = ""
+    """Unit of the values; "1" for dimensionless ones."""
     selection: Selection | None = None
     """Token selection; None stores all tokens."""
     run_dtype: str | None = None
-    """Storage dtype of the run, if the array has another one of its own (such as ids)."""
+    """Storage dtype of the run, for an array with a dtype of its own, such as token ids; else None."""
     over: int | None = None
     """For reductions: number of tokens that the rows of all segments cover."""
     combine: str | None = None
@@ -149,7 +151,12 @@ class ArraySpec:
 
     @classmethod
     def from_attributes(cls, fields: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
-        """Parse the fields in an array's attributes."""
+        """Parse the fields in an array's attributes.
+
+        Arguments:
+            fields: Fields as `attributes` returned them.
+            selection: The parsed selection; None stores all tokens.
+        """
         return cls(**{**fields, "dims": tuple(fields["dims"]), "selection": selection})
 
 
@@ -184,7 +191,12 @@ def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
 
 
 def entry_digest(run: RunKey, dtype: str) -> str:
-    """D: digest that names the folder of a run's activations in one storage dtype."""
+    """D: digest that names the folder of a run's activations.
+
+    Arguments:
+        run: Key of the run.
+        dtype: Storage dtype, as a run may be stored in several.
+    """
     return digest("entry", run.request(), dtype)
 
 
@@ -235,6 +247,14 @@ class Entry:
 
         With it, segments can be laid out and computed while another thread runs `create`; commit only
         afterwards.
+
+        Arguments:
+            folder: See `create`.
+            run: See `create`.
+            tokens: See `create`.
+            arrays: See `create`.
+            segment_tokens: See `create`.
+            claim_ttl: See `create`.
         """
         entry = cls(folder, run, dtype_of(arrays), tokens, segment_tokens, claim_ttl)
         entry._plans = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
@@ -279,7 +299,16 @@ class Entry:
 
     @classmethod
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
-        """Open the entry in a folder, given relative to the store; EntryNotFound for an empty folder."""
+        """Open the entry in a folder.
+
+        Arguments:
+            folder: The store's files.
+            path: Folder of the entry.
+            tokens: Tokens of the run, as `coordinates.read_tokens` returns them.
+
+        Raises:
+            EntryNotFound: The folder is empty.
+        """
         fields = group_attributes(folder, path)["mizarr"]
         return cls(
             folder, RunKey.of_request(fields["run"]), fields["dtype"], tokens, fields["segment_tokens"]
@@ -319,7 +348,12 @@ class Entry:
         return self._axis_bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
-        """Number of rows of a variable in segment `n`."""
+        """Number of rows of a variable in a segment.
+
+        Arguments:
+            variable: Name of the variable.
+            n: Number of the segment.
+        """
         return self._rows(self.spec(variable), n)
 
     def _rows(self, spec: ArraySpec, n: int) -> int:
@@ -355,7 +389,13 @@ class Entry:
         return {n: cells for n, cells in missing.items() if cells}
 
     def is_recorded(self, n: int, cells: Collection[VariableLayer]) -> bool:
-        """Whether exactly these cells of a segment are committed; one look at a file, unlike `missing`."""
+        """Whether one record commits exactly these cells of a segment. Usually one look at a file, unlike
+        `missing`.
+
+        Arguments:
+            n: Number of the segment.
+            cells: Variables and layers.
+        """
         names = sorted(cell_name(part) for cell in cells for part in self._stored_parts(cell))
         if self.folder.size(record_name(self.path, n, names)) is None:
             return False
@@ -521,7 +561,15 @@ class Entry:
     # -- reading
 
     def record(self, variable: str, layer: int | None) -> Record | None:
-        """Published record of a cell; None while a segment, or its scale array, is missing."""
+        """Published record of a cell.
+
+        Arguments:
+            variable: Name of the variable.
+            layer: Layer number; None without a layer axis.
+
+        Returns:
+            None while a segment, or the scale array of the cell, is missing.
+        """
         part_records = [self._array_record(*part) for part in self._stored_parts((variable, layer))]
         return part_records[-1] if all(part_records) else None
 
@@ -531,7 +579,7 @@ class Entry:
         return None if text is None else Record.from_bytes(key, text)
 
     def key(self, variable: str, layer: int | None) -> ActivationKey:
-        """Key under which a cell is published."""
+        """Key under which a cell is published; arguments as for `record`."""
         return ActivationKey(self.run, variable, layer, self.dtype)
 
     def published(self) -> list[VariableLayer]:
@@ -554,7 +602,11 @@ class Entry:
         return list(self._committed.segments())
 
     def content(self, variable: str, layer: int | None) -> str:
-        """R, the content digest of a published cell; EntryNotFound if it is not published."""
+        """R, the content digest of a published cell; arguments as for `record`.
+
+        Raises:
+            EntryNotFound: The cell is not published.
+        """
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
@@ -563,7 +615,11 @@ class Entry:
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
-        """Digest of a committed shard, including its scales; EntryNotFound if it is not committed."""
+        """Digest of a committed shard, including its scales; arguments as for `shard`.
+
+        Raises:
+            EntryNotFound: The shard is not committed.
+        """
         digests = []
         for part in self._stored_parts((variable, layer)):
             checksum = self._committed.content(n, part)
@@ -574,13 +630,18 @@ class Entry:
         return digests[0] if len(digests) == 1 else content_digest(canonical_json(digests).encode())
 
     def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
-        """Rows of a segment like `shard`, but int8 is dequantised to float32."""
+        """Rows of a segment; arguments and errors as for `shard`, but int8 is dequantised to float32."""
         if not self._has_scales(variable):
             return self.shard(variable, layer, n)
         return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
     def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
         """Rows of a segment in the stored dtype, memory-mapped and read-only, [rows, *tail].
+
+        Arguments:
+            variable: Name of the stored array.
+            layer: Layer number; None without a layer axis.
+            n: Number of the segment.
 
         Raises:
             EntryNotFound: The shard does not exist.
@@ -892,6 +953,10 @@ def _segment_length(folder: Folder, path: str) -> int | None:
 
 def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
     """Attributes of an entry's group.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
 
     Raises:
         EntryNotFound: There is no entry.

@@ -49,7 +49,11 @@ def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> 
 
 
 def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Labels of the run at `path`, as arrays [prompt] by name.
+    """Labels of a run, as arrays [prompt] by name.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the run.
 
     Raises:
         CorruptEntry: A label file is damaged.

@@ -42,7 +42,9 @@ class Usage:
     labels: tuple[str, ...]
     """Labels of its published records."""
     bytes: int
+    """Bytes of all files."""
     files: int
+    """Number of files."""
     used: float
     """Last known use, seconds since the epoch; never later than now."""
 
@@ -62,6 +64,7 @@ class GcReport:
     over_quota: int = 0
     """Bytes that remain above the quota, because they are pinned, new or leased."""
     dry_run: bool = False
+    """Whether nothing was removed."""
 
 
 def usage(store: Catalog) -> list[Usage]:
@@ -226,7 +229,12 @@ def _remove(store: Catalog, data: str, keys: list[Record]) -> None:
 
 @contextmanager
 def lease(store: Catalog, record: Record) -> Iterator[None]:
-    """Protect a folder from gc while the block runs, by a lease file that is renewed; no-op if read-only."""
+    """Context that protects a folder from gc by a lease file that is renewed.
+
+    Arguments:
+        store: The store; nothing is protected in a read-only one.
+        record: Published record of the run or result.
+    """
     if store.read_only:
         yield
         return
@@ -251,7 +259,15 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:
-    """Number of files below a folder, their bytes, and the time of the newest change."""
+    """Disk usage of a folder.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of a run or result.
+
+    Returns:
+        Number of files, their bytes, and the time of the newest change in seconds since the epoch.
+    """
     top = files.folder_stat(data)  # counts as a change in a folder that is still empty
     count, total, newest = 0, 0, 0.0 if top is None else top.modified
     for _, stat in files.walk(data):

@@ -43,11 +43,11 @@ class Copied:
     """Outcome of a copy, as lists of keys."""
 
     copied: list[str] = field(default_factory=list)
-    """Made visible in the target."""
+    """Keys that this call made visible in the target."""
     present: list[str] = field(default_factory=list)
     """Keys present in the target already, with equal content."""
     different: list[str] = field(default_factory=list)
-    """In the target already, with another content, which stays."""
+    """Keys in the target already, with another content, which stays."""
     bytes: int = 0
     """Bytes written."""
 

@@ -21,17 +21,20 @@ __all__ = ["ListedRun", "captured_hooks", "model_label", "runs"]
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run."""
+    """Summary of one run."""
 
     run: str
     """Digest of the run."""
     model: str
     """Name under which the model was captured; the digest of the model if no name was noted."""
     prompts: int
+    """Number of prompts."""
     tokens: int
+    """Number of tokens."""
     hooks: tuple[str, ...]
     """Published variables with their layers, such as "resid_post 0-5"."""
     dtype: str
+    """Storage dtype."""
     bytes: int
     """Bytes on disk."""
     used: float

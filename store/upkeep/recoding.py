@@ -23,7 +23,16 @@ class Differs(Exception):
 
 
 def put_text(target: Catalog, name: str, text: bytes) -> None:
-    """Write a metadata file; raises Differs if the target has another one."""
+    """Write a metadata file.
+
+    Arguments:
+        target: Store to write.
+        name: Path of the file.
+        text: Its content.
+
+    Raises:
+        Differs: The target has another content under that name.
+    """
     if not target.files.put_new(name, text) and target.files.get(name) != text:
         raise Differs(name)
 
@@ -42,6 +51,7 @@ class Recoding:
     data: str
     """Folder of the run."""
     variable: str
+    """Name of the array."""
     before: ShardLayout
     """Layout in the source."""
     after: ShardLayout
@@ -107,6 +117,13 @@ def recoding_of(
     source: Catalog, target: Catalog, data: str, variable: str, codec: str | None
 ) -> Recoding | None:
     """Which conversion an array needs.
+
+    Arguments:
+        source: Store to read.
+        target: Store to write.
+        data: Folder of the run.
+        variable: Name of the array.
+        codec: Requested codec; "none" for none, None as in the source.
 
     Returns:
         None if its files are copied as they are: the codec is the requested one, or the array was not written
