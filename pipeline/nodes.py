@@ -317,7 +317,7 @@ class ResultNode(Ports, ABC):
         """See `Node`."""
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers or blocks of the stored result; empty for segments, which results do not have."""
+        """See `Node.labels`: empty for "segment", as results are not stored in segments."""
         if axis == "segment" or self.record(store) is None:
             return []
         return indices_along(self.open(store), axis)
@@ -329,7 +329,7 @@ class ResultNode(Ports, ABC):
         return None if key is None else store.lookup(key)
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of the result, cut by layer, block and token range if it has those axes."""
+        """See `Node.part`: cut by layer, block and token range if the result has those axes."""
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
@@ -438,7 +438,12 @@ def cut(
 
 
 def indices_along(dataset: xr.Dataset, axis: str) -> list[int]:
-    """Indices along an axis ("layer" or "block") of a dataset; empty if it has no such axis."""
+    """Indices along a cell axis of a dataset; empty if it has no such axis.
+
+    Arguments:
+        dataset: The dataset.
+        axis: "layer" or "block".
+    """
     return [int(label) for label in dataset[axis].values] if axis in dataset.dims else []
 
 

@@ -242,7 +242,7 @@ class StageNode(ResultNode):
     # -- running
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute the missing cells as Dask tasks, publishing each when it is done; then join them."""
+        """See `Node.run`: computes the missing cells as Dask tasks, then joins all cells to the result."""
         with one_look():
             # Cells with equal inputs share a key and are computed once.
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
@@ -266,7 +266,15 @@ class StageNode(ResultNode):
             self._put(store, key, joined, self._parts(store, {}), took)
 
     def compute(self, store: Store, cell: Cell) -> None:
-        """Run the stage's function on the pieces of one cell, and publish the result."""
+        """Run the stage's function on the pieces of one cell, and publish the result.
+
+        Arguments:
+            store: The store to read inputs from and write the result to.
+            cell: The cell, with the key that it had when the run was planned.
+
+        Raises:
+            SourceChanged: The code or an input changed since then; nothing is stored.
+        """
         with measured() as took, ExitStack() as stack:
             self._check_code(cell.key)
             parts = self._parts(store, cell.selection)
@@ -310,6 +318,7 @@ class StageNode(ResultNode):
 
     def _check_code(self, key: ResultKey) -> None:
         """Raise SourceChanged unless the function's code has, in this process, the digest in the key."""
+        # A worker may have imported another version of the user's module.
         if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"stage {self.name!r}: expected the code it was planned with ({key.version}), found "
@@ -319,6 +328,12 @@ class StageNode(ResultNode):
 
 
 def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
-    """Compute and publish one cell; the function of a Dask task, in a thread or on a worker."""
+    """Compute and publish one cell: the work of a Dask task, in a thread or on a worker.
+
+    Arguments:
+        node: The stage; pickled for workers.
+        store: The store to read inputs from and write the result to.
+        cell: The cell.
+    """
     with one_look():
         node.compute(store, cell)

@@ -588,7 +588,12 @@ def expect_room(layout: ShardLayout, rows: int, label: str) -> None:
 
 
 def fetch_index(mapped: Mapped, layout: ShardLayout) -> None:
-    """Download the index of a shard in an object store, unless it is present already."""
+    """Download the index of a shard in an object store, unless it is present already.
+
+    Arguments:
+        mapped: The file.
+        layout: Layout of the shard.
+    """
     end = mapped.size - layout.index_bytes
     # Bytes that are not present read as zeros, which fail the checksum.
     if not mapped.is_whole and end >= 0 and not _index_is_sound(mapped.data, end, layout):
