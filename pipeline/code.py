@@ -257,6 +257,7 @@ class _Reader:
         for name in value.co_names:
             if name in _INTROSPECTION:
                 self.refuse(f"{name!r}, by which code reads variables that it does not name,")
+        # `co_code` is the bytecode as compiled; the interpreter specialises a copy while it runs (PEP 659).
         return [
             "code",
             [value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags],

@@ -34,7 +34,7 @@ Selection = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a stage, the smallest part of a result that is computed and stored at once."""
+    """Cell of a stage: smallest part of a result that is computed and stored at once."""
 
     selection: Selection
     """Labels that select the cell's part of the inputs."""
@@ -47,7 +47,7 @@ class Group:
     """Cells that one task computes together because they share work, such as forward passes."""
 
     cells: tuple[Selection, ...]
-    """Labels of each cell, in the order in which they are computed."""
+    """Labels of the cells, in order of computation."""
 
 
 Task = Selection | Cell | Group

@@ -81,7 +81,7 @@ class Declaration:
     inputs: Mapping[str, Dims | None]
     """Dims of each input array; None for a whole dataset."""
     resources: tuple[str, ...]
-    """Names of the inputs that are no arrays, such as the model or a dictionary of features."""
+    """Names of inputs other than arrays: a model, a dictionary of features."""
     params: Mapping[str, Any]
     """Default of each parameter; `REQUIRED` for a parameter without one."""
     outputs: Mapping[str, Output]

@@ -188,6 +188,7 @@ class Node(Protocol):
 
 # -- one look at the store
 
+# A ContextVar: each thread that computes cells takes looks of its own.
 _MEMO: ContextVar[dict[Any, Any] | None] = ContextVar("mizarr-look", default=None)
 """Results of the functions decorated with `remembered` within the current `one_look`; None outside of one."""
 

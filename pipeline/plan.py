@@ -49,7 +49,7 @@ class Plan:
     """Status and cost of each node that a run would visit, inputs first."""
 
     steps: tuple[Step, ...]
-    """A step for each node, after the steps of its inputs."""
+    """One step per node, inputs before the nodes that read them."""
 
     @property
     def is_cached(self) -> bool:

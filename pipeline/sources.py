@@ -74,7 +74,7 @@ class SourceNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """Resources that `make` reads, such as the files of a checkpoint."""
+        """Resources read by `make`, such as checkpoint files."""
         return self._pinned
 
     def key(self, store: Store) -> ResultKey:

@@ -67,6 +67,7 @@ class StageNode(ResultNode):
         self._params = {name: parameter_copy(value) for name, value in params.items()}
         self.resources = dict(resources or {})
         self.name = stage.name
+        # Each node once: several inputs may be variables of one dataset.
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         for name, resource in self.resources.items():
             identity = self._records(resource.identity())

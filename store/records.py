@@ -15,9 +15,9 @@ from .errors import REPAIR, CorruptEntry
 from .sealed import sealed, unsealed
 
 ACTIVATION = "activation"
-"""Kind of the record of a cell of a run."""
+"""Record kind of a run's cell (variable, layer)."""
 RESULT = "result"
-"""Kind of the record of a stage's result."""
+"""Record kind of a stage's result."""
 _DATA = re.compile(r"data/[0-9a-f]{2}/[0-9a-f]+(\.[0-9a-f]+)?")
 _FIELDS = ("kind", "data", "content", "created", "label")
 

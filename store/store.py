@@ -387,7 +387,7 @@ class Store(Catalog):
         put_vocabulary(self.files, tokenizer, tokens)
 
     def vocabulary(self, tokenizer: str) -> list[str] | None:
-        """Token strings by id of the tokenizer with this digest; None if they are not stored."""
+        """Token strings of a tokenizer (by digest), indexed by token id; None if not stored."""
         return read_vocabulary(self.files, tokenizer)
 
     # -- annotations

@@ -57,6 +57,7 @@ class ClusterClient:
         self._exit_stack = ExitStack()
         self._exit_stack.enter_context(_without_logs())
         try:
+            # Not as default: then dask computations of the user's own code would go to this cluster, too.
             self._client = Client(address, timeout="10s", set_as_default=False)
         except (OSError, ValueError) as error:
             self._exit_stack.close()
@@ -246,6 +247,7 @@ class ClusterClient:
         """Network addresses of the workers that offer a Dask resource; empty for no resource."""
         if not needs:
             return set()
+        # -1 asks for all workers, whatever the default of the installed version is.
         workers = self._client.scheduler_info(n_workers=-1)["workers"]
         return {worker for worker, about in workers.items() if about.get("resources", {}).get(needs)}
 

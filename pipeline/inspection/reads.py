@@ -20,6 +20,7 @@ NOTHING = object()
 """Marks a variable that is not assigned yet."""
 # Bookkeeping of the interpreter, which may stand between a load and the attributes read from it.
 _SILENT = frozenset(["CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"])
+# Class bodies read with LOAD_NAME and, from Python 3.12 on, annotations with LOAD_FROM_DICT_OR_GLOBALS.
 _READS_GLOBAL = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 
 
@@ -71,6 +72,7 @@ def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
 
 def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
     """Attributes that follow the loading of an object: ("a", "b") for `name.a.b`."""
+    # Up to Python 3.11 `name.a()` loads `a` with LOAD_METHOD; later versions have a flag of LOAD_ATTR.
     attributes = itertools.takewhile(
         lambda instruction: instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"), following
     )

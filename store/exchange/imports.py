@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "store_imported"]
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-"""Names of the dtypes that activations may have."""
+"""Dtypes of activations that can be imported."""
 MOST_LAYERS = 10_000
 """Limit on the number of layers: a larger number is a misread name."""
 _AT_ONCE = 128 << 20  # bytes of a segment's arrays that are in memory together

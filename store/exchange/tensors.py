@@ -96,7 +96,7 @@ class Tensor:
     shape: tuple[int, ...]
     """Shape of the whole array."""
     blocks: Iterable[Array]
-    """Arrays of any shape; each is read once and may be computed when it is asked for."""
+    """Consecutive parts of the array, of any shape; consumed once, so a generator may compute them."""
 
     @property
     def nbytes(self) -> int:

@@ -98,7 +98,7 @@ class ArraySpec:
     selection: Selection | None = None
     """Token selection; None stores all tokens."""
     run_dtype: str | None = None
-    """Storage dtype of the run, for an array with a dtype of its own, such as token ids; else None."""
+    """Storage dtype of the run, set for arrays whose `dtype` differs from it (token ids); else None."""
     over: int | None = None
     """For reductions: number of tokens that the rows of all segments cover."""
     combine: str | None = None
@@ -475,12 +475,12 @@ class Entry:
             # A segment is shared only if all of its prompts are, and if it has the same token range.
             if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
                 continue
-            taken: dict[VariableLayer, FileChecksum] = {}
+            checksums: dict[VariableLayer, FileChecksum] = {}
             for cell in missing:
-                taken |= self._taken(other, cell, n)
-            if not taken:
+                checksums |= self._shared_shards(other, cell, n)
+            if not checksums:
                 continue
-            layouts = {part: self.layout(part[0]) for part in taken}
+            layouts = {part: self.layout(part[0]) for part in checksums}
             names = {part: layout.path(*part, n) for part, layout in layouts.items()}
             linked = {
                 f"{self.path}/{names[part]}": f"{other.path}/{names[part]}"
@@ -494,14 +494,15 @@ class Entry:
             }
             with suppress(FileNotFoundError):  # gc removed the source meanwhile: the segment is computed
                 self.folder.link_all(linked)
-                self._put_record(n, taken, {names[part]: taken[part] for part in taken}, plain)
+                files = {names[part]: checksum for part, checksum in checksums.items()}
+                self._put_record(n, checksums, files, plain)
                 n_tokens += len(self.segments[n])
         return n_tokens
 
-    def _taken(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
-        """Checksums of the shards of a cell (with its scales) that another run can provide for this one.
+    def _shared_shards(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
+        """Checksums of a cell's shards, scales included, linked or recoded from another run.
 
-        Empty if that run lacks a shard, or has one in another layout: the cell is left to be computed.
+        Empty if that run lacks a shard or has another layout: the cell is left to be computed.
         """
         stored = {part: other._committed.shard(n, part) for part in self._stored_parts(cell)}
         # In this order: `layout` raises for a variable that the other run has never declared.
@@ -509,14 +510,14 @@ class Entry:
             return {}
         if any(self.layout(name).plain != other.layout(name).plain for name, _ in stored):
             return {}
-        taken = {}
+        checksums = {}
         for part, checksum in stored.items():
             is_same_layout = self.layout(part[0]) == other.layout(part[0])
             written = checksum if is_same_layout else self._recode(other, part, n)
             if written is None:
                 return {}
-            taken[part] = written
-        return taken
+            checksums[part] = written
+        return checksums
 
     def _recode(self, other: Entry, part: VariableLayer, n: int) -> FileChecksum | None:
         """Write a shard of another run with our codec; None if it is gone or fails its checksum."""

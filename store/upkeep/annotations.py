@@ -34,7 +34,7 @@ class Annotation:
     item: str
     """Name of the item within its subject, such as a feature."""
     text: str
-    """The text; empty to remove the one before."""
+    """Annotation text; an empty text removes the previous annotation."""
     author: str
     """Who wrote it."""
     created: str
