@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .attributes import attribute_record, plain
-from .digest import canonical_json
+from .digest import canonical_json, raw_bytes
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -206,6 +206,5 @@ def _bytes(name: str, variable: xr.Variable) -> str:
                 state.update(len(raw).to_bytes(8, "little"))
                 state.update(raw)
         else:
-            little = np.ascontiguousarray(block, block.dtype.newbyteorder("<"))
-            state.update(little.reshape(-1).view(np.uint8).data)
+            state.update(raw_bytes(np.ascontiguousarray(block, block.dtype.newbyteorder("<"))))
     return state.hexdigest()

@@ -54,6 +54,18 @@ def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
     return [unsealed(name, text) for name, text in texts if text is not None]
 
 
+def model_note(files: Folder, data: str) -> dict[str, Any] | None:
+    """Oldest note that names the model of a run; arguments as for `get_provenance`.
+
+    Not every note does: notes of workflows lie in the same folder.
+
+    Returns:
+        None if the model was not noted.
+    """
+    notes = get_provenance(files, data)
+    return next((note for note in notes if isinstance(note.get("model"), str)), None)
+
+
 def note_names(files: Folder, data: str) -> list[str]:
     """Paths of all notes and prompt labels of a run or result, oldest first; arguments as for
     `get_provenance`."""

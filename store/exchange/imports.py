@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..digest import content_digest, digest
+from ..digest import content_digest, digest, raw_bytes
 from ..errors import PromptError, ShapeError, SourceChanged
 from ..keys import RunKey
 from ..reading.labelled import LabelledEntry
@@ -114,7 +114,7 @@ class Imported:
 
     def digest(self, tokens: PackedTokens, token_range: range) -> str:
         """Content digest of the values of a token range; arguments as for `blocks`."""
-        return content_digest(*(_bytes(block) for block in self.blocks(tokens, token_range)))
+        return content_digest(*(raw_bytes(block) for block in self.blocks(tokens, token_range)))
 
     def rows(self, tokens: PackedTokens, token_range: range, digest: str) -> Array:
         """Copy the values of a token range.
@@ -132,16 +132,12 @@ class Imported:
         for block in self.blocks(tokens, token_range):
             rows[start : start + len(block)] = block
             start += len(block)
-        if content_digest(_bytes(rows)) != digest:
+        if content_digest(raw_bytes(rows)) != digest:
             raise SourceChanged(
                 f"expected {self.name!r} as it was when its file was digested, found other numbers: the file "
                 "was overwritten meanwhile; import it again"
             )
         return rows
-
-
-def _bytes(rows: Array) -> memoryview:
-    return rows.reshape(-1).view(np.uint8).data
 
 
 def declared_identity(model: str, revision: str | None) -> str:

@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import Array
+from ..digest import raw_bytes
 from ..errors import ConfigError, MizarrError, ShapeError, WeightsError
 from ..files.mapped import mmap_of
 from .outside import json_value, require_content
@@ -478,6 +479,6 @@ def _bytes(tensor: Tensor) -> Iterator[bytes | memoryview]:
     for block in tensor.blocks:
         ready = np.ascontiguousarray(block, tensor.dtype.newbyteorder("<"))
         written += ready.nbytes
-        yield ready.reshape(-1).view(np.uint8).data
+        yield raw_bytes(ready)
     if written != tensor.nbytes:
         raise ShapeError(f"expected {tensor.nbytes} bytes of {tensor.name!r}, found {written}")

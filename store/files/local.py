@@ -162,8 +162,13 @@ class LocalFolder(Folder):
 
     def stat(self, name: str) -> Stat | None:
         """Size, times and stamp of a file or directory; None for a missing one."""
+        status = self._status(name)
+        return None if status is None else Stat.of(status)
+
+    def _status(self, name: str) -> os.stat_result | None:
+        """Result of `os.stat`, not following links; None for a missing file or directory."""
         try:
-            return Stat.of(os.stat(self._place(name), follow_symlinks=False))  # noqa: PTH116 - asked for at every read
+            return os.stat(self._place(name), follow_symlinks=False)  # noqa: PTH116 - asked for at every read
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -175,12 +180,8 @@ class LocalFolder(Folder):
 
     def size(self, name: str) -> int | None:
         """Size in bytes; None for a missing file. CorruptEntry if it is no regular file."""
-        try:
-            status = os.stat(self._place(name), follow_symlinks=False)  # noqa: PTH116 - of every file of a result
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return None
-            raise self._read_error(name, error) from error
+        if (status := self._status(name)) is None:
+            return None
         if not stat.S_ISREG(status.st_mode):
             raise self._irregular(name, status)
         return status.st_size

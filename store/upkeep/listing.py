@@ -9,8 +9,7 @@ from pathlib import PurePath
 
 from ..arrays import ranges
 from ..catalog import Catalog
-from ..files import Folder
-from ..provenance import get_provenance
+from ..provenance import model_note
 from ..records import ACTIVATION
 from ..runs.entries import group_attributes
 from ..runs.quantised import is_scale
@@ -53,10 +52,11 @@ def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
         if item.kind != ACTIVATION:
             continue
         attributes = group_attributes(store.files, item.data)["mizarr"]
+        model = (model_note(store.files, item.data) or {}).get("model")
         listed.append(
             ListedRun(
                 item.data.rpartition("/")[2],
-                _model(store.files, item.data) or attributes["run"]["model"][:12],
+                model or attributes["run"]["model"][:12],
                 attributes["n_prompts"],
                 attributes["n_tokens"],
                 captured_hooks(item.labels),
@@ -76,12 +76,6 @@ def model_label(model: str) -> str:
     """
     path = PurePath(model)
     return path.name if path.is_absolute() or path.parts[:1] in ((".",), ("..",), ("~",)) else model
-
-
-def _model(files: Folder, data: str) -> str | None:
-    """Model name in a run's provenance notes; None if there is none."""
-    names = (note.get("model") for note in get_provenance(files, data))
-    return next((name for name in names if isinstance(name, str)), None)
 
 
 def captured_hooks(labels: Sequence[str]) -> tuple[str, ...]:
