@@ -39,11 +39,11 @@ def escaped(text: str, *, one_line: bool = False) -> str:
     'a\\x1b[2Jb'
     """
     # Bidirectional marks are included: they can display a file name in an order that hides its suffix.
-    text = _STEERING.sub(_spelt, text)
+    text = _STEERING.sub(_escape, text)
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
-def _spelt(character: re.Match[str]) -> str:
+def _escape(character: re.Match[str]) -> str:
     code = ord(character[0])
     # JSON holds no raw C0, but may hold DEL: as \u007f a document stays JSON.
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"

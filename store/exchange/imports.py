@@ -313,7 +313,7 @@ def store_imported(
     require_unchanged()
     for n, absent in missing.items():
         token_range = entry.segments[n]
-        for group in _together(absent, [cells[cell].row_bytes * len(token_range) for cell in absent]):
+        for group in _groups_of_cells(absent, [cells[cell].row_bytes * len(token_range) for cell in absent]):
             entry.write_segment(
                 n, {cell: cells[cell].rows(tokens, token_range, digests[n, cell]) for cell in group}
             )
@@ -321,7 +321,7 @@ def store_imported(
     return entry
 
 
-def _together(cells: Sequence[VariableLayer], sizes: Sequence[int]) -> Iterator[list[VariableLayer]]:
+def _groups_of_cells(cells: Sequence[VariableLayer], sizes: Sequence[int]) -> Iterator[list[VariableLayer]]:
     """Group consecutive cells of at most `_AT_ONCE` bytes together, at least one cell per group."""
     group: list[VariableLayer] = []
     group_bytes = 0

@@ -107,7 +107,7 @@ class PackedAccessor:
             rows = rows[labelled_rows(ds, labels)[rows]]
         if token is None and chars is None and position is None:
             return ds if prompt is None and not labels else ds.mi.prompts(rows)
-        selected = [self._kept(int(row), token, chars, position) for row in rows]
+        selected = [self._selected_positions(int(row), token, chars, position) for row in rows]
         # An empty dataset would only fail later, in a reduction, with a message about axes.
         if not any(map(len, selected)):
             conditions = {"token": token, "chars": chars, "position": position}
@@ -324,7 +324,9 @@ class PackedAccessor:
             )
         return self._ds[name]
 
-    def _kept(self, row: int, token: Any, chars: Chars | None, position: Position | None) -> Indices:
+    def _selected_positions(
+        self, row: int, token: Any, chars: Chars | None, position: Position | None
+    ) -> Indices:
         """Tokens of a prompt that meet all conditions, as positions in it."""
         start, size = self._row(row)
         tokens = slice(start, start + size)

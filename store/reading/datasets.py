@@ -96,7 +96,7 @@ def open_entry(
     indexed = {
         dim: size for spec in specs.values() for dim, size in spec.sizes.items() if _kind_of(dim) is not None
     }
-    displayed = _called(indexed)
+    displayed = _displayed_names(indexed)
     coords |= {
         displayed[dim]: xr.Variable((displayed[dim],), np.arange(size)) for dim, size in indexed.items()
     }
@@ -414,7 +414,7 @@ def _kind_of(dim: str) -> str | None:
     return next((kind for kind in ("rank", "feature") if dim.startswith(f"{kind}_")), None)
 
 
-def _called(dims: Iterable[str]) -> dict[str, str]:
+def _displayed_names(dims: Iterable[str]) -> dict[str, str]:
     """Displayed name of rank and feature dimensions: the bare kind, unless several dimensions share it."""
     kinds = {dim: _kind_of(dim) or dim for dim in dims}
     counts = Counter(kinds.values())

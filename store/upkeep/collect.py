@@ -184,7 +184,7 @@ def _leased(store: Catalog) -> set[str]:
     now, in_use = store.files.now(), set()
     for name in store.files.list("leases"):
         if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
-            in_use.add(_of_lease(store.files.where(name), text))
+            in_use.add(_leased_folder(store.files.where(name), text))
     for data in store.folders():
         # A run under computation has no lease, but its workers renew claims.
         claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
@@ -193,7 +193,7 @@ def _leased(store: Catalog) -> set[str]:
     return in_use
 
 
-def _of_lease(name: str, text: bytes) -> str:
+def _leased_folder(name: str, text: bytes) -> str:
     """The folder that a lease protects; CorruptEntry for a damaged lease."""
     try:
         return str(read_json(text)["data"])

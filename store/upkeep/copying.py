@@ -114,7 +114,7 @@ def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]
         variable, slash, layer = record.label.partition("/")
         if record.kind == ACTIVATION and not is_scale(variable):
             if record.data not in runs:
-                runs[record.data] = _about(source, record)
+                runs[record.data] = _run_attributes(source, record)
             attributes = runs[record.data]
             if attributes.get("dtype") == QUANTISED:
                 run = RunKey.of_request(attributes["run"])
@@ -126,7 +126,7 @@ def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]
                 yield item
 
 
-def _about(source: Catalog, record: Record) -> Mapping[str, Any]:
+def _run_attributes(source: Catalog, record: Record) -> Mapping[str, Any]:
     """Group attributes of a record's run; {} if gc removed it meanwhile."""
     try:
         attributes: Mapping[str, Any] = group_attributes(source.files, record.data)["mizarr"]
