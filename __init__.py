@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from .stages.forward.networks.kernels.tuning import fix_order_of_sums as _fix_order_of_sums
 from .store.version import __version__ as __version__
 
-_fix_order_of_sums()  # here, because it comes too late after the first matrix product of the process
+# At import, because MKL reads its variable once, before the first matrix product of the process.
+_fix_order_of_sums()
 
 # Public name -> the module that defines it.
 _HOME = {
@@ -88,11 +89,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from .store.errors import nearest
+        from .store.errors import did_you_mean
 
-        near = nearest(name, _HOME)
-        hint = f"; did you mean {near!r}?" if near and not name.startswith("_") else ""
+        # Python itself asks for private names, such as __path__.
+        hint = "" if name.startswith("_") else did_you_mean(name, _HOME)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    # Cached in globals, so that __getattr__ runs once per name.
     value = getattr(importlib.import_module(_HOME[name], __name__), name)
     globals()[name] = value
     return value

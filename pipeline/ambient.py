@@ -191,6 +191,7 @@ def _attention_kernels(torch: Any, stack: ExitStack) -> None:
 
 
 def _flush_denormal(torch: Any, stack: ExitStack) -> None:
+    # torch sets this without a way to read it, so a product with a subnormal number tells.
     if not (torch.full((), _SUBNORMAL, device="cpu") * 1.0).item():
         stack.callback(torch.set_flush_denormal, True)
         torch.set_flush_denormal(False)

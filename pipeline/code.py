@@ -68,7 +68,7 @@ def code_version(label: str, *parts: Any) -> str:
         tree = [reader.identity(part) for part in parts]
         return f"code:{digest('code', sys.implementation.cache_tag, tree)[:16]}"
     except RecursionError:
-        reader.trail.clear()
+        # Every `inside` has removed its place: leaving one needs no deeper stack than entering it did.
         reader.refuse("values or helpers nested too deep to be read,")
     except UnicodeEncodeError as error:
         reader.refuse(f"text without a canonical spelling ({error})")
@@ -117,6 +117,7 @@ class _Reader:
             return _SCALARS[kind](value)
         if kind in _LEAVES:
             return _LEAVES[kind](self, value)
+        # Numbered after scalars and leaves: whether two equal texts are one object differs between processes.
         if id(value) in self.met:
             # Shared or circular: a reference to the number keeps the tree finite.
             return ["met", self.met[id(value)][0]]
@@ -241,15 +242,12 @@ class _Reader:
         if (name := library_name(value)) is not None:
             return ["library", name]
         tree: Tree = ["function", value.__name__]
-        module = value.__globals__.get("__name__")
-        library = is_library_namespace(value.__globals__)
         with self.inside(f"function {value.__qualname__!r}"):
-            for part, default in (("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)):
-                with self.inside(part):
-                    tree.append(self.identity(default))
+            with self.inside("defaults"):
+                tree += [self.identity(value.__defaults__), self.identity(value.__kwdefaults__)]
             tree.append(self.pairs(vars(value)))
-            if library:
-                tree.append([str(module), value.__code__.co_qualname])
+            if is_library_namespace(value.__globals__):
+                tree.append([str(value.__globals__.get("__name__")), value.__code__.co_qualname])
                 return [*tree, *[self._cell(*cell) for cell in cells_of(value)]]
             tree.append(self.code(value.__code__))
             return [*tree, *self._reads(value)]
@@ -259,6 +257,7 @@ class _Reader:
         for name in value.co_names:
             if name in _INTROSPECTION:
                 self.refuse(f"{name!r}, by which code reads variables that it does not name,")
+        # `co_code` is the bytecode as compiled; the interpreter specialises a copy while it runs (PEP 659).
         return [
             "code",
             [value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags],
@@ -283,10 +282,9 @@ class _Reader:
                     self.refuse(
                         "a variable that the function assigns, so that a call depends on earlier calls,"
                     )
-                elif read.kind == "closure":
-                    tree.append([read.name, *read.chain, self._followed(cells[read.name], read.chain)])
                 else:
-                    value = global_of(function, read.name)
+                    is_cell = read.kind == "closure"
+                    value = cells[read.name] if is_cell else global_of(function, read.name)
                     tree.append([read.name, *read.chain, self._followed(value, read.chain)])
         return tree
 
@@ -483,7 +481,7 @@ _SCALARS: dict[type, Callable[[Any], Tree]] = {
     str: lambda value: ["str", value],
     bytes: lambda value: ["bytes", _bytes(value)],
 }
-"""Types without parts. Floats are written in hex, so that -0.0 and NaN are distinct from other values."""
+"""Identity of plain values by type. Floats are written in hex: -0.0 and NaN differ from all other values."""
 _FIELDS: dict[type, tuple[str, ...]] = {
     range: ("start", "stop", "step"),
     slice: ("start", "stop", "step"),
@@ -504,7 +502,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
         "frozen",
     ),
 }
-"""Attributes that identify an object of each of these types."""
+"""Names of the attributes that identify an object, by its type."""
 _LEAVES: dict[type, Callable[[_Reader, Any], Tree]] = {
     tuple: _Reader.sequence,
     set: lambda reader, value: ["set", *reader._sorted(value)],
@@ -523,7 +521,7 @@ _LEAVES: dict[type, Callable[[_Reader, Any], Tree]] = {
     ),
     **dict.fromkeys({np.dtype(code).type for code in np.typecodes["All"]}, _Reader.numpy_scalar),
 }
-"""Types that are written out at every occurrence; they get no number in the walk."""
+"""Identity by type of values that are written out at every occurrence, without a number."""
 _NUMBERED: dict[type, Callable[[_Reader, Any], Tree]] = {
     **dict.fromkeys((list, collections.deque), _Reader.sequence),
     **dict.fromkeys(

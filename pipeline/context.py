@@ -1,4 +1,4 @@
-"""Where nodes run: the cells of one stage, in threads of this process or on the workers of a cluster.
+"""`Context`: computes the cells of a stage in threads of this process, or on the workers of a cluster.
 
 Each task computes one cell and publishes it before it ends. A task carries the store's address and the cell's
 labels and key, never an array. So Ctrl-C, an error or a kill loses only the cells in progress.
@@ -34,10 +34,12 @@ Selection = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a stage: the labels that select its part of the inputs, and its result's key."""
+    """Cell of a stage: smallest part of a result that is computed and stored at once."""
 
     selection: Selection
+    """Labels that select the cell's part of the inputs."""
     key: ResultKey
+    """Key of the cell's result."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Group:
     """Cells that one task computes together because they share work, such as forward passes."""
 
     cells: tuple[Selection, ...]
+    """Labels of the cells, in order of computation."""
 
 
 Task = Selection | Cell | Group
@@ -67,10 +70,13 @@ class Context:
     memory: int | None = None
     """Memory budget in bytes; None for no limit."""
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
+    """Bars, lines or log of the run; shows nothing by default."""
     workers: int = 0
     """Number of worker processes on this machine, started when the first cell runs; 0 or 1 means none."""
     _client: ClusterClient | None = None
+    """Connection to the workers; None until the first cell runs."""
     _exit_stack: ExitStack = field(default_factory=ExitStack)
+    """Closes the connection, then stops the local workers."""
 
     @property
     def has_workers(self) -> bool:
@@ -203,7 +209,17 @@ class Context:
 
 @plain_torch()
 def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
-    """Compute one cell; an error is raised again with the names of job and cell."""
+    """Compute one task, in a thread or on a worker; an error is raised again with the names of job and cell.
+
+    Arguments:
+        work: Computes and publishes the cell.
+        job: Object with a `name`, such as a node.
+        store: The store to read from and write to.
+        cell: The work of the task.
+
+    Raises:
+        StageError: `work` raised an error that is no MizarrError; those keep their type.
+    """
     try:
         work(job, store, cell)
     except Exception as error:
@@ -256,12 +272,14 @@ def blas_threads(count: int) -> Iterator[None]:
     try:
         with _lock:
             if not _original:
-                # limits=None changes nothing; the object remembers the current numbers.
+                # limits=None changes nothing; the object remembers the current numbers of threads.
                 _original.append(_libraries(len(sys.modules)).limit(limits=None, user_api="blas"))
             _requested[token] = count
             _limit_blas()
         yield
     finally:
+        # In the `finally` itself and not in a helper: CPython delivers Ctrl-C where a function begins, so a
+        # helper might be interrupted before it has done anything (tests/stages/test_interrupts.py).
         try:
             _release_limit(token)
         except BaseException:  # interrupted

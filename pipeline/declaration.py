@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..store.errors import StageError, nearest
+from ..store.errors import StageError, did_you_mean
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,7 +71,9 @@ class Declaration:
     """Everything that a stage or an experiment declares."""
 
     kind: Literal["stage", "experiment"]
+    """Whether the function reads stored arrays (stage), or runs a model (experiment)."""
     name: str
+    """Name in keys."""
     version: int | str
     """Version in keys: a number, or "code:…" for a stage declared without one."""
     home: str
@@ -79,10 +81,11 @@ class Declaration:
     inputs: Mapping[str, Dims | None]
     """Dims of each input array; None for a whole dataset."""
     resources: tuple[str, ...]
-    """Names of inputs other than arrays, such as a model."""
+    """Names of inputs other than arrays: a model, a dictionary of features."""
     params: Mapping[str, Any]
     """Default of each parameter; `REQUIRED` for a parameter without one."""
     outputs: Mapping[str, Output]
+    """Declared output arrays by name."""
     cells: tuple[str, ...] = ()
     """Axes along which the work is cut into cells."""
 
@@ -147,10 +150,9 @@ def require_declared(owner: str, declared: Mapping[str, Output], dataset: xr.Dat
     for key, array in dataset.data_vars.items():
         label = str(key)
         if label not in declared:
-            near = nearest(label, declared)
-            hint = f"; did you mean {near!r}?" if near else ""
             raise StageError(
-                f"{owner}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}{hint}"
+                f"{owner}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}"
+                f"{did_you_mean(label, declared)}"
             )
         output, unit = declared[label], str(array.attrs.get("units", "1"))
         if not output.fits(array.dims) or unit != output.unit:

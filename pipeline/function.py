@@ -1,5 +1,5 @@
-"""The function of a stage together with its declaration; inputs and outputs are labelled arrays that are
-checked.
+"""`StageFunction`: the function of a stage with its declaration, which its labelled inputs and outputs are
+checked against.
 
 Border: labels, dims and plain parameters. The vocabulary of declarations is in declaration.py; stage.py makes
 a stage of a function and a node of a stage.
@@ -33,6 +33,7 @@ class StageFunction:
     version: int | str | None
     """Declared version, raised when results change; None uses a digest of the code (`key_version`)."""
     function: Callable[..., Any]
+    """The plain function: inputs, parameters and opened resources by name in, a DataArray or Dataset out."""
     inputs: Mapping[str, Dims | None]
     """Dims of each input array of this form; None for an input that is a whole dataset."""
     outputs: Mapping[str, Output]
@@ -40,7 +41,7 @@ class StageFunction:
     cells: tuple[str, ...] = ()
     """Axes along which the work is cut, from `AXES`; empty if it is not cut."""
     combine: Callable[[Sequence[xr.Dataset]], xr.Dataset] | None = None
-    """Makes one dataset of the datasets of all cells. None: they are concatenated along `layer`."""
+    """Function that joins the datasets of all cells into one; None concatenates them along `layer`."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Default of each parameter; `REQUIRED` (`inspect.Parameter.empty`) for a parameter without one."""
     memory: float = 2.0
@@ -129,13 +130,24 @@ class StageFunction:
         return dataset
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """One dataset of the results of all cells: by `combine`, or else concatenated along `layer`."""
+        """One dataset of the results of all cells: by `combine`, or else concatenated along `layer`.
+
+        Raises:
+            StageError: There are several cells without a `layer` dimension, and no `combine`.
+        """
         if self.combine is not None:
             return self.combine(parts)
         import xarray as xr
 
-        if len(parts) == 1 or "layer" not in parts[0].dims:
+        if len(parts) == 1:
             return parts[0]
+        if "layer" not in parts[0].dims:
+            raise StageError(
+                f"stage {self.name!r} is cut by layer, expected outputs with that dim, found "
+                f"[{', '.join(map(str, parts[0].dims))}]; give combine=… to join the results of its cells"
+            )
+        # "minimal", "equals": arrays and labels without a layer dim must be equal in all cells, and are kept
+        # once. "override": the attributes are those of the first cell.
         return xr.concat(
             parts,
             "layer",

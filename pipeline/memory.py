@@ -1,4 +1,4 @@
-"""Memory of this process before, during and after some work; for provenance also its seconds.
+"""Measurement of some work: memory of this process before, during and after it; for provenance, seconds too.
 
     with mizarr.memory() as used:
         model.forward(prompt)
@@ -50,7 +50,7 @@ _PAGES = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes, at one moment or as a maximum."""
+    """Memory of this process and its accelerators in bytes, at one moment or as a maximum."""
 
     resident: int | None = None
     """Resident set size of the process; None if the system does not report it."""
@@ -149,6 +149,7 @@ def memory() -> Iterator[MemoryUsed]:
         _watch(used)
         yield used
     finally:
+        # Twice instead of in a helper: see `blas_threads` in context.py.
         try:
             _unwatch(used)
         except BaseException:  # interrupted

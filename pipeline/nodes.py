@@ -48,7 +48,7 @@ class Status:
     reason: str = ""
     """Why the node will run; empty if it is cached."""
     cells: int = 1
-    """Number of cells of the node; 1 if it is not cut."""
+    """Number of cells that the node is cut into; 1 for a node without cell axes."""
     cells_cached: int = 0
     """Number of these cells that are stored."""
     warning: str = ""
@@ -118,7 +118,9 @@ class Node(Protocol):
     """
 
     name: str
+    """Name of the node in keys and messages."""
     inputs: tuple[Node, ...]
+    """Nodes whose results this node reads."""
 
     @property
     def pinned(self) -> Sequence[Pinned]:
@@ -142,6 +144,10 @@ class Node(Protocol):
         "segment".
 
         Empty if the node has no such axis or does not know its labels yet.
+
+        Arguments:
+            store: The store that holds the result.
+            axis: "layer", "segment" or "block".
         """
         ...
 
@@ -164,6 +170,10 @@ class Node(Protocol):
 
         All inputs must be stored. Each cell is published as soon as it is computed, so a run that is killed
         can be resumed by another call.
+
+        Arguments:
+            store: The store to read inputs from and write results to.
+            context: Threads or workers, memory budget and progress of the run.
         """
         ...
 
@@ -178,6 +188,7 @@ class Node(Protocol):
 
 # -- one look at the store
 
+# A ContextVar: each thread that computes cells takes looks of its own.
 _MEMO: ContextVar[dict[Any, Any] | None] = ContextVar("mizarr-look", default=None)
 """Results of the functions decorated with `remembered` within the current `one_look`; None outside of one."""
 
@@ -210,7 +221,7 @@ def remembered(
         memo = _MEMO.get()
         if memo is None:
             return function(node, store, *args, **kwargs)
-        # The node is stored beside the result: its id could be reused if it were freed.
+        # By id: nodes have no equality. The node is stored beside the result, so that its id is not reused.
         key = (function.__qualname__, id(node), store, args)
         if key not in memo:
             memo[key] = (node, function(node, store, *args, **kwargs))
@@ -222,13 +233,13 @@ def remembered(
 
 @remembered
 def status_of(node: Node, store: Store) -> Status:
-    """`node.status(store)`, called once per node within `one_look`."""
+    """Status of a node, looked up once within `one_look`; arguments and errors as `Node.status`."""
     return node.status(store)
 
 
 @remembered
 def estimate_of(node: Node, store: Store) -> Estimate:
-    """`node.estimate(store)`, called once per node within `one_look`."""
+    """Estimate of a node, made once within `one_look`; arguments as `Node.estimate`."""
     return node.estimate(store)
 
 
@@ -255,15 +266,17 @@ class Port:
     """A node's dataset, or one variable of it, as the input of a stage."""
 
     node: Node
+    """Node whose result is read."""
     variable: str | None = None
+    """Name of the variable that is read; None for the whole dataset."""
 
     def part(self, store: Store, selection: Selection) -> Part:
-        """A piece of the dataset or variable, as `Node.part`."""
+        """A piece of the dataset or variable; arguments as for `Node.part`."""
         return self.node.part(store, self.variable, selection)
 
 
 class Ports:
-    """Base class of nodes: `node["variable"]` gives a port; nothing is pinned, workers may compute."""
+    """Base class of nodes: `node["variable"]` gives a port. No resource is pinned, any worker may compute."""
 
     def __getitem__(self, variable: str) -> Port:
         return Port(self, variable)  # type: ignore[arg-type]  # every subclass is a Node
@@ -284,7 +297,9 @@ class ResultNode(Ports, ABC):
     """Base class of nodes with one stored result: looks it up, reads and publishes it."""
 
     name: str
+    """Name of the result in keys and messages."""
     inputs: tuple[Node, ...] = ()
+    """Nodes whose results are in the key."""
 
     @abstractmethod
     def key(self, store: Store) -> ResultKey | None:
@@ -303,7 +318,7 @@ class ResultNode(Ports, ABC):
         """See `Node`."""
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers or blocks of the stored result; empty for segments, which results do not have."""
+        """See `Node.labels`: empty for "segment", as results are not stored in segments."""
         if axis == "segment" or self.record(store) is None:
             return []
         return indices_along(self.open(store), axis)
@@ -315,7 +330,7 @@ class ResultNode(Ports, ABC):
         return None if key is None else store.lookup(key)
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of the result, cut by layer, block and token range if it has those axes."""
+        """See `Node.part`: cut by layer, block and token range if the result has those axes."""
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
@@ -407,32 +422,29 @@ def cut(
     def size() -> int:
         return sum(int(array.nbytes) for array in read().data_vars.values())
 
-    def content_of_piece() -> str:
+    def current_content() -> str:
         from ..store.content import content_of
 
-        return content_of(read())
+        return content_of(read() if selection else load())
 
     def check() -> None:
-        current = content_of_piece() if selection else content_of_whole()
-        if current != part.content:
+        if changes and (current := current_content()) != part.content:
             raise SourceChanged(
                 f"expected an array as it was when it was given ({part.content[:19]}), found it changed "
                 f"({current[:19]}): its lazily read data was overwritten; call .load() first, or start again"
             )
 
-    def content_of_whole() -> str:
-        from ..store.content import content_of
-
-        return content_of(load())
-
-    part = Part(
-        content_of_piece if selection else content, read, size, (content,), check if changes else lambda: None
-    )
+    part = Part(current_content if selection else content, read, size, (content,), check)
     return part
 
 
 def indices_along(dataset: xr.Dataset, axis: str) -> list[int]:
-    """Indices along the layer or block axis of a dataset; empty if it has no such axis."""
+    """Indices along a cell axis of a dataset; empty if it has no such axis.
+
+    Arguments:
+        dataset: The dataset.
+        axis: "layer" or "block".
+    """
     return [int(label) for label in dataset[axis].values] if axis in dataset.dims else []
 
 

@@ -97,9 +97,8 @@ def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> An
     if isinstance(value, np.generic) and value.dtype.name in NUMPY_NUMBERS:
         return {"numpy": [value.dtype.name, parameter_record(value.item())]}
     if isinstance(value, np.dtype) and value.name in NUMPY_NUMBERS:
-        return {
-            "dtype": value.str
-        }  # `str` includes the byte order, which code can observe through views and files
+        # `str` includes the byte order, which code can observe through views and files.
+        return {"dtype": value.str}
     return fallback(value)
 
 

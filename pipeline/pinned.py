@@ -5,7 +5,7 @@ node names its resources (`pinned`): each is opened once, and checked when the n
 anything computed from it is published. The promise: a result that was computed from files which changed under
 the command is never published under the old key.
 
-Border: files and what the system says of them; what is in them is their reader's business.
+Border: stamps and digests of files; knows no file format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..store.index import FileDigests, file_digests
 __all__ = ["FileResource", "OpenResource", "Pinned", "PinnedFiles", "PinnedResource"]
 
 MOST_OPEN = 2
-"""Resources that stay open in a process for the next cell or command."""
+"""Number of resources that stay open in a process for the next cell or command."""
 
 
 class Pinned(Protocol):
@@ -105,7 +105,7 @@ class PinnedFiles:
 
     @property
     def are_settled(self) -> bool:
-        """Whether a change of any file would be visible without reading it."""
+        """Whether the stamp and sampled blocks of every file are certain to show its next change."""
         return all(fingerprint.content is None for fingerprint in self._fingerprints.values())
 
     def check(self) -> None:
@@ -146,10 +146,12 @@ def _state(path: Path) -> tuple[str, bool] | None:
 
 
 class OpenResource(NamedTuple):
-    """An object that was opened from files."""
+    """An object opened from files, such as a dictionary's weights, and the fingerprints of these files."""
 
     value: Any
+    """The opened object."""
     files: PinnedFiles
+    """Fingerprints taken before the files were read."""
 
 
 _OPEN: OrderedDict[FileResource, OpenResource] = OrderedDict()

@@ -26,8 +26,11 @@ class Step:
     """One node of a plan: its status in the store and the estimate of its missing work."""
 
     name: str
+    """Name of the node."""
     status: Status
+    """Whether its result is stored, or why it will run."""
     estimate: Estimate
+    """Bytes, memory and seconds of the missing work."""
 
     @property
     def state(self) -> str:
@@ -46,6 +49,7 @@ class Plan:
     """Status and cost of each node that a run would visit, inputs first."""
 
     steps: tuple[Step, ...]
+    """One step per node, inputs before the nodes that read them."""
 
     @property
     def is_cached(self) -> bool:

@@ -25,6 +25,7 @@ from .memory import megabytes, resident
 
 _LINE_EVERY = 5.0  # seconds between plain lines
 _SIZES = ("", "k", "M", "G", "T")
+"""Metric prefixes, each a thousand times the one before it."""
 
 
 class Bar:
@@ -39,7 +40,12 @@ class Bar:
         self._bar: Any = None
 
     def advance(self, count: int = 1, written: int = 0) -> None:
-        """Add `count` finished units and `written` bytes."""
+        """Count finished work, and show it.
+
+        Arguments:
+            count: Number of units that have finished since the last call.
+            written: Bytes stored since the last call.
+        """
         with self._lock:
             self.done += count
             self.written += written
@@ -49,6 +55,7 @@ class Bar:
     @property
     def rate(self) -> float:
         """Units per second since the start."""
+        # A first count may come within one tick of the clock.
         return self.done / max(time.monotonic() - self._started, 1e-9)
 
     @property
@@ -105,7 +112,13 @@ class Progress:
         self._bars: Any = None
 
     def task(self, label: str, *, total: int | None = None, unit: str = "") -> Bar:
-        """Start a counter; `total` is None if it is unknown."""
+        """Start the counter of one task.
+
+        Arguments:
+            label: Name of the task.
+            total: Number of units of the whole task; None if unknown.
+            unit: Name of the units, such as "tokens".
+        """
         task = Bar(self, label, total, unit)
         if self._bars is not None:
             task._bar = self._bars.add_task(label, total=total, shown="")
@@ -182,11 +195,11 @@ def _opened(path: Path) -> TextIO:
 
 def short(count: float) -> str:
     """A count with three digits and a metric prefix: "1.25M"."""
-    for size in _SIZES:
-        if abs(count) < 1000 or size == _SIZES[-1]:
-            return f"{count:.3g}{size}" if count < 1000 else f"{count:.0f}{size}"
+    for size in _SIZES[:-1]:
+        if abs(count) < 1000:
+            return f"{count:.3g}{size}"
         count /= 1000
-    raise AssertionError("the last size always returns")
+    return f"{count:.3g}{_SIZES[-1]}" if count < 1000 else f"{count:.0f}{_SIZES[-1]}"
 
 
 def clock(seconds: float) -> str:

@@ -6,10 +6,11 @@ Border: reads provenance for messages; no cache hit depends on it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..store.arrays import ranges
 from ..store.errors import CorruptEntry
 from .context import Selection
 from .nodes import remembered
@@ -24,7 +25,12 @@ NEWEST = 50
 
 
 def why_not(store: Store, key: ResultKey | None) -> str:
-    """Why no result has this key: the smallest set of differences from a result of the same stage."""
+    """Why no result has this key, as text: its differences from the most similar result of the same stage.
+
+    Arguments:
+        store: The store to compare with.
+        key: Key of the missing result; None while an input is not stored.
+    """
     if key is None:
         return "an input will run"
     requests = [note["request"] for note in notes(key.stage, store)]
@@ -37,7 +43,12 @@ def why_not(store: Store, key: ResultKey | None) -> str:
 
 
 def differences(request: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Differences between a request and a stored one, one phrase each: version, parameters, inputs."""
+    """Differences between two requests of a stage, one phrase each: version, parameters, inputs.
+
+    Arguments:
+        request: `ResultKey.request()` of the missing result.
+        stored: Request of a stored result, from its provenance.
+    """
     phrases = []
     if request["version"] != stored["version"]:
         phrases.append(f"version {stored['version']} -> {request['version']}")
@@ -59,31 +70,33 @@ def _shown(params: Mapping[str, Any], name: str) -> str:
 
 
 def missing_cells(missing: Sequence[Selection], total: int) -> str:
-    """Missing cells as text: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing"."""
+    """Missing cells as text: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing".
+
+    Arguments:
+        missing: Labels of the missing cells.
+        total: Number of all cells.
+    """
     layers = {cell.get("layer") for cell in missing}
     segments = {cell.get("segment") for cell in missing}
-    numbers = [layer for layer in layers if layer is not None]
+    numbers = sorted(layer for layer in layers if layer is not None)
     if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
-        return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)} missing"
+        return f"layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)} missing"
     axes = {axis for cell in missing for axis in cell}
     unit = f"{axes.pop()}s" if axes in ({"segment"}, {"block"}) else "cells"
-    layer_note = f" (layers {spans(numbers)})" if numbers else ""
+    layer_note = f" (layers {ranges(numbers)})" if numbers else ""
     return f"{len(missing)} of {total} {unit} missing{layer_note}"
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: "0-3, 7, 9-10"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:
-    """Provenance of the newest stored results of a stage, newest first; damaged entries are skipped."""
+    """Provenance of the newest stored results of a stage, newest first; damaged entries are skipped.
+
+    Arguments:
+        stage: Name of the stage in keys, or of its cells ("<stage>/cell").
+        store: The store to read from.
+
+    Returns:
+        For each result the note of its first computation.
+    """
     provenance = []
     for record in _newest(stage, store):
         with suppress(CorruptEntry):
@@ -95,11 +108,15 @@ def notes(stage: str, store: Store) -> list[dict[str, Any]]:
 def last_timed(
     name: str, store: Store, fits: Callable[[Mapping[str, Any]], bool] = lambda note: True
 ) -> dict[str, Any] | None:
-    """Newest provenance that states seconds, of a stage or captured variable, among those that `fits`
-    accepts.
+    """Newest provenance of a stage or captured variable that states seconds.
+
+    Arguments:
+        name: Name of the stage or variable.
+        store: The store to read from.
+        fits: Whether a note is accepted.
 
     Returns:
-        None if there is none.
+        None if no note states seconds and is accepted.
     """
     for record in _newest(name, store):
         with suppress(CorruptEntry):
@@ -111,7 +128,12 @@ def last_timed(
 
 
 def scaled_seconds(note: Mapping[str, Any], share: float) -> float:
-    """Expected seconds of `share` times the work of an earlier run; its set-up time is not scaled."""
+    """Expected seconds of a run, from those of an earlier one; set-up (reading the model) is not scaled.
+
+    Arguments:
+        note: Provenance of the earlier run.
+        share: Work to do, as a multiple of the earlier run's.
+    """
     setup = min(note.get("setup_seconds", 0.0), note["seconds"])
     return float(setup + (note["seconds"] - setup) * share)
 

@@ -74,11 +74,11 @@ class SourceNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The resources that `make` reads."""
+        """Resources read by `make`, such as checkpoint files."""
         return self._pinned
 
     def key(self, store: Store) -> ResultKey:
-        """Key made of the parameters; a source has no inputs."""
+        """Result key, from name, version and parameters; a source reads no other node."""
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
@@ -98,7 +98,7 @@ class SourceNode(ResultNode):
         return replace(self._estimate, seconds=round(scaled_seconds(last_note, share), 3))
 
     def run(self, store: Store, context: Context) -> None:
-        """Make and publish the dataset in the calling thread."""
+        """See `Node.run`: makes and publishes the dataset in the calling thread."""
         with measured() as took:
             dataset = self._make()
             note = {**took(), "bytes_read": self._estimate.bytes_read}
@@ -147,19 +147,19 @@ class ConstantNode(Ports):
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Layers or blocks of the dataset; all its tokens are one segment."""
+        """See `Node.labels`: for "segment" one range with all tokens of the dataset."""
         dataset = self._loaded(store)
         if axis != "segment":
             return indices_along(dataset, axis)
         return [(0, dataset.sizes["token"])] if "token" in dataset.dims else []
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """See `Node`. Only workers, which have no dataset in memory, read the store."""
+        """See `Node.part`. Only workers, which have no dataset in memory, read the store."""
         dataset = self._loaded(store)
         return cut(self.content, lambda: dataset, variable, selection, changes=self._is_lazy)
 
     def run(self, store: Store, context: Context) -> None:
-        """Do nothing: the dataset is in memory already."""
+        """See `Node.run`: nothing to do, as the dataset is in memory already."""
 
     def open(self, store: Store) -> xr.Dataset:
         """The dataset in memory; a worker reads the stored copy."""

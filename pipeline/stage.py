@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..store.errors import StageError, nearest
+from ..store.errors import StageError, did_you_mean
 from .declaration import REQUIRED, Dims, Output
 from .function import AXES, StageFunction
 from .pinned import PinnedResource
@@ -55,8 +55,7 @@ class Stage(StageFunction):
         accepted = [*self.inputs, *self.params, *self.resources]
         for name in arguments:
             if name not in accepted:
-                near = nearest(name, accepted)
-                hint = f"; did you mean {near!r}?" if near else ""
+                hint = did_you_mean(name, accepted)
                 raise StageError(f"stage {self.name!r} takes {', '.join(accepted)}, found {name!r}{hint}")
         params = {name: arguments.get(name, default) for name, default in self.params.items()}
         missing = [name for name in (*self.inputs, *self.resources) if name not in arguments]
@@ -183,7 +182,18 @@ def _check(
     axes: tuple[str, ...],
     combine: Any,
 ) -> None:
-    """Raise StageError if a declaration does not fit its function."""
+    """Check the declaration of one form.
+
+    Arguments:
+        label: Name of the stage, for messages.
+        inputs: Dims of each input of the form.
+        parameters: Parameters of the function.
+        axes: Axes along which the work is cut.
+        combine: Function that joins the results of cells, or None.
+
+    Raises:
+        StageError: The declaration does not fit the function.
+    """
     for axis in axes:
         if axis not in AXES:
             raise StageError(f"stage {label!r}: expected cells among {', '.join(AXES)}, found {axis!r}")

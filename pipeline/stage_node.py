@@ -1,4 +1,4 @@
-"""A stage in a graph: its key, its cells, its status, and how it is run.
+"""`StageNode`, a stage in a graph: makes keys, cuts the work into cells, reports the status, runs the cells.
 
 Border: looks up results in the store and hands missing cells to the context. What a cell computes is defined
 by the stage; where it runs is decided by the context.
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from ..store import Store
     from .context import Context
 
+LOADED = 64 << 20
+"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
+
 
 class StageNode(ResultNode):
     """A stage with its inputs, parameters and resources, as a node of a graph."""
@@ -64,6 +67,7 @@ class StageNode(ResultNode):
         self._params = {name: parameter_copy(value) for name, value in params.items()}
         self.resources = dict(resources or {})
         self.name = stage.name
+        # Each node once: several inputs may be variables of one dataset.
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
         for name, resource in self.resources.items():
             identity = self._records(resource.identity())
@@ -94,14 +98,14 @@ class StageNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[PinnedResource]:
-        """The resources of the stage."""
+        """Resources that the stage's function reads beside its inputs."""
         return tuple(self.resources.values())
 
     # -- identity
 
     @remembered
     def key(self, store: Store) -> ResultKey | None:
-        """Key made of the content of all inputs; None while an input is not stored."""
+        """Result key, from the content digests of all inputs; None while an input is not stored."""
         if self._waiting(store):
             return None
         return self._key_of(store, self.name, self._parts(store, {}))
@@ -134,7 +138,7 @@ class StageNode(ResultNode):
 
     @property
     def _cell_label(self) -> str:
-        return f"{self.name}/cell"
+        return f"{self.name}/cell" if self.stage.cells else self.name
 
     def selections(self, store: Store) -> list[Selection]:
         """One selection per cell, layers outermost; a single empty selection if the stage is not cut."""
@@ -143,10 +147,10 @@ class StageNode(ResultNode):
 
     @remembered
     def cells(self, store: Store) -> list[Cell]:
-        """All cells with their keys; the inputs must be stored."""
-        label = self._cell_label if self.stage.cells else self.name
+        """Every cell of the stage with its key; requires that the inputs are stored."""
         return [
-            Cell(cut, self._key_of(store, label, self._parts(store, cut))) for cut in self.selections(store)
+            Cell(cut, self._key_of(store, self._cell_label, self._parts(store, cut)))
+            for cut in self.selections(store)
         ]
 
     @remembered
@@ -171,7 +175,7 @@ class StageNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Whether the result is cached, or why it will run and how many of its cells are stored."""
+        """Whether the result is stored; else the reason why it will run, and the number of stored cells."""
         check_pinned(self)
         with one_look():
             if waiting := self._waiting(store):
@@ -229,7 +233,7 @@ class StageNode(ResultNode):
 
     def _last_time(self, store: Store, read: int) -> tuple[float | None, int]:
         """Seconds (None: unknown) and bytes written, scaled by bytes read from the newest result."""
-        provenance = notes(self._cell_label if self.stage.cells else self.name, store)
+        provenance = notes(self._cell_label, store)
         last = next((note for note in provenance if note.get("bytes_read") and "seconds" in note), None)
         if last is None:
             return None, 0
@@ -239,7 +243,7 @@ class StageNode(ResultNode):
     # -- running
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute the missing cells as Dask tasks, publishing each when it is done; then join them."""
+        """See `Node.run`: computes the missing cells as Dask tasks, then joins all cells to the result."""
         with one_look():
             # Cells with equal inputs share a key and are computed once.
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
@@ -263,7 +267,15 @@ class StageNode(ResultNode):
             self._put(store, key, joined, self._parts(store, {}), took)
 
     def compute(self, store: Store, cell: Cell) -> None:
-        """Run the stage's function on the pieces of one cell, and publish the result."""
+        """Run the stage's function on the pieces of one cell, and publish the result.
+
+        Arguments:
+            store: The store to read inputs from and write the result to.
+            cell: The cell, with the key that it had when the run was planned.
+
+        Raises:
+            SourceChanged: The code or an input changed since then; nothing is stored.
+        """
         with measured() as took, ExitStack() as stack:
             self._check_code(cell.key)
             parts = self._parts(store, cell.selection)
@@ -307,6 +319,7 @@ class StageNode(ResultNode):
 
     def _check_code(self, key: ResultKey) -> None:
         """Raise SourceChanged unless the function's code has, in this process, the digest in the key."""
+        # A worker may have imported another version of the user's module.
         if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"stage {self.name!r}: expected the code it was planned with ({key.version}), found "
@@ -315,11 +328,13 @@ class StageNode(ResultNode):
             )
 
 
-LOADED = 64 << 20
-"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
-
-
 def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
-    """Compute and publish one cell; the function of a Dask task, in a thread or on a worker."""
+    """Compute and publish one cell: the work of a Dask task, in a thread or on a worker.
+
+    Arguments:
+        node: The stage; pickled for workers.
+        store: The store to read inputs from and write the result to.
+        cell: The cell.
+    """
     with one_look():
         node.compute(store, cell)

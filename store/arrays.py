@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "as_number",
     "as_path",
     "is_several",
+    "ranges",
     "require_flag",
     "require_kind",
     "shown",
@@ -110,6 +111,21 @@ def shown(value: Any) -> str:
     if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} of shape {list(shape)}"
     return " ".join(reprlib.repr(value).split())
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as text, consecutive ones as a range.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _remedy(value: Any) -> str:

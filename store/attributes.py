@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .digest import exact
+from .digest import LARGEST, exact
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ DECODED = frozenset(
 """Attributes that readers of Zarr and NetCDF interpret, as they do all names that start with "_"."""
 TIME_UNITS = frozenset(("days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"))
 """Units from which xarray makes durations, as it spells them."""
-_LARGEST = 2**53
 _TAGS = ("float", "str", "dict")
 
 
@@ -181,7 +180,7 @@ def _plain(name: str, value: Any) -> Any:
         raise ShapeError(f"expected text that UTF-8 can hold in attribute {name!r}, found {value!r:.80}")
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, int) and abs(value) <= _LARGEST:
+    if isinstance(value, int) and abs(value) <= LARGEST:
         return int(value)
     raise ShapeError(
         f"expected attribute {name!r} of numbers (integers within 2**53), text, lists and mappings, found "

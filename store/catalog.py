@@ -35,7 +35,7 @@ class Catalog:
 
     @property
     def path(self) -> Path:
-        """Local path of the root; StoreError for a store that is not on this machine."""
+        """Local folder of the store; StoreError for a store in a bucket or in memory."""
         if not isinstance(self.files, LocalFolder):
             raise StoreError(f"expected a store in a folder, found {self.address}; its address is no path")
         return self.files.root

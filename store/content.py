@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .attributes import attribute_record, plain
-from .digest import canonical_json
+from .digest import canonical_json, raw_bytes
 from .errors import ShapeError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NUMBERS = {np.dtype(code).name for code in "?bBhHiIqQefdFD"}
 """Names of the numeric dtypes that can be stored: those known to both numpy and zarr."""
 TEXT = np.dtypes.StringDType()
+"""Numpy dtype of text in memory and in results."""
 _SLAB = 16 << 20  # bytes of an array in memory at once while it is digested
 
 
@@ -110,6 +111,10 @@ def as_text(name: str, variable: xr.Variable) -> Any:
 def storable_dtype(name: str, dtype: np.dtype[Any]) -> str:
     """Name of a dtype in digests and files: numpy's name, or "string" for any kind of text.
 
+    Arguments:
+        name: Name of the variable, for messages.
+        dtype: Its dtype.
+
     Raises:
         ShapeError: The dtype cannot be stored.
     """
@@ -189,6 +194,7 @@ def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
 
 def _bytes(name: str, variable: xr.Variable) -> str:
     state = hashlib.sha256()
+    # Of texts the size is only known after reading; 16 bytes is what numpy's StringDType keeps per item.
     itemsize = 16 if variable.dtype.kind in "OT" else variable.dtype.itemsize
     chunk = (variable.encoding.get("chunks") or variable.shape or (1,))[0]
     for slab in slabs(variable.shape, itemsize, chunk):
@@ -200,6 +206,5 @@ def _bytes(name: str, variable: xr.Variable) -> str:
                 state.update(len(raw).to_bytes(8, "little"))
                 state.update(raw)
         else:
-            little = np.ascontiguousarray(block, block.dtype.newbyteorder("<"))
-            state.update(little.reshape(-1).view(np.uint8).data)
+            state.update(raw_bytes(np.ascontiguousarray(block, block.dtype.newbyteorder("<"))))
     return state.hexdigest()

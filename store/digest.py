@@ -85,8 +85,16 @@ def array_digest(array: npt.NDArray[Any]) -> str:
     little = np.ascontiguousarray(array, array.dtype if name == "bfloat16" else array.dtype.newbyteorder("<"))
     # Dtype and shape first, so that equal bytes of another type or shape get another digest.
     state = hashlib.sha256(canonical_json(["array", name, list(array.shape)]).encode())
-    state.update(little.reshape(-1).view(np.uint8).data)
+    state.update(raw_bytes(little))
     return f"sha256:{state.hexdigest()}"
+
+
+def raw_bytes(array: npt.NDArray[Any]) -> memoryview:
+    """Bytes of a contiguous array, without a copy.
+
+    By way of uint8, because `array.data` refuses bfloat16, which the buffer protocol lacks.
+    """
+    return array.reshape(-1).view(np.uint8).data
 
 
 def file_digest(path: Path) -> str:
@@ -116,7 +124,7 @@ def _plain(value: Any) -> Any:
         return _float(value)
     if isinstance(value, enum.Enum):  # before str and int: a StrEnum is both
         return value.name
-    if value is None or isinstance(value, str | bool):
+    if isinstance(value, str):  # a subclass, such as numpy's str_
         return value
     if isinstance(value, int | np.integer):
         return _integer(int(value))

@@ -35,6 +35,10 @@ class MizarrBackend(BackendEntrypoint):
     ) -> xr.Dataset:
         """Open one folder, lazy, with the `.mi` accessor.
 
+        Arguments:
+            filename_or_obj: Path or URL of the folder of a run or result.
+            drop_variables: Names of variables to leave out.
+
         Raises:
             EntryNotFound: The path is not the folder of a run or result.
         """

@@ -14,6 +14,7 @@ one line and exits with code 2.
       HookPointNotFound(KeyError)       a hook point the model, or a stored run, does not have
       InterventionError(ValueError)     an intervention that cannot be applied as asked
       ShapeError(ValueError)            labelled arrays whose dims or sizes do not fit
+      NotFinite(ArithmeticError)        NaN or infinity in a forward pass, or in an array to be stored
       StageError(ValueError)            a stage declared or called in a way it cannot run
         SourceChanged                   files, weights or functions are no longer what a key was made of
       PlanError(ValueError)             a plan that cannot be carried out, e.g. does not fit the memory given
@@ -136,6 +137,25 @@ class CorruptEntry(StoreError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate with the most similar spelling; None if nothing is similar."""
+    """The known name with the most similar spelling.
+
+    Arguments:
+        name: The unknown name.
+        candidates: All known names.
+
+    Returns:
+        None if no spelling is similar.
+    """
     matches = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """End of a message, "; did you mean 'power'?"; empty if no known name is similar. Arguments: see
+    `nearest`.
+
+    >>> did_you_mean("pover", ["power", "axis"])
+    "; did you mean 'power'?"
+    """
+    near = nearest(name, candidates)
+    return f"; did you mean {near!r}?" if near else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import StageError
 from .files import folder_at
-from .provenance import get_provenance
+from .provenance import model_note
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,10 +38,7 @@ def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
         files, data = folder_at(array.encoding[SOURCE])
     except ValueError:  # not a folder of a store: opened from a file of another program
         return None
-    notes = get_provenance(files, data)
-    # Not every note names the model: notes of workflows lie in the same folder.
-    note = next((note for note in notes if isinstance(note.get("model"), str)), None)
-    if note is None:
+    if (note := model_note(files, data)) is None:
         return None
     return f"{note['model']} as declared" if note.get("declared") else str(note["model"])
 

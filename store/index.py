@@ -43,6 +43,7 @@ class _Cache:
     """
 
     schema = ""
+    """SQL that creates the tables where they are missing."""
 
     def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
         self._path = path
@@ -88,10 +89,9 @@ class _Cache:
                         return
 
     def _connect(self) -> sqlite3.Connection | None:
-        # A SQLite connection used after a fork corrupts the database.
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
-        # SQLite connections do not survive a fork; the parent's is dropped here without being closed.
+        # After a fork the parent's connection would corrupt the database: it is dropped without being closed.
         self._pid = os.getpid()
         self._connection = None
         if self._path is None:
@@ -146,7 +146,15 @@ class StoreIndex(_Cache):
         self._write(lambda db: db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?)", rows))
 
     def find_prompts(self, family: str, prompts: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Entries that contain some of the prompts: folder -> {prompt digest: row}."""
+        """Entries that contain some of the prompts.
+
+        Arguments:
+            family: See `add_prompts`.
+            prompts: Digests of the prompts.
+
+        Returns:
+            Folder of the entry -> {prompt digest: row}.
+        """
 
         def read(db: sqlite3.Connection) -> dict[str, dict[str, int]]:
             rows_by_entry: dict[str, dict[str, int]] = {}
@@ -261,7 +269,13 @@ class Verdicts(_Cache):
         )
 
     def add(self, subject: str, witness: str, verdict: str) -> None:
-        """Store the verdict of a witness on a subject."""
+        """Store the result of a check.
+
+        Arguments:
+            subject: Digest of what was checked.
+            witness: Name and version of the check.
+            verdict: Its result.
+        """
         self._write(
             lambda db: db.execute(
                 "INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", (subject, witness, verdict)

@@ -71,7 +71,7 @@ class RunKey(_Key):
     prompt: str
     """`PackedTokens.digest`."""
     hooks: str
-    """Digest of the canonical interventions. Captures only select from a run, so they are not part of it."""
+    """Digest of the canonical interventions. Captures are not digested: they only select from a run."""
 
     kind = "run"
 
@@ -90,9 +90,11 @@ class ActivationKey(_Key):
     """Identity of a stored array: one variable of a run at one layer, in one storage dtype."""
 
     run: RunKey
+    """Key of the run."""
     variable: str
+    """Name of the array in the run, such as "resid_post"."""
     layer: int | None
-    """None without a layer axis."""
+    """Layer number; None for an array without a layer axis."""
     dtype: str
     """Storage dtype of the run."""
 
@@ -115,9 +117,11 @@ class ResultKey(_Key):
     """
 
     stage: str
+    """Name of the stage; "<stage>/cell" for one of its cells."""
     version: int | str
-    """Declared version of the stage; moves when its numbers move."""
+    """Declared version of the stage, raised when its numbers change; else a digest of its code."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Value of each parameter as plain values, defaults included."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Content digest R of each input. Never its key: a recomputed input with equal content then changes
     nothing downstream (early cutoff)."""

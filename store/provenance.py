@@ -25,7 +25,13 @@ _LIBRARIES = ("mizarr", "torch", "zarr", "xarray", "dask", "numpy")
 
 
 def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
-    """Add a note (plain JSON values) on the folder `data`."""
+    """Add a note on a run or result.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of the run or result.
+        note: Plain JSON values.
+    """
     now = datetime.now(UTC)
     # Names sort by time, and the random part lets two processes write in the same microsecond.
     name = f"{data}/provenance/{now:%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}.json"
@@ -34,14 +40,35 @@ def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
 
 
 def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
-    """All notes on the folder `data`, oldest first. CorruptEntry for a damaged note."""
+    """All notes on a run or result, oldest first.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of the run or result.
+
+    Raises:
+        CorruptEntry: A note is damaged.
+    """
     names = [name for name in note_names(files, data) if not name.rpartition("/")[2].startswith(LABELS)]
     texts = ((name, files.get(name)) for name in names)
     return [unsealed(name, text) for name, text in texts if text is not None]
 
 
+def model_note(files: Folder, data: str) -> dict[str, Any] | None:
+    """Oldest note that names the model of a run; arguments as for `get_provenance`.
+
+    Not every note does: notes of workflows lie in the same folder.
+
+    Returns:
+        None if the model was not noted.
+    """
+    notes = get_provenance(files, data)
+    return next((note for note in notes if isinstance(note.get("model"), str)), None)
+
+
 def note_names(files: Folder, data: str) -> list[str]:
-    """Paths of all notes and prompt labels of a folder, oldest first."""
+    """Paths of all notes and prompt labels of a run or result, oldest first; arguments as for
+    `get_provenance`."""
     names = files.children(f"{data}/provenance")
     return sorted(f"{data}/provenance/{name}" for name in names if name != "zarr.json")
 

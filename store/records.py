@@ -15,7 +15,9 @@ from .errors import REPAIR, CorruptEntry
 from .sealed import sealed, unsealed
 
 ACTIVATION = "activation"
+"""Record kind of a run's cell (variable, layer)."""
 RESULT = "result"
+"""Record kind of a stage's result."""
 _DATA = re.compile(r"data/[0-9a-f]{2}/[0-9a-f]+(\.[0-9a-f]+)?")
 _FIELDS = ("kind", "data", "content", "created", "label")
 
@@ -53,7 +55,15 @@ class Record:
 
     @classmethod
     def from_bytes(cls, key: str, text: bytes) -> Record:
-        """Parse a key file; CorruptEntry if it is damaged."""
+        """Parse a key file.
+
+        Arguments:
+            key: The key, 64 hex digits.
+            text: Content of the file.
+
+        Raises:
+            CorruptEntry: The file is damaged, or names a folder outside of the store's data.
+        """
         fields = unsealed(key_path(key), text, _FIELDS)
         record = cls(key, **{name: str(fields[name]) for name in _FIELDS})
         # The path comes from a file that may have been manipulated; it must stay inside `data/`.

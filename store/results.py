@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DATASET = "dataset"
+"""Folder of the Zarr group within the folder of a result."""
 _DESCRIPTION = "/zarr.json"
 # bytes up to which an in-memory array is stored as one chunk, and a result opens without dask
 _WHOLE = 64 << 20
@@ -87,8 +88,7 @@ def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]
     for name, variable in dataset.variables.items():
         if storable_dtype(str(name), variable.dtype) == "string":
             texts[name] = (variable.dims, as_text(str(name), variable), variable.attrs)
-    coords = {name: value for name, value in texts.items() if name in dataset.coords}
-    dataset = dataset.assign_coords(coords).assign({n: v for n, v in texts.items() if n not in coords})
+    dataset = with_variables(dataset, texts)
     from zarr.codecs import Crc32cCodec
 
     encoding = {
@@ -241,6 +241,10 @@ def _decoded(raw: xr.Dataset) -> xr.Dataset:
 def read_result(files: Folder, record: Record) -> xr.Dataset:
     """Open a stored result, lazy: directly over the files if it is small, as dask arrays otherwise.
 
+    Arguments:
+        files: The store's files.
+        record: Published record of the result.
+
     Raises:
         CorruptEntry: The folder is missing or its metadata does not match the manifest; on reading values,
             also if a chunk does not match its checksum.
@@ -258,11 +262,16 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
         for name, variable in dataset.variables.items()
         if name not in dataset.indexes and variable.dims
     }
-    return _with_variables(dataset, chunked)
+    return with_variables(dataset, chunked)
 
 
 def read_result_at(files: Folder, data: str) -> xr.Dataset:
-    """Open the result in a folder of a store, lazy, without dask; raises like `read_result`."""
+    """Open the result in a folder, lazy, without dask; raises like `read_result`.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of the result.
+    """
     return _read(files, data, f"result {data.rpartition('/')[2][:12]}")
 
 
@@ -323,7 +332,13 @@ def _expect_bounded(metadata: Mapping[str, bytes], listed: Mapping[str, tuple[in
             ) from error
 
 
-def _with_variables(dataset: xr.Dataset, changed: Mapping[str, xr.Variable]) -> xr.Dataset:
+def with_variables(dataset: xr.Dataset, changed: Mapping[Any, Any]) -> xr.Dataset:
+    """The dataset with other values of some variables; coordinates stay coordinates.
+
+    Arguments:
+        dataset: The dataset.
+        changed: New variables by name, in any form that `xarray.Dataset` takes.
+    """
     labels = {name: variable for name, variable in changed.items() if name in dataset.coords}
     arrays = {name: variable for name, variable in changed.items() if name not in labels}
     return dataset.assign_coords(labels).assign(arrays)

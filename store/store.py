@@ -90,6 +90,10 @@ def requested_store(path: str | Path, durability: Durability = "disk") -> Iterat
 
     A store that was created here and is still empty is removed again if the block raises. Another process
     that opened it in the meantime gets an error at its next write.
+
+    Arguments:
+        path: See `open_store`.
+        durability: See `open_store`.
     """
     is_new = open_folder(path, read_only=True).get(DESCRIPTION) is None
     store = open_store(path, durability=durability)
@@ -254,7 +258,14 @@ class Store(Catalog):
     def planned_entry(
         self, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], segment_tokens: int
     ) -> LabelledEntry:
-        """The entry that `create_entry` would make if none exists yet; writes nothing."""
+        """The entry that `create_entry` would make if none exists yet; writes nothing.
+
+        Arguments:
+            run: Key of the run.
+            tokens: Its prompts.
+            arrays: Variables, all of one storage dtype.
+            segment_tokens: Tokens per segment.
+        """
         from .reading.labelled import LabelledEntry
 
         return LabelledEntry.planned(self.files, run, tokens, arrays, segment_tokens=segment_tokens)
@@ -331,9 +342,17 @@ class Store(Catalog):
         return None
 
     def find_start(self, run: RunKey, tokens: PackedTokens, dtype: str) -> LabelledEntry | None:
-        """Run of the same model and interventions with the longest common prefix of prompts, or None.
+        """Another run of the same model and interventions with the longest common prefix of prompts.
 
         Reads the description of every run, without marking them as used.
+
+        Arguments:
+            run: Key of the requested run.
+            tokens: Its prompts.
+            dtype: Storage dtype.
+
+        Returns:
+            None if no run has the first prompt in common.
         """
         from .runs.entries import entry_path, group_attributes
 
@@ -353,23 +372,34 @@ class Store(Catalog):
         return best
 
     def rebuild_index(self) -> None:
-        """Fill the index from the entries, after it was deleted or damaged."""
+        """Index the prompts of all runs again, after `index.sqlite` was deleted or damaged."""
         self.index.clear()
         for entry in self.entries():
             self._remember(entry)
 
     def put_vocabulary(self, tokenizer: str, tokens: Sequence[str]) -> None:
-        """Store the token strings of a tokenizer (by digest), so that datasets can show them without it."""
+        """Store the token strings of a tokenizer, so that datasets can show tokens as text.
+
+        Arguments:
+            tokenizer: Digest of the tokenizer.
+            tokens: Token strings by id.
+        """
         put_vocabulary(self.files, tokenizer, tokens)
 
     def vocabulary(self, tokenizer: str) -> list[str] | None:
-        """Token strings by id; None if they are not stored."""
+        """Token strings of a tokenizer (by digest), indexed by token id; None if not stored."""
         return read_vocabulary(self.files, tokenizer)
 
     # -- annotations
 
     def annotate(self, subject: str, texts: Mapping[str, str], author: str = "") -> None:
-        """Attach short texts to items of a subject (a digest); see upkeep/annotations.py. Part of no key."""
+        """Attach short texts to stored things, such as labels to features of a dictionary. Part of no key.
+
+        Arguments:
+            subject: Digest of what the items belong to, such as the dictionary.
+            texts: Text by item; an empty text removes the one before.
+            author: Who wrote the texts.
+        """
         from .upkeep.annotations import annotate
 
         annotate(self.files, subject, texts, author)
@@ -506,7 +536,7 @@ class Store(Catalog):
         return LabelledEntry.load(self.files, path, read_tokens(self.files, path))
 
     def _run_path(self, prefix: str) -> str:
-        """Folder of the only run whose digest has this prefix."""
+        """Folder of the run whose digest starts with a prefix; EntryNotFound unless there is exactly one."""
         from .runs.entries import entry_path
 
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
@@ -533,6 +563,10 @@ def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) ->
     """Tokens per segment: the power of two whose largest shard is nearest 64 MiB (256 MiB for large corpora).
 
     A run with fewer tokens than that is a single segment.
+
+    Arguments:
+        tokens: The run's prompts.
+        arrays: Variables of the run.
     """
     target = _SHARD if tokens.n_tokens < _CORPUS else _CORPUS_SHARD
     per_token = [spec.row_bytes * spec.rows_per_token(tokens) for spec in arrays]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ..store import Store
 from ..store.errors import CorruptEntry
@@ -27,7 +27,7 @@ from ..store.upkeep.lineage import inputs_of
 from ..store.upkeep.listing import ListedRun, runs
 from ..store.upkeep.questions import Question, is_capture
 
-__all__ = ["GRACE", "AskedQuestion", "HeldFolder", "Holdings", "Snapshot"]
+__all__ = ["GRACE", "AskedQuestion", "HeldFolder", "Holdings", "Removal", "Snapshot"]
 
 REFRESH = 1.0
 """Seconds after which a snapshot is refreshed."""
@@ -38,6 +38,13 @@ _WATCHED = ("", "/seg", "/manifest", "/provenance")
 read."""
 
 Note = Mapping[str, Any]
+Removal = Literal["never", "with a quota", "now"]
+"""When `mizarr gc` would remove a folder: never as it is now, only to meet a quota, or in any case."""
+_REMOVED = {
+    "with a quota": "goes when gc is given a quota and room is short",
+    "now": "goes: nothing of it is published",
+}
+"""Phrases for folders that `mizarr gc` would remove."""
 
 
 @dataclass(frozen=True)
@@ -228,16 +235,24 @@ class Snapshot:
         folder = self.folders.get(data)
         return () if folder is None else folder.notes
 
+    def removal(self, folder: HeldFolder) -> Removal:
+        """When `mizarr gc` would remove a folder."""
+        if self.pin(folder) or folder.data in self._spared:
+            return "never"
+        if folder.records:
+            return "with a quota"
+        return "now" if folder.usage.used < self.at - GRACE else "never"
+
     def fate(self, folder: HeldFolder) -> str:
-        """What `mizarr gc` would do with a folder, in words."""
+        """What `mizarr gc` would do with a folder, in words for people; code decides by `removal`."""
+        removal = self.removal(folder)
+        if removal != "never":
+            return _REMOVED[removal]
         if name := self.pin(folder):
             return f"stays: pinned as {name}"
         if folder.data in self._spared:
             return "stays: younger than a day, in use, or behind something that is or is pinned"
-        if folder.records:
-            return "goes when gc is given a quota and room is short"
-        old = folder.usage.used < self.at - GRACE
-        return "goes: nothing of it is published" if old else "stays: begun within a day"
+        return "stays: begun within a day"
 
 
 class Holdings:

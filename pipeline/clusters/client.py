@@ -36,7 +36,7 @@ class Submitted:
     key: str
     """Name of the task; tasks with equal keys, also of different clients, are computed once."""
     call: tuple[Any, ...]
-    """A function and its arguments."""
+    """The function, followed by its positional arguments."""
 
 
 class ClusterClient:
@@ -57,6 +57,7 @@ class ClusterClient:
         self._exit_stack = ExitStack()
         self._exit_stack.enter_context(_without_logs())
         try:
+            # Not as default: then dask computations of the user's own code would go to this cluster, too.
             self._client = Client(address, timeout="10s", set_as_default=False)
         except (OSError, ValueError) as error:
             self._exit_stack.close()
@@ -67,8 +68,10 @@ class ClusterClient:
         self._exit_stack.callback(self._client.close)
 
     def width(self, needs: str = "") -> int:
-        """Number of tasks that can run at once, at least 1: threads of all workers, or of those with the
-        resource.
+        """Number of tasks that can run at once, at least 1.
+
+        Arguments:
+            needs: Name of a Dask resource ("GPU"); if any worker has it, only threads of such workers count.
 
         Raises:
             StageError: The scheduler is gone.
@@ -149,7 +152,7 @@ class ClusterClient:
                     # A finished task has published its cell. Its return value, None, is on a worker that may
                     # be gone by now: fetching it would make Dask compute the task again elsewhere.
                     if future.status in ("error", "cancelled"):
-                        _result_of(future)
+                        _raise_error_of(future)
                     on_done(under_way.pop(future))
                     completed.update(submit())
             finally:
@@ -230,9 +233,8 @@ class ClusterClient:
                 "one after another, usually because memory ran out; give each worker more memory, or start "
                 "fewer workers. What was committed stays"
             ) from error
-        except (CancelledError, Cancelled) as error:
-            raise self._lost_error() from error
-        except lost as error:
+        # asyncio's and concurrent.futures' classes of the same name: distributed raises either.
+        except (CancelledError, Cancelled, lost) as error:
             raise self._lost_error() from error
 
     def _lost_error(self) -> StageError:
@@ -242,9 +244,10 @@ class ClusterClient:
         )
 
     def _workers_with(self, needs: str) -> set[str]:
-        """Addresses of the workers that have a resource."""
+        """Network addresses of the workers that offer a Dask resource; empty for no resource."""
         if not needs:
             return set()
+        # -1 asks for all workers, whatever the default of the installed version is.
         workers = self._client.scheduler_info(n_workers=-1)["workers"]
         return {worker for worker, about in workers.items() if about.get("resources", {}).get(needs)}
 
@@ -253,8 +256,8 @@ class ClusterClient:
         self._exit_stack.close()
 
 
-def _result_of(future: Any) -> Any:
-    """The result of a task, or its error.
+def _raise_error_of(future: Any) -> None:
+    """Raise the error of a failed task.
 
     Raises:
         StageError: In one line, for an error of the worker outside the task: a missing module, or an error
@@ -266,7 +269,7 @@ def _result_of(future: Any) -> Any:
     from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
     try:
-        return future.result()
+        future.result()
     except (MizarrError, CancelledError, CommClosedError, KilledWorker, NoValidWorkerError, NoWorkerError):
         raise
     except Exception as error:

@@ -79,9 +79,14 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
 
 
 def share_of(number: int, threads: int, cards: Sequence[str]) -> dict[str, Any]:
-    """Environment and Dask resources of worker `number`: thread limits, and a GPU if there is one for it.
+    """Environment and Dask resources of one worker: thread limits, and a GPU if there is one for it.
 
     If there are more workers than GPUs, the remaining workers see none and take tasks without that resource.
+
+    Arguments:
+        number: Number of the worker, from 0.
+        threads: Threads of the worker.
+        cards: Identifiers of the GPUs, as `visible_gpus` returns them.
     """
     environment, resources = _threads(threads), {}
     if cards:
@@ -96,6 +101,7 @@ def visible_gpus() -> list[str]:
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is not None:
         return [name.strip() for name in setting.split(",") if name.strip() and name.strip() != "-1"]
+    # CUDA numbers the GPUs from 0; the names of the driver's entries are PCI addresses.
     return [str(number) for number, _ in enumerate(_GPUS.iterdir())] if _GPUS.is_dir() else []
 
 

@@ -72,13 +72,13 @@ def _installed() -> frozenset[Path]:
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether a class is built into Python, or is a member of an installed module under its own name."""
+    """Whether a class is built into Python, or an installed module defines it under its own name."""
     # Static types are compiled into Python or an extension; users cannot create them.
     return not kind.__flags__ & _HEAP_TYPE or _member_of(kind.__module__, kind.__qualname__) is kind
 
 
 def _member_of(module: Any, name: Any) -> Any:
-    """The object under a dotted name in a loaded module of a library; `_NOTHING` if there is none."""
+    """Member of a loaded library module by dotted name; `_NOTHING` if the module has no such member."""
     loaded = sys.modules.get(module) if isinstance(module, str) else None
     if loaded is None or not isinstance(name, str) or not is_library_namespace(vars(loaded)):
         return _NOTHING

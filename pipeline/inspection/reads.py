@@ -18,7 +18,9 @@ __all__ = ["NOTHING", "Read", "cells_of", "global_of", "reads_of"]
 
 NOTHING = object()
 """Marks a variable that is not assigned yet."""
+# Bookkeeping of the interpreter, which may stand between a load and the attributes read from it.
 _SILENT = frozenset(["CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"])
+# Class bodies read with LOAD_NAME and, from Python 3.12 on, annotations with LOAD_FROM_DICT_OR_GLOBALS.
 _READS_GLOBAL = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 
 
@@ -29,6 +31,7 @@ class Read:
     kind: str
     """One of "global", "closure", "import"."""
     name: str
+    """Name of the variable or module."""
     chain: tuple[str, ...] = ()
     """Attributes read from the variable at once (`name.a.b`), or names imported from the module."""
     level: int = 0
@@ -69,6 +72,7 @@ def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
 
 def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
     """Attributes that follow the loading of an object: ("a", "b") for `name.a.b`."""
+    # Up to Python 3.11 `name.a()` loads `a` with LOAD_METHOD; later versions have a flag of LOAD_ATTR.
     attributes = itertools.takewhile(
         lambda instruction: instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"), following
     )
@@ -76,7 +80,15 @@ def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
 
 
 def global_of(function: types.FunctionType, name: str) -> Any:
-    """Current value of a function's global or built-in; `NOTHING` if it is not assigned."""
+    """Current value of a function's global or built-in.
+
+    Arguments:
+        function: The function.
+        name: Name of the variable.
+
+    Returns:
+        `NOTHING` if the variable is not assigned.
+    """
     value = function.__globals__.get(name, NOTHING)
     untyped_function: Any = function  # mypy leaves the name __builtins__ out of its cache
     return untyped_function.__builtins__.get(name, NOTHING) if value is NOTHING else value

@@ -30,6 +30,6 @@ class EscapingConsole(Console):
         return super().render_str(escaped(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape the text of each segment; segments with `control` are rich's own cursor movements."""
+        """Escape the text of each segment, except rich's own cursor movements; see `Console.render`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))

@@ -9,7 +9,12 @@ __all__ = ["details", "shown", "table"]
 
 
 def shown(title: str, body: str, caption: str = "") -> str:
-    """A block with a title above and a caption below `body`, which is HTML.
+    """A block with a title above and a caption below.
+
+    Arguments:
+        title: Plain text; "" for none.
+        body: HTML.
+        caption: Plain text; "" for none.
 
     >>> shown("a < b", "<hr>")
     '<div><p><b>a &lt; b</b></p><hr></div>'
@@ -42,5 +47,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Itera
 
 
 def details(summary: str, body: str) -> str:
-    """A collapsed block that opens on a click; `body` is HTML."""
+    """A collapsed block that opens on a click.
+
+    Arguments:
+        summary: Plain text that is always shown.
+        body: HTML that is shown when the block is open.
+    """
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"

@@ -39,18 +39,24 @@ def escaped(text: str, *, one_line: bool = False) -> str:
     'a\\x1b[2Jb'
     """
     # Bidirectional marks are included: they can display a file name in an order that hides its suffix.
-    text = _STEERING.sub(_spelt, text)
+    text = _STEERING.sub(_escape, text)
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
-def _spelt(character: re.Match[str]) -> str:
+def _escape(character: re.Match[str]) -> str:
     code = ord(character[0])
     # JSON holds no raw C0, but may hold DEL: as \u007f a document stays JSON.
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a line to stdout, or to stderr; without its line break where `nl` is False."""
+    """Print text with its control characters escaped.
+
+    Arguments:
+        text: Converted with `str`.
+        err: Whether to print to stderr instead of stdout.
+        nl: Whether to end the line.
+    """
     import click  # finds an encoding where the locale names none
 
     click.echo(escaped(str(text)), err=err, nl=nl)

@@ -25,6 +25,8 @@ import numpy.typing as npt
 
 from ..digest import digest
 from ..errors import ConfigError, MissingExtra, ShapeError
+from ..reading.selection import layer_dim
+from ..runs.packed import exclusive_sum
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["FOLDERS", "write_dataset_folder"]
 
 FOLDERS = ("datasets", "saelens", "sparsify")
+"""Kinds of folders, named after the library that reads them."""
+# Names by which each library's loader looks for the token ids.
 _IDS = {"datasets": "input_ids", "saelens": "token_ids", "sparsify": "input_ids"}
 _FILE = "data-00000-of-00001.arrow"
 _GROUP = 16 << 20  # bytes of values per record batch
@@ -104,7 +108,7 @@ def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices,
     if "token_id" not in dataset.coords:
         raise ShapeError(f"expected token ids for {kind}, found a run imported without them; use zarr")
     sizes = dataset["row_size"].values.astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    starts = exclusive_sum(sizes)
     if kind == "datasets":
         if context is not None:
             raise ConfigError("expected no context for rows of one prompt each, found one; leave it out")
@@ -125,7 +129,7 @@ def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices,
             "context"
         )
     # Number of the context within its prompt: 0, 1, … for each prompt.
-    nth = np.arange(n_contexts.sum()) - np.repeat(np.cumsum(n_contexts) - n_contexts, n_contexts)
+    nth = np.arange(n_contexts.sum()) - np.repeat(exclusive_sum(n_contexts), n_contexts)
     return np.repeat(starts, n_contexts) + nth * context, np.full(n_contexts.sum(), context, np.int64)
 
 
@@ -138,7 +142,7 @@ def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
                 f"expected {name!r} with a row per token, found {array.dims}; leave it out with --variables"
             )
         hook = str(array.attrs.get("hook", name))
-        dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+        dim = layer_dim(array)
         if dim is None:
             label = hook.format(int(array["layer"])) if "layer" in array.coords else hook
             columns[label] = array.transpose("token", ...)

@@ -27,7 +27,8 @@ import numpy.typing as npt
 from ..arrays import as_count, as_path, require_kind
 from ..attributes import plain
 from ..content import slabs
-from ..errors import ConfigError, EntryNotFound, ShapeError, StoreFull, nearest
+from ..errors import ConfigError, EntryNotFound, ShapeError, StoreFull, did_you_mean, nearest
+from ..reading.selection import layer_dim
 from ..records import RESULT
 from .dataset_folders import FOLDERS, write_dataset_folder
 from .tensors import Tensor, write_npz, write_safetensors
@@ -173,11 +174,18 @@ def export(
 
 
 def format_of(path: Path, format: str | None) -> str:
-    """Format by name or file suffix; ConfigError, which suggests the nearest name, for an unknown one."""
+    """Name of the format to write.
+
+    Arguments:
+        path: The new file, whose suffix decides if no format is given.
+        format: A key of `FORMATS`, or None.
+
+    Raises:
+        ConfigError: The name or suffix is unknown; the message suggests the nearest name.
+    """
     if format is not None:
         if format not in FORMATS:
-            near = nearest(format, FORMATS)
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = did_you_mean(format, FORMATS)
             raise ConfigError(f"expected a format among {', '.join(FORMATS)}, found {format!r}{hint}")
         return format
     matching = next((name for name, suffixes in FORMATS.items() if path.suffix.lower() in suffixes), None)
@@ -369,7 +377,7 @@ def _values(dataset: xr.Dataset, dtype: str | None) -> Iterator[tuple[Tensor, li
 
 def _layers(array: xr.DataArray) -> dict[int, dict[Hashable, int]]:
     """Layer number -> index into the array; {} for an array without layer coordinate."""
-    dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+    dim = layer_dim(array)
     if dim is not None:
         return {int(layer): {dim: i} for i, layer in enumerate(array[dim].values)}
     return {int(array["layer"]): {}} if "layer" in array.coords else {}

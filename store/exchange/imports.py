@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..digest import content_digest, digest
+from ..digest import content_digest, digest, raw_bytes
 from ..errors import PromptError, ShapeError, SourceChanged
 from ..keys import RunKey
 from ..reading.labelled import LabelledEntry
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "store_imported"]
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""Dtypes of activations that can be imported."""
 MOST_LAYERS = 10_000
 """Limit on the number of layers: a larger number is a misread name."""
 _AT_ONCE = 128 << 20  # bytes of a segment's arrays that are in memory together
@@ -112,8 +113,8 @@ class Imported:
             release(self.values)
 
     def digest(self, tokens: PackedTokens, token_range: range) -> str:
-        """Content digest of the values of a token range."""
-        return content_digest(*(_bytes(block) for block in self.blocks(tokens, token_range)))
+        """Content digest of the values of a token range; arguments as for `blocks`."""
+        return content_digest(*(raw_bytes(block) for block in self.blocks(tokens, token_range)))
 
     def rows(self, tokens: PackedTokens, token_range: range, digest: str) -> Array:
         """Copy the values of a token range.
@@ -131,7 +132,7 @@ class Imported:
         for block in self.blocks(tokens, token_range):
             rows[start : start + len(block)] = block
             start += len(block)
-        if content_digest(_bytes(rows)) != digest:
+        if content_digest(raw_bytes(rows)) != digest:
             raise SourceChanged(
                 f"expected {self.name!r} as it was when its file was digested, found other numbers: the file "
                 "was overwritten meanwhile; import it again"
@@ -139,12 +140,13 @@ class Imported:
         return rows
 
 
-def _bytes(rows: Array) -> memoryview:
-    return rows.reshape(-1).view(np.uint8).data
-
-
 def declared_identity(model: str, revision: str | None) -> str:
-    """Digest of a declared model; never equal to that of a model whose files were read."""
+    """Digest of a declared model; never equal to that of a model whose files were read.
+
+    Arguments:
+        model: Declared name of the model.
+        revision: Declared revision; None for none.
+    """
     return digest("declared-model", model, revision)
 
 
@@ -311,7 +313,7 @@ def store_imported(
     require_unchanged()
     for n, absent in missing.items():
         token_range = entry.segments[n]
-        for group in _together(absent, [cells[cell].row_bytes * len(token_range) for cell in absent]):
+        for group in _groups_of_cells(absent, [cells[cell].row_bytes * len(token_range) for cell in absent]):
             entry.write_segment(
                 n, {cell: cells[cell].rows(tokens, token_range, digests[n, cell]) for cell in group}
             )
@@ -319,7 +321,7 @@ def store_imported(
     return entry
 
 
-def _together(cells: Sequence[VariableLayer], sizes: Sequence[int]) -> Iterator[list[VariableLayer]]:
+def _groups_of_cells(cells: Sequence[VariableLayer], sizes: Sequence[int]) -> Iterator[list[VariableLayer]]:
     """Group consecutive cells of at most `_AT_ONCE` bytes together, at least one cell per group."""
     group: list[VariableLayer] = []
     group_bytes = 0

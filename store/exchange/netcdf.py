@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..attributes import shielded
 from ..errors import MissingExtra, ShapeError
+from ..results import with_variables
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -64,8 +65,7 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
             changed[name] = (variable.dims, variable.astype(np.float32).data, variable.attrs)
         elif variable.dtype.kind == "c":
             raise ShapeError(f"{name!r} is complex, which NetCDF does not support; export to zarr or npz")
-    labels = {name: value for name, value in changed.items() if name in ready.coords}
-    ready = ready.assign_coords(labels).assign({n: v for n, v in changed.items() if n not in labels})
+    ready = with_variables(ready, changed)
     ready.attrs = {**_attributes(ready.attrs), **note}
     # Otherwise xarray writes NaN as fill value, and readers mask NaN activations.
     encoding = {name: {"_FillValue": None} for name, v in ready.variables.items() if v.dtype.kind == "f"}

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..digest import LARGEST
 from ..errors import MizarrError
 from ..files import is_below
 
@@ -36,7 +37,6 @@ MOST_DEPTH = 100
 """Maximum nesting of JSON values; real configs have five levels, serde_json stops at 128."""
 MOST_BYTES = 32 << 20
 """Maximum size of a descriptive JSON file in bytes; the largest known shard index has 10 MB."""
-_LARGEST = 2**53
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of a file whose content git-lfs has not fetched."""
 _BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
@@ -290,7 +290,7 @@ def _float(text: str) -> float:
 
 def _integer(text: str) -> int:
     # Python needs quadratic time for long integers, so the length is checked first.
-    number = int(text) if len(text) <= len(str(_LARGEST)) + 1 else _LARGEST + 1
-    if abs(number) > _LARGEST:
+    number = int(text) if len(text) <= len(str(LARGEST)) + 1 else LARGEST + 1
+    if abs(number) > LARGEST:
         raise ValueError(f"the integer {text[:_SHOWN]}, which is beyond 2**53")
     return number

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from ..attributes import plain
 from ..errors import MissingExtra, ShapeError
+from ..reading.selection import layer_dim
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -157,22 +158,18 @@ def _layers(dataset: xr.Dataset) -> list[int]:
     return sorted({int(layer) for dim in dims for layer in dataset[dim].values})
 
 
-def _layer_dim(array: xr.DataArray) -> str | None:
-    return next((str(dim) for dim in array.dims if str(dim).startswith("layer")), None)
-
-
 def _at(dataset: xr.Dataset, name: str, layer: int | None) -> xr.DataArray | None:
     """Select a layer of a variable; None if it lacks the layer, the variable itself if it has no layer
     axis."""
     array = dataset[name]
-    dim = _layer_dim(array)
+    dim = layer_dim(array)
     if dim is None:
         return array
     return array.sel({dim: layer}) if layer in array[dim].values else None
 
 
 def _by_layer(dataset: xr.Dataset, name: str, layers: list[int]) -> Iterator[tuple[str, xr.DataArray]]:
-    layers_or_none: list[int | None] = [*layers] if _layer_dim(dataset[name]) is not None else [None]
+    layers_or_none: list[int | None] = [*layers] if layer_dim(dataset[name]) is not None else [None]
     for layer in layers_or_none:
         array = _at(dataset, name, layer)
         if array is not None:

@@ -25,7 +25,9 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import Array
+from ..digest import raw_bytes
 from ..errors import ConfigError, MizarrError, ShapeError, WeightsError
+from ..files.mapped import mmap_of
 from .outside import json_value, require_content
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 METADATA = "__metadata__"
+"""Entry of a safetensors header that is no tensor but texts by name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Codes of the plain floating-point dtypes in safetensors; weights of other dtypes are quantised."""
 CODES: dict[str, np.dtype[Any]] = {
@@ -88,9 +91,13 @@ class Tensor:
     """One array to write, as consecutive blocks in C order that together have this shape."""
 
     name: str
+    """Name in the file."""
     dtype: np.dtype[Any]
+    """Dtype in the file, to which the blocks are converted."""
     shape: tuple[int, ...]
+    """Shape of the whole array."""
     blocks: Iterable[Array]
+    """Consecutive parts of the array, of any shape; consumed once, so a generator may compute them."""
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +153,17 @@ def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a new file, block by block. ShapeError for a dtype that the format lacks."""
+    """Write a new safetensors file, block by block.
+
+    Arguments:
+        path: The new file.
+        tensors: Arrays in the order in which they are stored.
+        metadata: Texts by name.
+
+    Raises:
+        ShapeError: A dtype that the format lacks, or blocks that do not have the size of their tensor.
+        FileExistsError: The file exists.
+    """
     codes = {dtype: code for code, dtype in CODES.items()}
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
@@ -174,7 +191,9 @@ class NpyLayout:
     """Position and form of the array in an npy member of an npz file."""
 
     dtype: np.dtype[Any]
+    """Dtype of the numbers, with their byte order."""
     shape: tuple[int, ...]
+    """Shape of the array; () for a scalar."""
     order: Literal["C", "F"]
     """C for row-major, F for column-major."""
     start: int
@@ -219,7 +238,16 @@ def npz_array(path: Path, name: str, error: type[MizarrError]) -> Array:
 
 
 def write_npz(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Write a new, uncompressed npz file, block by block; bfloat16 is widened to float32."""
+    """Write a new, uncompressed npz file, block by block; bfloat16 is widened to float32.
+
+    Arguments:
+        path: The new file.
+        tensors: Arrays in the order in which they are stored.
+
+    Raises:
+        ShapeError: Blocks do not have the size of their tensor.
+        FileExistsError: The file exists.
+    """
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for tensor in tensors:
             dtype = np.dtype("<f4") if tensor.dtype == CODES["BF16"] else tensor.dtype.newbyteorder("<")
@@ -237,7 +265,15 @@ def write_npz(path: Path, tensors: Sequence[Tensor]) -> None:
 
 
 def as_bfloat16(array: Array, name: str) -> Array:
-    """Reinterpret 2-byte values as bfloat16 without a copy; ShapeError for other values."""
+    """Reinterpret 2-byte values as bfloat16 without a copy.
+
+    Arguments:
+        array: bfloat16, or raw 2-byte integers or voids (numpy writes bfloat16 to npy as void).
+        name: Name of the array, for messages.
+
+    Raises:
+        ShapeError: Values of another size or kind.
+    """
     if array.dtype == CODES["BF16"]:
         return array
     if array.dtype.itemsize != 2 or array.dtype.kind not in "uiV":
@@ -247,12 +283,9 @@ def as_bfloat16(array: Array, name: str) -> Array:
 
 def release(array: Array) -> None:
     """Release the pages of a memory-mapped array from this process; they are mapped again on access."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap):
+    if (mapped := mmap_of(array)) is not None:
         # Read-only file maps: dropped pages are read again from the file.
-        base.madvise(mmap.MADV_DONTNEED)
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager
@@ -446,6 +479,6 @@ def _bytes(tensor: Tensor) -> Iterator[bytes | memoryview]:
     for block in tensor.blocks:
         ready = np.ascontiguousarray(block, tensor.dtype.newbyteorder("<"))
         written += ready.nbytes
-        yield ready.reshape(-1).view(np.uint8).data
+        yield raw_bytes(ready)
     if written != tensor.nbytes:
         raise ShapeError(f"expected {tensor.nbytes} bytes of {tensor.name!r}, found {written}")

@@ -41,8 +41,8 @@ class ReadCache:
     """Sparse local copies of objects.
 
     Arguments:
-        folder: Where they lie; created when needed.
-        quota: Bytes; 0 keeps nothing beyond the process.
+        folder: Folder of the copies; created when needed.
+        quota: Bytes of all copies; 0 keeps nothing beyond the process.
     """
 
     def __init__(self, folder: Path, quota: int) -> None:
@@ -56,10 +56,18 @@ class ReadCache:
         return cls(cache_folder() / "objects", quota())
 
     def open(self, name: str, stamp: Stamp, size: int) -> int:
-        """Descriptor of a file of `size` bytes, for reading and writing: earlier downloads, holes elsewhere.
+        """Open the sparse copy of an object: earlier downloads, holes elsewhere.
 
         Without a quota, or on a disk that refuses, the file is anonymous and vanishes with its last
         descriptor.
+
+        Arguments:
+            name: URL of the object.
+            stamp: Stamp of the object; a new version of the object gets another file.
+            size: Bytes of the object.
+
+        Returns:
+            Descriptor of a file of `size` bytes, for reading and writing.
         """
         if self._quota:
             with suppress(OSError):

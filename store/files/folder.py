@@ -131,10 +131,15 @@ class Folder(ABC):
 
     @abstractmethod
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Bytes `start` to `stop` of a file, with the rules of a slice (negative: from the end; None: to the
-        end).
+        """Part of a file.
 
-        Returns fewer bytes where the file ends earlier, None if it does not exist.
+        Arguments:
+            name: Path of the file.
+            start: First byte; negative from the end.
+            stop: End (exclusive); negative from the end, None for the end.
+
+        Returns:
+            Fewer bytes where the file ends earlier; None if it does not exist.
         """
 
     @abstractmethod
@@ -155,7 +160,12 @@ class Folder(ABC):
         return None if stat is None else stat.size
 
     def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int | None]:
-        """Size in bytes of each file `folder/name`; None for files that do not exist."""
+        """Sizes of several files in bytes; None for files that do not exist.
+
+        Arguments:
+            folder: Path of the folder.
+            names: Paths of the files, relative to the folder.
+        """
         return {name: self.size(f"{folder}/{name}") for name in names}
 
     @abstractmethod
@@ -202,7 +212,15 @@ class Folder(ABC):
     # -- writing
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create a file; return False and change nothing if the name exists."""
+        """Create a file, durable when this returns.
+
+        Arguments:
+            name: Path of the file.
+            data: Its content.
+
+        Returns:
+            False if the name exists; then nothing changes.
+        """
         return bool(self.put_all({name: [data]}))
 
     @abstractmethod
@@ -228,7 +246,15 @@ class Folder(ABC):
 
     @abstractmethod
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file that may be lost in a power cut, such as a lease; False if it exists."""
+        """Create a small file that may be lost in a power cut, such as a lease.
+
+        Arguments:
+            name: Path of the file.
+            data: Its content.
+
+        Returns:
+            False if the name exists; then nothing changes.
+        """
 
     @abstractmethod
     def touch(self, name: str) -> None:
@@ -269,7 +295,12 @@ class Folder(ABC):
 
     @abstractmethod
     def move(self, source: str, target: str) -> None:
-        """Rename a file, or a folder with its content, if it exists."""
+        """Rename a file, or a folder with its content, if it exists.
+
+        Arguments:
+            source: Path of the file or folder.
+            target: New path, which must be free.
+        """
 
     @abstractmethod
     def delete(self, name: str) -> None:

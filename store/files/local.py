@@ -14,7 +14,6 @@ the disk is waited for.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 import shutil
@@ -30,7 +29,7 @@ from pathlib import Path
 from ..digest import Buffer, file_digest, open_file_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
 from .folder import THREADS, Folder, ManifestFiles, checked, free_bytes_at, is_below
-from .mapped import Mapped
+from .mapped import Mapped, map_file
 from .stamps import Stat
 
 __all__ = ["LocalFolder", "as_store_error"]
@@ -73,7 +72,9 @@ class LocalFolder(Folder):
     durability: str = "disk"
     """With "disk" files survive a power cut, with "process" only the death of this process."""
     read_only: bool = False
+    """See `Folder`."""
     is_store: bool = field(default=False, compare=False)
+    """See `Folder`."""
     _folders: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     """Cache: directories known not to be links."""
     _settled: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -149,7 +150,7 @@ class LocalFolder(Folder):
             return None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Bytes `start` to `stop`, with the rules of a slice; None for a missing file."""
+        """See `Folder.get_range`."""
         try:
             with self._reading(name) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -161,8 +162,13 @@ class LocalFolder(Folder):
 
     def stat(self, name: str) -> Stat | None:
         """Size, times and stamp of a file or directory; None for a missing one."""
+        status = self._status(name)
+        return None if status is None else Stat.of(status)
+
+    def _status(self, name: str) -> os.stat_result | None:
+        """Result of `os.stat`, not following links; None for a missing file or directory."""
         try:
-            return Stat.of(os.stat(self._place(name), follow_symlinks=False))  # noqa: PTH116 - asked for at every read
+            return os.stat(self._place(name), follow_symlinks=False)  # noqa: PTH116 - asked for at every read
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -174,12 +180,8 @@ class LocalFolder(Folder):
 
     def size(self, name: str) -> int | None:
         """Size in bytes; None for a missing file. CorruptEntry if it is no regular file."""
-        try:
-            status = os.stat(self._place(name), follow_symlinks=False)  # noqa: PTH116 - of every file of a result
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return None
-            raise self._read_error(name, error) from error
+        if (status := self._status(name)) is None:
+            return None
         if not stat.S_ISREG(status.st_mode):
             raise self._irregular(name, status)
         return status.st_size
@@ -193,9 +195,7 @@ class LocalFolder(Folder):
         """Memory map of a file; FileNotFoundError for a missing one."""
         with self._reading(name) as file:
             size = os.fstat(file.fileno()).st_size
-            # mmap refuses an empty file: one anonymous byte, beyond size 0, stands in.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
-        return Mapped(data, size, self.where(name))
+            return Mapped(map_file(file.fileno(), size), size, self.where(name))
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[FileIO]:
@@ -362,7 +362,7 @@ class LocalFolder(Folder):
                     yield from self.non_files(name)
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file without a sync; False if it exists."""
+        """See `Folder.mark`: the file is not synced."""
         with self.writing(name):
             path = self.path(name)
             self._make_folder(path.parent)
@@ -418,7 +418,7 @@ class LocalFolder(Folder):
         return self.path(folder)
 
     def move(self, source: str, target: str) -> None:
-        """Rename a file or directory, if it exists."""
+        """See `Folder.move`."""
         if os.path.lexists(self.path(source)):
             with self.writing(source):
                 self._make_folder(self.path(target).parent)
@@ -553,8 +553,13 @@ class LocalFolder(Folder):
 
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:
-    """Translate an error of writing `name` to a store error; errors without a translation stay as they
-    are."""
+    """Translate an error of writing to a store error; errors without a translation stay as they are.
+
+    Arguments:
+        error: Error of the system.
+        root: Folder of the store.
+        name: Path of the file that was written, relative to it.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"no space left in {root} while writing {name}; what was committed stays. Free some space "

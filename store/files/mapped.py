@@ -9,12 +9,33 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from .cache import ReadCache
 
-__all__ = ["Fetched", "Mapped"]
+__all__ = ["Fetched", "Mapped", "map_file", "mmap_of"]
+
+
+def map_file(handle: int, size: int) -> mmap.mmap:
+    """Read-only memory map of an open file.
+
+    Arguments:
+        handle: Descriptor of the file.
+        size: Bytes of the file. mmap refuses an empty one: then one anonymous byte, beyond size 0, stands in.
+    """
+    return mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
+
+
+def mmap_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
+    """Memory map under an array or a view of one; None for an array in ordinary memory."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, mmap.mmap) else None
 
 
 class Mapped:
@@ -24,7 +45,12 @@ class Mapped:
     """Whether all bytes are present; otherwise bytes that were not fetched read as zeros."""
 
     def __init__(self, data: mmap.mmap, size: int, where: str) -> None:
-        """`data` holds the bytes, `size` is their number, `where` names the file in error messages."""
+        """
+        Arguments:
+            data: Memory that begins with the bytes of the file.
+            size: Number of these bytes.
+            where: Path or URL of the file, for error messages.
+        """
         self.data, self.size, self.where = data, size, where
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -53,9 +79,7 @@ class Fetched(Mapped):
         read: Callable[[Sequence[tuple[int, int]]], Sequence[bytes]],
         cache: ReadCache,
     ) -> None:
-        super().__init__(
-            mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1), size, where
-        )
+        super().__init__(map_file(handle, size), size, where)
         self._handle, self._read, self._cache = handle, read, cache
         # The map alone keeps the pages, but fetch needs the descriptor as long as anyone holds rows.
         weakref.finalize(self, os.close, handle)

@@ -117,7 +117,12 @@ class ObjectFolder(Folder):
         folder = cache_folder() / "indices"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{hashlib.sha256(self._address.encode()).hexdigest()[:32]}.sqlite"
+        return folder / f"{self._cache_name}.sqlite"
+
+    @property
+    def _cache_name(self) -> str:
+        """Name of this store in the user's cache folder."""
+        return hashlib.sha256(self._address.encode()).hexdigest()[:32]
 
     def now(self) -> float:
         """Seconds since the epoch by the server's clock, or this machine's if the store is read-only."""
@@ -148,7 +153,7 @@ class ObjectFolder(Folder):
         return None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Bytes `start` to `stop`, with the rules of a slice; None for a missing object."""
+        """See `Folder.get_range`."""
         if (stat := self.glance(name)) is None:
             return None
         begin, end, _ = slice(start, stop).indices(stat.size)
@@ -181,7 +186,7 @@ class ObjectFolder(Folder):
         return self.stat(name)
 
     def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int | None]:
-        """Sizes in bytes, from one LIST request; None for missing objects."""
+        """See `Folder.sizes`: one LIST request instead of a HEAD request per object."""
         sizes = {name.removeprefix(f"{folder}/"): stat.size for name, stat in self.walk(folder)}
         return {name: sizes.get(name) for name in names}
 
@@ -283,7 +288,7 @@ class ObjectFolder(Folder):
         return created
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small object; False if it exists."""
+        """See `Folder.mark`: like `put_new`, as objects are always durable."""
         return self._put(name, data)
 
     def touch(self, name: str) -> None:
@@ -337,11 +342,10 @@ class ObjectFolder(Folder):
 
     def scratch(self, folder: str) -> Path:
         """A folder in the user's cache folder, named by the store's address."""
-        store = hashlib.sha256(self._address.encode()).hexdigest()[:32]
-        return cache_folder() / "scratch" / store / folder
+        return cache_folder() / "scratch" / self._cache_name / folder
 
     def move(self, source: str, target: str) -> None:
-        """Copy an object, or all objects below a prefix, to another name and delete the original."""
+        """See `Folder.move`: copies an object, or all objects below a prefix, and deletes the original."""
         import obstore
 
         # No rename in object stores. A crash between copy and delete leaves both, which the next call

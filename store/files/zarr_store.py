@@ -47,7 +47,7 @@ class FolderStore(Store):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Content of a key, or of a byte range; None for a missing key."""
+        """See `zarr.abc.store.Store.get`: content of a key or byte range; None for a missing key."""
         # Folder is synchronous; without a thread a slow request would block zarr's event loop for all other
         # chunks.
         data = await asyncio.to_thread(self._read, f"{self._folder}/{key}", byte_range)
@@ -66,7 +66,7 @@ class FolderStore(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Bytes of several keys or byte ranges, one after the other."""
+        """See `zarr.abc.store.Store`: several keys or byte ranges, one after the other."""
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     async def exists(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class FolderStore(Store):
         return await asyncio.to_thread(self._files.size, f"{self._folder}/{key}") is not None
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Raise ReadOnlyStore."""
+        """See `zarr.abc.store.Store`: raises ReadOnlyStore."""
         raise ReadOnlyStore(f"cannot write {key}: {self} is open for reading")
 
     async def delete(self, key: str) -> None:

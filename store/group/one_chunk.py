@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..content import NUMBERS
-from ..runs.shards import SUM_BYTES, crc32c
+from ..content import NUMBERS, TEXT
+from ..runs.shards import SUM_BYTES, crc32c, with_crc32c
 from ..runs.zarr_metadata import CRC32C, LITTLE_ENDIAN, UTF8_TEXT, array_metadata
 from ..sealed import read_json
 
-__all__ = ["TEXT", "OneChunk"]
+__all__ = ["OneChunk"]
 
-TEXT = np.dtypes.StringDType()
-"""Numpy dtype of text arrays."""
 _LENGTH = 4  # bytes of each length field in vlen-utf8, as defined by the numcodecs codec
 
 
@@ -32,6 +30,7 @@ class OneChunk:
     dtype: np.dtype[Any]
     """Numeric dtype, or `TEXT`."""
     shape: tuple[int, ...]
+    """Shape of the array; () for a scalar."""
     dims: tuple[str, ...]
     """Dimension names; () for a scalar."""
     attributes: Mapping[str, Any]
@@ -91,10 +90,7 @@ class OneChunk:
 
     def chunk(self, values: Array) -> bytes | None:
         """Content of the chunk file; None if all values equal the fill value, as zarr then writes no file."""
-        if _is_fill(values):
-            return None
-        data = _packed(values)
-        return data + crc32c(data).to_bytes(SUM_BYTES, "little")
+        return None if _is_fill(values) else with_crc32c(_packed(values))
 
     def values(self, chunk: bytes | None) -> Array:
         """Decode a chunk file.

@@ -34,11 +34,11 @@ class StoredArray(BackendArray):
     """
 
     def __init__(self, array: Any, folder: str, label: str) -> None:
-        self._array, self._place, self._what = array, folder, label
+        self._array, self._folder, self._label = array, folder, label
         self.dtype, self.shape = array.dtype, array.shape
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
-        with damage_errors(self._what, self._place):
+        with damage_errors(self._label, self._folder):
             return self._array[key]
 
 

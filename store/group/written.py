@@ -19,15 +19,20 @@ import xarray as xr
 from xarray.backends.zarr import encode_zarr_variable
 from xarray.conventions import encode_dataset_coordinates
 
+from ..content import TEXT
 from ..runs.zarr_metadata import group_metadata
-from .one_chunk import TEXT, OneChunk
+from .one_chunk import OneChunk
 
 __all__ = ["are_plain", "write_arrays"]
 
 
 def are_plain(dataset: xr.Dataset, most: int) -> bool:
-    """Whether a dataset has at most `most` bytes, no dask arrays, and only names that are valid folder
-    names."""
+    """Whether `write_arrays` can write a dataset: it is small, has no dask arrays, and names fit folders.
+
+    Arguments:
+        dataset: The dataset, in storable form.
+        most: Largest number of bytes of all its arrays.
+    """
     return dataset.nbytes <= most and all(
         isinstance(name, str)
         and name.strip(".")

@@ -20,11 +20,10 @@ import xarray as xr
 
 from ..errors import EntryNotFound, PromptError, ShapeError, nearest
 from ..runs.coordinates import ABOUT
-from ..runs.packed import MATRICES, rows_before
+from ..runs.packed import MATRICES, exclusive_sum, rows_before
 from ..runs.vocabularies import registered_vocabulary
 from .direct import entry_of, unchunked
 from .repacking import (
-    exclusive_sum,
     matrix_starts,
     position_labels,
     prompt_of_selections,
@@ -108,7 +107,7 @@ class PackedAccessor:
             rows = rows[labelled_rows(ds, labels)[rows]]
         if token is None and chars is None and position is None:
             return ds if prompt is None and not labels else ds.mi.prompts(rows)
-        selected = [self._kept(int(row), token, chars, position) for row in rows]
+        selected = [self._selected_positions(int(row), token, chars, position) for row in rows]
         # An empty dataset would only fail later, in a reduction, with a message about axes.
         if not any(map(len, selected)):
             conditions = {"token": token, "chars": chars, "position": position}
@@ -265,6 +264,11 @@ class PackedAccessor:
         To torch without a copy (torch warns of read-only arrays): `torch.from_numpy(a)`, for bfloat16
         `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`.
 
+        Arguments:
+            variable: Name of the stored array.
+            layer: Layer number; None for an array without a layer axis.
+            segment: Number of the segment.
+
         Raises:
             CorruptEntry: A chunk does not match its checksum.
         """
@@ -320,7 +324,9 @@ class PackedAccessor:
             )
         return self._ds[name]
 
-    def _kept(self, row: int, token: Any, chars: Chars | None, position: Position | None) -> Indices:
+    def _selected_positions(
+        self, row: int, token: Any, chars: Chars | None, position: Position | None
+    ) -> Indices:
         """Tokens of a prompt that meet all conditions, as positions in it."""
         start, size = self._row(row)
         tokens = slice(start, start + size)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PromptError, nearest
+from ..errors import PromptError, did_you_mean
 
 __all__ = ["CharacterSpans", "find_span", "find_spans", "words"]
 
@@ -60,13 +60,25 @@ class CharacterSpans:
         return _first((self.start >= char) & (self.end > self.start))
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:
-        """All tokens that overlap the characters from `start` to `end` (exclusive)."""
+        """All tokens that overlap a span of characters.
+
+        Arguments:
+            start: First character.
+            end: End of the span (exclusive).
+        """
         overlaps = (self.end > start) & (self.start < end) & (self.end > self.start)
         return np.flatnonzero(overlaps).tolist()
 
 
 def find_spans(text: str, phrase: str) -> list[tuple[int, int]]:
     """Spans of all occurrences of a phrase as whole words: "Paris" does not occur in "Parisian".
+
+    Arguments:
+        text: The text to search.
+        phrase: One or several words, or any other characters.
+
+    Raises:
+        PromptError: The phrase is empty.
 
     >>> find_spans("Paris, Parisian Paris", "Paris")
     [(0, 5), (16, 21)]
@@ -87,7 +99,7 @@ def find_spans(text: str, phrase: str) -> list[tuple[int, int]]:
 
 
 def find_span(text: str, phrase: str) -> tuple[int, int]:
-    """Span of the only occurrence of a phrase as whole words.
+    """Span of the only occurrence of a phrase as whole words; arguments as for `find_spans`.
 
     Raises:
         PromptError: It occurs several times (the message lists where) or not at all (it names the nearest
@@ -102,8 +114,7 @@ def find_span(text: str, phrase: str) -> tuple[int, int]:
             f"expected {phrase!r} once, found it at characters {starts} of {text!r}; take more of the words "
             "around it, or give a token position"
         )
-    suggestion = nearest(phrase, [text[start:end] for start, end in words(text)])
-    hint = f"; did you mean {suggestion!r}?" if suggestion else ""
+    hint = did_you_mean(phrase, [text[start:end] for start, end in words(text)])
     raise PromptError(f"expected a phrase of the prompt {text!r}, found {phrase!r}{hint}")
 
 

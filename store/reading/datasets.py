@@ -35,18 +35,20 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
+from ..arrays import ranges
+from ..content import TEXT
 from ..errors import EntryNotFound, nearest
 from ..files import Folder, Stamp, folder_at
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
+from ..runs.packed import exclusive_sum
 from ..runs.prompt_labels import read_prompt_labels
 from ..runs.quantised import QUANTISED, RestoredRows
 from ..runs.run_sums import PART, combined
 from ..runs.selections import Selection, View
 from ..runs.shards import DTYPES, ShardRows
 from ..runs.vocabularies import read_vocabulary, register_vocabulary
-from .selection import ranges
 
 if TYPE_CHECKING:
     from ..runs.packed import PackedTokens
@@ -79,28 +81,22 @@ def open_entry(
     Raises:
         EntryNotFound: A variable or layer is not published; the message lists what is.
     """
-    published: dict[str, list[int | None]] = {}
-    for variable, layer in entry.published():
-        published.setdefault(variable, []).append(layer)
-    # A view is published where its base variable is.
-    views = views or {}
-    published |= {name: published[base] for name, (base, _) in views.items() if base in published}
-    names = sorted(published) if variables is None else list(dict.fromkeys(variables))
-    requested = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
-    opened = {name: _layers(entry, name, requested.get(name), published) for name in names}
+    opened = _opened_layers(entry, variables, layers, views or {})
+    # The stored variable that each opened one is read from, and the selection of its tokens (None: all).
+    stored: dict[str, tuple[str, Selection | None]] = {name: (name, None) for name in opened}
+    stored |= {name: view for name, view in (views or {}).items() if name in opened}
     # Read from the file rather than from the entry: attributes are verified against their checksum.
     attributes = group_attributes(entry.folder, entry.path)
-    specs = {name: _spec(entry, name, views.get(name)) for name in opened}
+    specs = {name: _spec(entry, name, *stored[name]) for name in opened}
     axes = _token_axes(specs.values(), entry.tokens)
     coords, data = _token_coordinates(entry.tokens, axes), {}
     model_attribute, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
-    common_layers = _largest(
-        {opened_layers for opened_layers in opened.values() if opened_layers is not None}, opened
-    )
+    common_layers = _largest(opened)
+    # Axes of ranks and features have their numbers as labels.
     indexed = {
         dim: size for spec in specs.values() for dim, size in spec.sizes.items() if _kind_of(dim) is not None
     }
-    displayed = _called(indexed)
+    displayed = _displayed_names(indexed)
     coords |= {
         displayed[dim]: xr.Variable((displayed[dim],), np.arange(size)) for dim, size in indexed.items()
     }
@@ -114,11 +110,8 @@ def open_entry(
             dims = [dim for dim in dims if dim not in ("segment", PART)]
         if spec.packed == "pair":
             coords["pair_start"] = xr.Variable(("prompt_id",), pair_starts(entry.tokens))
-        array = (
-            SelectedArray(entry, views[name][0], opened_layers, views[name][1])
-            if name in views
-            else _array(entry, name, opened_layers)
-        )
+        variable, selection = stored[name]
+        array = _array(entry, variable, opened_layers, selection)
         attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, "tokens": spec.over}
         attrs_present = {key: value for key, value in (attrs | model_attribute).items() if value}
         data[name] = xr.Variable(dims, indexing.LazilyIndexedArray(array), attrs_present, {SOURCE: source})
@@ -134,9 +127,7 @@ def open_entry(
         dataset = _chunked(dataset, entry, data, axes)
     if segment is not None:
         bounds = {dim: _starts(entry, selection)[segment : segment + 2] for dim, selection in axes.values()}
-        dataset = dataset.isel(
-            {dim: slice(*map(int, opened_layers)) for dim, opened_layers in bounds.items()}
-        )
+        dataset = dataset.isel({dim: slice(int(start), int(stop)) for dim, (start, stop) in bounds.items()})
     # In encoding and not in attrs: attrs are digested with results, and a path would make R depend on where
     # the store lies.
     dataset.encoding = {SOURCE: source, "run": entry.digest}
@@ -327,7 +318,7 @@ class TextColumn(BackendArray):
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
-        self.dtype = np.dtypes.StringDType()
+        self.dtype = TEXT
         self.shape = (len(texts),)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -370,6 +361,24 @@ class TokenColumn(BackendArray):
         return compute(key[0] if self.selected is None else self.selected[key[0]])
 
 
+def _opened_layers(
+    entry: Entry,
+    variables: Sequence[str] | None,
+    layers: Sequence[int] | Mapping[str, Sequence[int]] | None,
+    views: Mapping[str, View],
+) -> dict[str, tuple[int, ...] | None]:
+    """Layer numbers to open, by variable; None for a variable without a layer axis. Arguments: see
+    `open_entry`."""
+    published: dict[str, list[int | None]] = {}
+    for variable, layer in entry.published():
+        published.setdefault(variable, []).append(layer)
+    # A view is published where its base variable is.
+    published |= {name: published[base] for name, (base, _) in views.items() if base in published}
+    names = sorted(published) if variables is None else list(dict.fromkeys(variables))
+    requested = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
+    return {name: _layers(entry, name, requested.get(name), published) for name in names}
+
+
 def _layers(
     entry: Entry, name: str, requested: Sequence[int] | None, published: dict[str, list[int | None]]
 ) -> tuple[int, ...] | None:
@@ -391,12 +400,12 @@ def _layers(
     return tuple(available if requested is None else map(int, requested))
 
 
-def _largest(sets: set[tuple[int, ...]], opened: dict[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
+def _largest(opened: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
     """The set of layers that gets the name `layer`: the longest, then the most frequent, then the
     smallest."""
-    frequency = Counter(opened.values())
-    # sorted: equal candidates must not depend on the order of a set.
-    return max(sorted(sets), key=lambda layers: (len(layers), frequency[layers]), default=None)
+    frequency = Counter(layers for layers in opened.values() if layers is not None)
+    # sorted: among equal candidates the choice must not depend on the order of the variables.
+    return max(sorted(frequency), key=lambda layers: (len(layers), frequency[layers]), default=None)
 
 
 def _kind_of(dim: str) -> str | None:
@@ -405,7 +414,7 @@ def _kind_of(dim: str) -> str | None:
     return next((kind for kind in ("rank", "feature") if dim.startswith(f"{kind}_")), None)
 
 
-def _called(dims: Iterable[str]) -> dict[str, str]:
+def _displayed_names(dims: Iterable[str]) -> dict[str, str]:
     """Displayed name of rank and feature dimensions: the bare kind, unless several dimensions share it."""
     kinds = {dim: _kind_of(dim) or dim for dim in dims}
     counts = Counter(kinds.values())
@@ -416,19 +425,23 @@ TokenAxes = Mapping[str, tuple[str, Selection | None]]
 """Stored token axis -> (displayed dimension, its selection); the selection is None for all tokens."""
 
 
-def _spec(entry: Entry, name: str, view: View | None) -> ArraySpec:
-    if view is None:
-        return entry.spec(name)
-    base, selection = view
-    spec = entry.spec(base)
+def _spec(entry: Entry, name: str, variable: str, selection: Selection | None) -> ArraySpec:
+    """Description of a variable; of a view, as if its selection were stored under `name`."""
+    spec = entry.spec(variable)
+    if selection is None:
+        return spec
     dims = tuple(selection.axis if dim == "token" else dim for dim in spec.dims)
     hook = f"{spec.hook}@{selection.name}"
     return replace(spec, variable=name, hook=hook, dims=dims, selection=selection)
 
 
-def _array(entry: Entry, name: str, layers: tuple[int, ...] | None) -> ShardedArray:
-    kind = RunArray if entry.spec(name).packed == "segment" else ShardedArray
-    return kind(entry, name, layers)
+def _array(
+    entry: Entry, variable: str, layers: tuple[int, ...] | None, selection: Selection | None
+) -> ShardedArray:
+    if selection is not None:
+        return SelectedArray(entry, variable, layers, selection)
+    kind = RunArray if entry.spec(variable).packed == "segment" else ShardedArray
+    return kind(entry, variable, layers)
 
 
 def _token_axes(specs: Iterable[ArraySpec], tokens: PackedTokens) -> TokenAxes:
@@ -459,7 +472,7 @@ def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Va
         if dim != "token":
             continue
         sizes = tokens.row_size if selection is None else selection.counts(tokens)
-        columns["row_start"] = ("prompt_id", np.cumsum(sizes) - sizes)
+        columns["row_start"] = ("prompt_id", exclusive_sum(sizes))
         columns["row_size"] = ("prompt_id", sizes)
         for name in ("char_start", "char_end"):
             if (column_of := getattr(tokens, name)) is not None:
@@ -505,10 +518,7 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable], ax
 def _array_at(
     source: str, variable: str, layers: tuple[int, ...] | None, selection: Selection | None = None
 ) -> ShardedArray:
-    entry = entry_at(source)
-    if selection is None:
-        return _array(entry, variable, layers)
-    return SelectedArray(entry, variable, layers, selection)
+    return _array(entry_at(source), variable, layers, selection)
 
 
 class _Vocabulary:

@@ -20,7 +20,13 @@ class LabelledEntry(Entry):
         layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         **options: Any,
     ) -> xr.Dataset:
-        """Open as a labelled lazy dataset with the `.mi` accessor; arguments as in `datasets.open_entry`."""
+        """Open as a labelled lazy dataset with the `.mi` accessor.
+
+        Arguments:
+            variables: See `datasets.open_entry`.
+            layers: See `datasets.open_entry`.
+            options: Further arguments of `datasets.open_entry`.
+        """
         from . import accessor  # noqa: F401 - registers ds.mi
         from .datasets import open_entry
 

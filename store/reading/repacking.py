@@ -15,7 +15,7 @@ import xarray as xr
 
 from ..errors import ShapeError
 from ..runs.coordinates import ABOUT
-from ..runs.packed import MATRICES, rows_before
+from ..runs.packed import MATRICES, exclusive_sum, rows_before
 from ..runs.selections import AXIS
 
 Indices = npt.NDArray[np.int64]
@@ -57,7 +57,15 @@ def repacked(
 
 
 def prompt_of_selections(dataset: xr.Dataset, rows: Sequence[int] | Indices) -> dict[str, Indices]:
-    """Indices of prompts, in the order of `rows`, on the axes of selections that lie beside `token`."""
+    """Rows of prompts on the axes of selections that lie beside `token`.
+
+    Arguments:
+        dataset: Packed dataset.
+        rows: Numbers of the prompts, in the order of the result.
+
+    Returns:
+        Axis -> indices on it, int64.
+    """
     indices = {}
     for dim in (str(dim) for dim in dataset.dims if str(dim).startswith(AXIS)):
         prompt = dataset[f"prompt_{dim.removeprefix(AXIS)}"].values
@@ -70,7 +78,8 @@ def position_labels(original: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool
     """Position coordinates of a block [prompt, position].
 
     Arguments:
-        own: Original position of each token, which in a selection differs from its column; None if unknown.
+        original: Position of each token in its prompt, which in a selection differs from its column; None
+            if unknown.
         mask: True at tokens, [prompt, position].
 
     Returns:
@@ -90,7 +99,11 @@ def position_labels(original: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool
 
 
 def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
-    """First row of each prompt's attention matrix on the "pair" or "square" axis, int64 [prompt].
+    """First row of each prompt's attention matrix, int64 [prompt].
+
+    Arguments:
+        dataset: Packed dataset.
+        axis: "pair" or "square".
 
     Raises:
         ShapeError: The axis has gaps, as in a run of several segments that was not opened by mizarr.
@@ -108,8 +121,16 @@ def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
 
 
 def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
-    """Unpack the attention matrix of one prompt: [..., pair or square, ...] to [..., query_position,
-    key_position], in memory. Unstored entries above the diagonal are 0."""
+    """Unpack the attention matrix of one prompt, in memory.
+
+    Arguments:
+        packed: [..., axis, ...].
+        axis: "pair" or "square".
+        size: Tokens of the prompt.
+
+    Returns:
+        [..., query_position, key_position], 0 where the axis "pair" stores nothing, above the diagonal.
+    """
     packed = packed.transpose(..., axis)
     square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)
     if axis == "square":
@@ -125,13 +146,6 @@ def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
     for dim, meaning in (("query_position", "attending position"), ("key_position", "attended position")):
         coords[dim] = (dim, np.arange(size, dtype=np.int32), {"long_name": meaning})
     return xr.DataArray(square, coords, dims, name=packed.name, attrs=packed.attrs)
-
-
-def exclusive_sum(sizes: Indices) -> Indices:
-    """Exclusive cumulative sum: start of each of several consecutive ranges of these sizes."""
-    sums = np.zeros(len(sizes), np.int64)
-    np.cumsum(sizes[:-1], out=sums[1:])
-    return sums
 
 
 def _ranges(starts: Indices, sizes: Indices) -> Indices:

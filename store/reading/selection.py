@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import as_index, as_indices, as_list, is_several
-from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, nearest
+from ..arrays import as_index, as_indices, as_list, is_several, ranges
+from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, did_you_mean, nearest
 from ..identity import model_name
 from .characters import CharacterSpans, find_span
 
@@ -31,9 +31,7 @@ LayerChoice = int | slice | range | Sequence[int]
 Indices = npt.NDArray[np.int64]
 
 _SHOWN = 6  # label values listed in an error message
-# A suggested token differs by at most this many letters in length: difflib is too slow for a whole
-# vocabulary.
-_CLOSE = 2
+_CLOSE = 2  # largest difference in length between an unknown token and the one suggested for it
 
 
 def prompt_rows(dataset: xr.Dataset, prompts: Prompt | Sequence[Prompt], count: int) -> Indices:
@@ -181,7 +179,11 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
 
 
 def in_prompt(position: Position, size: int) -> Indices:
-    """Resolve positions in a prompt of `size` tokens: negative ones from the end, a slice as Python slices.
+    """Resolve positions in a prompt.
+
+    Arguments:
+        position: Numbers (negative from the end), or a slice with Python's rules.
+        size: Tokens of the prompt.
 
     Raises:
         PromptError: The prompt has no such position.
@@ -201,8 +203,10 @@ def in_prompt(position: Position, size: int) -> Indices:
 def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
     """Select layers of every variable that has a layer axis.
 
-    A number drops the axis; a range or list keeps it and must exist as a whole; a slice includes both ends
-    and takes the layers that exist, as `.sel` does.
+    Arguments:
+        dataset: Packed dataset.
+        layer: A number drops the axis; a range or list keeps it and must exist as a whole; a slice includes
+            both ends and takes the layers that exist, as `.sel` does.
 
     Raises:
         EntryNotFound: Layers were not captured.
@@ -228,7 +232,11 @@ def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
 
 
 def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
-    """Activations captured at a hook point: a single layer, or every layer for "*".
+    """Activations captured at a hook point.
+
+    Arguments:
+        dataset: Packed dataset.
+        hook: Such as "blocks.5.hook_resid_post", or with "*" in place of the layer for all layers.
 
     Raises:
         HookPointNotFound: It was not captured; the message has the command that captures it.
@@ -257,17 +265,27 @@ def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
     )
 
 
+def layer_dim(array: xr.DataArray) -> str | None:
+    """Name of an array's layer axis, `layer` or `layer_<variable>`; None without one."""
+    return next((str(dim) for dim in array.dims if str(dim).startswith("layer")), None)
+
+
 def as_layer(array: xr.DataArray) -> xr.DataArray:
     """Rename `layer_<variable>` to `layer`: a single array has no conflict with the layers of other
     variables."""
-    layer_dim = next((dim for dim in array.dims if str(dim).startswith("layer_")), None)
-    return (
-        array if layer_dim is None else array.drop_vars("layer", errors="ignore").rename({layer_dim: "layer"})
-    )
+    dim = layer_dim(array)
+    if dim is None or dim == "layer":
+        return array
+    return array.drop_vars("layer", errors="ignore").rename({dim: "layer"})
 
 
 def capture_command(dataset: xr.Dataset, hook: str) -> str:
-    """Command line that adds a hook point to this run."""
+    """Command line that adds a hook point to a run.
+
+    Arguments:
+        dataset: The opened run.
+        hook: Hook point, possibly with "*" in place of the layer.
+    """
     return f"mizarr capture {model_name(dataset) or 'MODEL'} PROMPTS --hooks '{hook}'"
 
 
@@ -290,21 +308,10 @@ def _captured_text(dataset: xr.Dataset) -> str:
     parts = []
     for array in dataset.data_vars.values():
         if "hook" in array.attrs:
-            dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
+            dim = layer_dim(array)
             layers = f" (layers {ranges(array[dim].values.tolist())})" if dim is not None else ""
             parts.append(f"{str(array.attrs['hook']).replace('{}', '*')}{layers}")
     return ", ".join(parts)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Format layer numbers: [0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _row_of(text: str, texts: list[str]) -> int:
@@ -313,9 +320,9 @@ def _row_of(text: str, texts: list[str]) -> int:
         return rows[0]
     if rows:
         raise PromptError(f"expected a prompt's text once, found {text!r} at {rows}; give its number")
-    near = nearest(text, texts)
-    hint = f"; did you mean {near!r}?" if near else ""
-    raise PromptError(f"expected the whole text of one of {len(texts)} prompts, found {text!r}{hint}")
+    raise PromptError(
+        f"expected the whole text of one of {len(texts)} prompts, found {text!r}{did_you_mean(text, texts)}"
+    )
 
 
 def _texts(dataset: xr.Dataset) -> list[str]:
@@ -342,10 +349,11 @@ def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
     for variant in variants:
         if variant and variant in tokens:
             return variant
+    # Only tokens of the same first letter and a similar length: difflib on a whole vocabulary takes seconds.
+    first_letter = string.strip()[:1]
     similar = [
-        # Same first letter and similar length first: difflib on a whole vocabulary takes seconds.
-        s
-        for s in tokens
-        if abs(len(s) - len(string)) <= _CLOSE and s.strip()[:1] == string.strip()[:1]
+        token
+        for token in tokens
+        if abs(len(token) - len(string)) <= _CLOSE and token.strip()[:1] == first_letter
     ]
     return nearest(string, sorted(similar))

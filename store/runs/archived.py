@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..digest import Buffer, content_digest
+from ..digest import Buffer
 from ..errors import REPAIR, CorruptEntry
 from ..files import Mapped
 from .shards import (
@@ -34,14 +34,16 @@ from .shards import (
     coded_parts,
     crc32c,
     expect_room,
-    index_is_sound,
+    fetch_index,
+    file_checksum,
     raw_parts,
+    read_index,
 )
 
 __all__ = ["plain_measure", "read_archived", "recoded"]
 
 _KEPT = 8
-"""Decoded chunks cached per shard, 1 MiB each."""
+"""Number of decoded chunks cached per shard, 1 MiB each."""
 _HEADER = 16
 """Bytes of Blosc's header, which states the decoded size (at byte 4) and the encoded size (at byte 12)."""
 
@@ -52,32 +54,47 @@ def recoded(content: bytes, layout: ShardLayout, target: ShardLayout, label: str
     Arguments:
         content: Bytes of the shard file.
         layout: Its layout.
-        wanted: The new layout.
+        target: The new layout.
         label: Names the file in error messages.
 
     Raises:
         CorruptEntry: The shard is damaged.
     """
     chunks = _decoded(content, layout, label)
-    if target.codec:
-        return coded_parts(chunks, target)
-    plain_chunks = list(chunks)
-    return raw_parts(plain_chunks, len(plain_chunks), target)
+    return coded_parts(chunks, target) if target.codec else raw_parts(list(chunks), target)
 
 
 def plain_measure(content: bytes, layout: ShardLayout, label: str) -> FileChecksum:
-    """Size and checksum of the uncompressed form of a shard. CorruptEntry if the shard is damaged."""
-    parts = recoded(content, layout, layout.plain, label)
-    return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
+    """Size and checksum of the uncompressed form of a shard.
+
+    Arguments:
+        content: Bytes of the shard file.
+        layout: Its layout.
+        label: Names the file in error messages.
+
+    Raises:
+        CorruptEntry: A compressed shard is damaged. Of an uncompressed one nothing is verified.
+    """
+    if not layout.codec:
+        return file_checksum(content)
+    return file_checksum(*recoded(content, layout, layout.plain, label))
 
 
 def read_archived(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") -> ShardRows:
-    """Open a compressed shard, [rows, *tail]; the counterpart of `read_shard`, decoding rows on access."""
+    """Open a compressed shard, [rows, *tail]; the counterpart of `read_shard`, decoding rows on access.
+
+    Arguments:
+        mapped: The file.
+        layout: Layout by the array's `zarr.json`.
+        rows: Number of valid rows.
+        label: Names these rows in error messages, in addition to the file.
+
+    Raises:
+        CorruptEntry: The file is cut short or its index is damaged.
+    """
     label = f"{mapped.where} ({label})" if label else mapped.where
     expect_room(layout, rows, label)
-    end = mapped.size - layout.index_bytes
-    if not mapped.is_whole and end >= 0 and not index_is_sound(mapped.data, end, layout):
-        mapped.fetch([(end, mapped.size)])
+    fetch_index(mapped, layout)
     index = _index_of(mapped.data, mapped.size, layout, label)
     return _ArchivedRows(mapped, layout, index, rows, label)
 
@@ -102,9 +119,7 @@ class _ArchivedRows(ShardRows):
         super().release_pages()
 
     def _gather(self, rows: npt.NDArray[Any]) -> Array:
-        if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
-            raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
-        number, offset = np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
+        number, offset = self._located(rows)
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         needed = np.unique(number).tolist()
         self._fetch(needed)
@@ -152,14 +167,9 @@ class _ArchivedRows(ShardRows):
 
 def _index_of(data: Any, size: int, layout: ShardLayout, label: str) -> npt.NDArray[np.uint64]:
     """Parse the index, (offset, bytes) per chunk; CorruptEntry unless all chunks lie within the file."""
-    end = size - layout.index_bytes
-    if end < 0:
-        raise CorruptEntry(f"{label}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
+    index, end = read_index(data, size, layout, label)
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(f"{label}: expected at most {MOST_BYTES} bytes of rows, found more; {REPAIR}")
-    if not index_is_sound(data, end, layout):
-        raise CorruptEntry(f"{label}: the shard index does not match its crc32c; {REPAIR}")
-    index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
     stored = index[(index != ABSENT).any(axis=1)]
     if (stored > end).any() or (stored.sum(axis=1) > end).any():
         raise CorruptEntry(f"{label}: the shard index points outside of the chunks; {REPAIR}")

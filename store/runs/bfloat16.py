@@ -64,7 +64,7 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         return isinstance(data, int | float | np.number | ml_dtypes.bfloat16)
 
     def cast_scalar(self, data: object) -> Any:
-        """A number as a bfloat16."""
+        """See `ZDType`: a number rounded to bfloat16. TypeError for anything else."""
         if not self._check_scalar(data):
             raise TypeError(f"cannot convert {data!r} to bfloat16")
         return NATIVE.type(data)
@@ -74,11 +74,11 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         return NATIVE.type(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-        """Parse a fill value from `zarr.json`."""
+        """See `ZDType`: parses a fill value from `zarr.json`."""
         return NATIVE.type(float_from_json_v3(data) if check_json_float_v3(data) else float(data))
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> Any:
-        """Fill value in the form of `zarr.json`."""
+        """See `ZDType`: a fill value in the form of `zarr.json`."""
         return float_to_json_v3(np.float32(self.cast_scalar(data)))
 
 

@@ -46,11 +46,19 @@ class Committed:
             return self._shards
 
     def shard(self, n: int, cell: VariableLayer) -> FileChecksum | None:
-        """Size and checksum of a shard file; None while it is not committed."""
+        """Size and checksum of a shard file.
+
+        Arguments:
+            n: Number of the segment.
+            cell: Variable and layer.
+
+        Returns:
+            None while the shard is not committed.
+        """
         return self.segments()[n].get(cell)
 
     def content(self, n: int, cell: VariableLayer) -> FileChecksum | None:
-        """Size and checksum of a shard in its uncompressed form; None while it is not committed."""
+        """Size and checksum of a shard in its uncompressed form; arguments and None as for `shard`."""
         shard = self.segments()[n].get(cell)
         return shard and self._plain[n].get(cell, shard)
 
@@ -60,7 +68,7 @@ class Committed:
         return [self._plain[n].get(cell, shards[cell]) for n, shards in enumerate(segments)]
 
     def plain(self, n: int, cell: VariableLayer) -> FileChecksum | None:
-        """`content` of a compressed shard; None for an uncompressed one."""
+        """As `content` for a compressed shard, but None for an uncompressed one; arguments as for `shard`."""
         return self._plain[n].get(cell) if self.segments()[n] else None
 
     def _reload(self) -> None:
@@ -117,10 +125,12 @@ def _by_cell_path(files: Mapping[str, Any]) -> dict[tuple[str, ...], FileChecksu
 
 @dataclass(frozen=True)
 class _SegmentRecord:
-    """What one pass committed of one segment: cells with size and checksum of their shards."""
+    """Content of a segment record: the shards of one segment that one pass over the model committed."""
 
     segment: int
+    """Number of the segment."""
     cells: Mapping[VariableLayer, FileChecksum]
+    """Size and checksum of the shard file of each cell."""
     plain: Mapping[VariableLayer, FileChecksum]
     """Size and checksum of the uncompressed form, for compressed shards only."""
 

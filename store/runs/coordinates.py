@@ -30,9 +30,17 @@ from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound
 from ..files import Folder
 from ..sealed import files_of, read_json, sealed, unsealed
-from .packed import PackedTokens, rows_before
+from .packed import PackedTokens, exclusive_sum, rows_before
 from .selections import Selection
-from .shards import SUM_BYTES, FileChecksum, ShardLayout, crc32c, read_shard, shard_parts
+from .shards import (
+    SUM_BYTES,
+    FileChecksum,
+    ShardLayout,
+    file_checksum,
+    read_shard,
+    shard_parts,
+    with_crc32c,
+)
 from .zarr_metadata import CRC32C, UTF8_TEXT, array_metadata, group_metadata
 
 SPELLED_OUT = 10_000_000
@@ -66,8 +74,7 @@ ABOUT = {
 """Attributes of each coordinate."""
 NAMES = tuple(name for name in ABOUT if name not in ("layer", "prompt_id"))
 """Coordinates that are no dimensions, for the `coordinates` attribute by which xarray tells them from data
-variables.
-"""
+variables."""
 
 
 def write_coordinates(
@@ -106,7 +113,13 @@ def metadata_record(variable: str) -> str:
 
 
 def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None:
-    """Record the checksums of variables' `zarr.json`, for readers and `verify`; existing records stay."""
+    """Record the checksums of variables' `zarr.json`, for readers and `verify`; existing records stay.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        variables: Names of the variables, whose `zarr.json` must exist.
+    """
     records = {}
     for variable in variables:
         if folder.get(f"{path}/{metadata_record(variable)}") is None:
@@ -117,9 +130,18 @@ def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None
 
 
 def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> None:
-    """Raise CorruptEntry if a variable's `zarr.json` differs from its recorded checksum.
+    """Compare a variable's `zarr.json` with its recorded checksum.
 
     Passes if there is no record, because its writer was killed before writing one.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        variable: Name of the variable.
+        text: Content of its `zarr.json`.
+
+    Raises:
+        CorruptEntry: They differ.
     """
     name = f"{path}/{metadata_record(variable)}"
     if (record := folder.get(name)) is not None:
@@ -170,7 +192,16 @@ def write_selected(
 
 
 def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
-    """Token list of a selection's axis, int64; EntryNotFound if it is not stored."""
+    """Token list of a selection's axis, int64.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        axis: Name of the axis, which is also that of the stored array.
+
+    Raises:
+        EntryNotFound: The list is not stored.
+    """
     indices = _read_integers(folder, path, axis, recorded(folder, path))
     if indices is None:
         raise EntryNotFound(
@@ -180,7 +211,11 @@ def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:
-    """Tokens of the entry at `path`, with their stored labels; large columns are memory-mapped.
+    """Tokens of an entry with their stored labels; large columns are memory-mapped.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
 
     Raises:
         EntryNotFound: There is no stored run.
@@ -205,7 +240,11 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
 
 
 def read_texts(folder: Folder, path: str) -> StoredTexts | None:
-    """Texts of an entry's prompts, without opening its tokens; None if no texts are stored."""
+    """Texts of an entry's prompts, without opening its tokens; arguments as for `read_tokens`.
+
+    Returns:
+        None if no texts are stored.
+    """
     return _texts(folder, path, recorded(folder, path))
 
 
@@ -247,7 +286,7 @@ class StoredTexts(Sequence[str]):
         if raw is None:
             raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
         data, checksum = raw[:-SUM_BYTES], raw[-SUM_BYTES:]
-        if checksum != crc32c(data).to_bytes(SUM_BYTES, "little"):
+        if raw != with_crc32c(data):
             raise CorruptEntry(f"{name}: expected texts with crc32c {checksum.hex()}, found others; {REPAIR}")
         return [str(text) for text in VLenUTF8().decode(data)]
 
@@ -273,9 +312,7 @@ def _integers(
 
 def pair_starts(tokens: PackedTokens) -> npt.NDArray[np.int64]:
     """First row of each prompt on the "pair" axis, int64 [prompt]."""
-    starts = np.zeros(tokens.n_prompts, np.int64)
-    np.cumsum(rows_before("pair", tokens.row_size, tokens.row_size)[:-1], out=starts[1:])
-    return starts
+    return exclusive_sum(rows_before("pair", tokens.row_size, tokens.row_size))
 
 
 def _dimension(name: str) -> str:
@@ -307,8 +344,7 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
         block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
         chunk_texts = texts[n * _TEXTS : (n + 1) * _TEXTS]
         block[: len(chunk_texts)] = chunk_texts
-        raw = bytes(VLenUTF8().encode(block))
-        files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(SUM_BYTES, "little")]
+        files[f"text/c/{n}"] = [with_crc32c(bytes(VLenUTF8().encode(block)))]
     metadata = array_metadata(
         "string",
         [len(texts)],
@@ -323,13 +359,15 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
 
 def _measured(folder: Folder, name: str, parts: Sequence[Buffer], created: Collection[str]) -> FileChecksum:
     """Size and checksum of a file: computed from `parts` if this process created it, else read."""
-    if name not in created:
-        return folder.measure(name)
-    return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
+    return file_checksum(*parts) if name in created else folder.measure(name)
 
 
 def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:
-    """Path -> (size, checksum) of all coordinate files; a later record replaces earlier ones."""
+    """Recorded sizes and checksums of all coordinate files; arguments as for `read_tokens`.
+
+    Returns:
+        Path relative to the entry -> (size, checksum). Of several records of a file, the last by name counts.
+    """
     files: dict[str, FileChecksum] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
         if name.endswith(".json") and not name.endswith("zarr.json") and name != LABELS:

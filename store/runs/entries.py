@@ -57,7 +57,7 @@ from .quantised import (
 )
 from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
-from .shards import CODECS, DTYPES, FileChecksum, ShardLayout, ShardRows, write_shards
+from .shards import CODECS, DTYPES, FileChecksum, ShardLayout, ShardRows, file_checksum, write_shards
 from .zarr_metadata import group_metadata
 
 PACKED_AXES = ("token", "pair", "square", "prompt_id", "segment")
@@ -92,11 +92,13 @@ class ArraySpec:
     layers: int | None
     """Number of layers of the model; None if the array has no layer axis."""
     long_name: str = ""
+    """Description of the values."""
     unit: str = ""
+    """Unit of the values; "1" for dimensionless ones."""
     selection: Selection | None = None
     """Token selection; None stores all tokens."""
     run_dtype: str | None = None
-    """Storage dtype of the run, if the array has another one of its own (such as ids)."""
+    """Storage dtype of the run, set for arrays whose `dtype` differs from it (token ids); else None."""
     over: int | None = None
     """For reductions: number of tokens that the rows of all segments cover."""
     combine: str | None = None
@@ -149,7 +151,12 @@ class ArraySpec:
 
     @classmethod
     def from_attributes(cls, fields: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
-        """Parse the fields in an array's attributes."""
+        """Parse the fields in an array's attributes.
+
+        Arguments:
+            fields: Fields as `attributes` returned them.
+            selection: The parsed selection; None stores all tokens.
+        """
         return cls(**{**fields, "dims": tuple(fields["dims"]), "selection": selection})
 
 
@@ -184,7 +191,12 @@ def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
 
 
 def entry_digest(run: RunKey, dtype: str) -> str:
-    """D: digest that names the folder of a run's activations in one storage dtype."""
+    """D: digest that names the folder of a run's activations.
+
+    Arguments:
+        run: Key of the run.
+        dtype: Storage dtype, as a run may be stored in several.
+    """
     return digest("entry", run.request(), dtype)
 
 
@@ -235,6 +247,14 @@ class Entry:
 
         With it, segments can be laid out and computed while another thread runs `create`; commit only
         afterwards.
+
+        Arguments:
+            folder: See `create`.
+            run: See `create`.
+            tokens: See `create`.
+            arrays: See `create`.
+            segment_tokens: See `create`.
+            claim_ttl: See `create`.
         """
         entry = cls(folder, run, dtype_of(arrays), tokens, segment_tokens, claim_ttl)
         entry._plans = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
@@ -279,7 +299,16 @@ class Entry:
 
     @classmethod
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
-        """Open the entry in a folder, given relative to the store; EntryNotFound for an empty folder."""
+        """Open the entry in a folder.
+
+        Arguments:
+            folder: The store's files.
+            path: Folder of the entry.
+            tokens: Tokens of the run, as `coordinates.read_tokens` returns them.
+
+        Raises:
+            EntryNotFound: The folder is empty.
+        """
         fields = group_attributes(folder, path)["mizarr"]
         return cls(
             folder, RunKey.of_request(fields["run"]), fields["dtype"], tokens, fields["segment_tokens"]
@@ -319,7 +348,12 @@ class Entry:
         return self._axis_bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
-        """Number of rows of a variable in segment `n`."""
+        """Number of rows of a variable in a segment.
+
+        Arguments:
+            variable: Name of the variable.
+            n: Number of the segment.
+        """
         return self._rows(self.spec(variable), n)
 
     def _rows(self, spec: ArraySpec, n: int) -> int:
@@ -355,7 +389,13 @@ class Entry:
         return {n: cells for n, cells in missing.items() if cells}
 
     def is_recorded(self, n: int, cells: Collection[VariableLayer]) -> bool:
-        """Whether exactly these cells of a segment are committed; one look at a file, unlike `missing`."""
+        """Whether one record commits exactly these cells of a segment. Usually one look at a file, unlike
+        `missing`.
+
+        Arguments:
+            n: Number of the segment.
+            cells: Variables and layers.
+        """
         names = sorted(cell_name(part) for cell in cells for part in self._stored_parts(cell))
         if self.folder.size(record_name(self.path, n, names)) is None:
             return False
@@ -435,46 +475,49 @@ class Entry:
             # A segment is shared only if all of its prompts are, and if it has the same token range.
             if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
                 continue
-            files: dict[str, FileChecksum] = {}
-            plain: dict[str, FileChecksum] = {}
-            committed: list[VariableLayer] = []
-            linked: dict[str, str] = {}
-            for cell in missing:  # a cell with another layout, or not stored there, is left to be computed
-                parts = self._stored_parts(cell)
-                if not all(self._is_like(other, part, n) for part in parts):
-                    continue
-                checksums: dict[VariableLayer, FileChecksum] = {}
-                for part in parts:
-                    is_same_layout = self.layout(part[0]) == other.layout(part[0])
-                    written = (
-                        other._committed.shard(n, part) if is_same_layout else self._recode(other, part, n)
-                    )
-                    if written is not None:
-                        checksums[part] = written
-                if len(checksums) < len(parts):
-                    continue
-                committed += parts
-                for part, written in checksums.items():
-                    layout = self.layout(part[0])
-                    name = layout.path(*part, n)
-                    files[name] = written
-                    if layout == other.layout(part[0]):
-                        linked[f"{self.path}/{name}"] = f"{other.path}/{name}"
-                    if layout.codec and (content := other._committed.content(n, part)):
-                        plain[name] = content
-            if not committed:
+            checksums: dict[VariableLayer, FileChecksum] = {}
+            for cell in missing:
+                checksums |= self._shared_shards(other, cell, n)
+            if not checksums:
                 continue
+            layouts = {part: self.layout(part[0]) for part in checksums}
+            names = {part: layout.path(*part, n) for part, layout in layouts.items()}
+            linked = {
+                f"{self.path}/{names[part]}": f"{other.path}/{names[part]}"
+                for part, layout in layouts.items()
+                if layout == other.layout(part[0])
+            }
+            plain = {
+                names[part]: content
+                for part, layout in layouts.items()
+                if layout.codec and (content := other._committed.content(n, part))
+            }
             with suppress(FileNotFoundError):  # gc removed the source meanwhile: the segment is computed
                 self.folder.link_all(linked)
-                self._put_record(n, committed, files, plain)
+                files = {names[part]: checksum for part, checksum in checksums.items()}
+                self._put_record(n, checksums, files, plain)
                 n_tokens += len(self.segments[n])
         return n_tokens
 
-    def _is_like(self, other: Entry, part: VariableLayer, n: int) -> bool:
-        """Whether another run has this shard in our layout, apart from the codec."""
-        if other._committed.shard(n, part) is None:
-            return False
-        return self.layout(part[0]).plain == other.layout(part[0]).plain
+    def _shared_shards(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
+        """Checksums of a cell's shards, scales included, linked or recoded from another run.
+
+        Empty if that run lacks a shard or has another layout: the cell is left to be computed.
+        """
+        stored = {part: other._committed.shard(n, part) for part in self._stored_parts(cell)}
+        # In this order: `layout` raises for a variable that the other run has never declared.
+        if None in stored.values():
+            return {}
+        if any(self.layout(name).plain != other.layout(name).plain for name, _ in stored):
+            return {}
+        checksums = {}
+        for part, checksum in stored.items():
+            is_same_layout = self.layout(part[0]) == other.layout(part[0])
+            written = checksum if is_same_layout else self._recode(other, part, n)
+            if written is None:
+                return {}
+            checksums[part] = written
+        return checksums
 
     def _recode(self, other: Entry, part: VariableLayer, n: int) -> FileChecksum | None:
         """Write a shard of another run with our codec; None if it is gone or fails its checksum."""
@@ -483,15 +526,13 @@ class Entry:
         source, target = f"{other.path}/{name}", f"{self.path}/{name}"
         content = self.folder.get(source)
         # A damaged source must not spread into this run under a new, matching checksum.
-        if content is None or (len(content), content_digest(content)) != other._committed.shard(n, part):
+        if content is None or file_checksum(content) != other._committed.shard(n, part):
             return None
         recoded_shard = b"".join(recoded(content, source_layout, layout, self.folder.where(source)))
         self.folder.put_new(target, recoded_shard)
         stored = self.folder.get(target) or b""
-        plain = (
-            plain_measure(stored, layout, target) if layout.codec else (len(stored), content_digest(stored))
-        )
-        return (len(stored), content_digest(stored)) if plain == other._committed.content(n, part) else None
+        is_equal = plain_measure(stored, layout, target) == other._committed.content(n, part)
+        return file_checksum(stored) if is_equal else None
 
     def claim(self, n: int) -> SegmentClaim:
         """Lease on a segment: `with entry.claim(n) as acquired:`, or `acquire` and `release` from any
@@ -521,7 +562,15 @@ class Entry:
     # -- reading
 
     def record(self, variable: str, layer: int | None) -> Record | None:
-        """Published record of a cell; None while a segment, or its scale array, is missing."""
+        """Published record of a cell.
+
+        Arguments:
+            variable: Name of the variable.
+            layer: Layer number; None without a layer axis.
+
+        Returns:
+            None while a segment, or the scale array of the cell, is missing.
+        """
         part_records = [self._array_record(*part) for part in self._stored_parts((variable, layer))]
         return part_records[-1] if all(part_records) else None
 
@@ -531,7 +580,7 @@ class Entry:
         return None if text is None else Record.from_bytes(key, text)
 
     def key(self, variable: str, layer: int | None) -> ActivationKey:
-        """Key under which a cell is published."""
+        """Key under which a cell is published; arguments as for `record`."""
         return ActivationKey(self.run, variable, layer, self.dtype)
 
     def published(self) -> list[VariableLayer]:
@@ -554,7 +603,11 @@ class Entry:
         return list(self._committed.segments())
 
     def content(self, variable: str, layer: int | None) -> str:
-        """R, the content digest of a published cell; EntryNotFound if it is not published."""
+        """R, the content digest of a published cell; arguments as for `record`.
+
+        Raises:
+            EntryNotFound: The cell is not published.
+        """
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
@@ -563,7 +616,11 @@ class Entry:
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
-        """Digest of a committed shard, including its scales; EntryNotFound if it is not committed."""
+        """Digest of a committed shard, including its scales; arguments as for `shard`.
+
+        Raises:
+            EntryNotFound: The shard is not committed.
+        """
         digests = []
         for part in self._stored_parts((variable, layer)):
             checksum = self._committed.content(n, part)
@@ -574,13 +631,18 @@ class Entry:
         return digests[0] if len(digests) == 1 else content_digest(canonical_json(digests).encode())
 
     def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
-        """Rows of a segment like `shard`, but int8 is dequantised to float32."""
+        """Rows of a segment; arguments and errors as for `shard`, but int8 is dequantised to float32."""
         if not self._has_scales(variable):
             return self.shard(variable, layer, n)
         return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
     def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
         """Rows of a segment in the stored dtype, memory-mapped and read-only, [rows, *tail].
+
+        Arguments:
+            variable: Name of the stored array.
+            layer: Layer number; None without a layer axis.
+            n: Number of the segment.
 
         Raises:
             EntryNotFound: The shard does not exist.
@@ -892,6 +954,10 @@ def _segment_length(folder: Folder, path: str) -> int | None:
 
 def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
     """Attributes of an entry's group.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
 
     Raises:
         EntryNotFound: There is no entry.

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PromptError
+from ..files.mapped import mmap_of
 
 MATRICES = ("pair", "square")
 """Packed axes of attention matrices: "pair" is the lower triangle, "square" the whole matrix."""
@@ -145,9 +146,7 @@ class PackedTokens:
     @cached_property
     def row_start(self) -> Sizes:
         """First token of each prompt on the packed axis, int64 [prompt]."""
-        starts = np.zeros(self.n_prompts, np.int64)
-        np.cumsum(self.row_size[:-1], out=starts[1:])
-        return starts
+        return exclusive_sum(self.row_size)
 
     @property
     def digest(self) -> str:
@@ -261,6 +260,12 @@ class PackedTokens:
         return np.asarray(tokens, np.int64)
 
 
+def exclusive_sum(sizes: Sizes) -> Sizes:
+    """Exclusive cumulative sum, int64: start of each of several consecutive ranges of these sizes."""
+    starts: Sizes = np.cumsum(sizes, dtype=np.int64) - sizes
+    return starts
+
+
 def rows_before(axis: str, position: Sizes, size: Sizes) -> Sizes:
     """Rows of a prompt's attention matrix owned by the tokens before a position.
 
@@ -322,20 +327,14 @@ def _blocks(ids: Ids) -> Iterator[Ids]:
     streaming would otherwise evict what other processes read. On a virtual machine that gets memory on first
     touch, the page faults took three quarters of the time of planning a run of a billion tokens.
     """
-    mapped = _mmap_of(ids) if ids.nbytes >= _PAGE_OUT_BYTES else None
+    # Pages of a view with gaps are left alone: its bytes are no single range of the map.
+    is_large = ids.nbytes >= _PAGE_OUT_BYTES and ids.flags.c_contiguous
+    mapped = mmap_of(ids) if is_large else None
     for start in range(0, len(ids), _BLOCK):
         block = ids[start : start + _BLOCK]
         yield block
         if mapped is not None:
             _page_out(mapped, block)
-
-
-def _mmap_of(ids: Ids) -> mmap.mmap | None:
-    """Memory map under an array view; None for an array in ordinary memory."""
-    owner: Any = ids
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    return owner if isinstance(owner, mmap.mmap) and ids.flags.c_contiguous else None
 
 
 def _page_out(mapped: mmap.mmap, block: Ids) -> None:

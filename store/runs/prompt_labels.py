@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..content import TEXT
 from ..files import Folder
 from ..provenance import LABELS
 from ..sealed import sealed, unsealed
@@ -48,14 +49,17 @@ def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> 
 
 
 def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Labels of the run at `path`, as arrays [prompt] by name.
+    """Labels of a run, as arrays [prompt] by name.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the run.
 
     Raises:
         CorruptEntry: A label file is damaged.
     """
-    texts = np.dtypes.StringDType()
     return {
-        name: np.array(values, texts if isinstance(next(iter(values), 0), str) else None)
+        name: np.array(values, TEXT if isinstance(next(iter(values), 0), str) else None)
         for name, values in _newest(folder, path).items()
     }
 

@@ -80,7 +80,12 @@ def quantise(rows: Array, label: str) -> tuple[Array, Array]:
 
 
 def restored(values: Array, scales: Array) -> npt.NDArray[np.float32]:
-    """Dequantise: int8 [..., width] and scales [..., block] -> float32 [..., width]."""
+    """Dequantise rows to float32 [..., width].
+
+    Arguments:
+        values: int8 [..., width].
+        scales: float32 [..., block].
+    """
     width = values.shape[-1]
     if width % BLOCK:
         expanded: Array = np.repeat(scales, BLOCK, axis=-1)[..., :width]
@@ -109,7 +114,7 @@ class RestoredRows:
         return restored(self._values[key], self._scales[key])
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
-        """Yield a range of rows chunk by chunk, as (offset from `start`, rows)."""
+        """See `ShardRows.blocks`; the blocks are copies."""
         for offset, block in self._values.blocks(start, stop):
             yield offset, restored(block, self._scales[start + offset : start + offset + len(block)])
 
@@ -139,7 +144,12 @@ def _quantised(blocks: Array, label: str) -> tuple[Array, Array]:
 
 
 def scale_sizes(dims: Sequence[str], sizes: dict[str, int]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Dimensions and sizes of a variable's scales: the last axis is counted in blocks."""
+    """Dimensions and sizes of a variable's scales: the last axis is counted in blocks.
+
+    Arguments:
+        dims: Dimension names of the variable.
+        sizes: Size of each axis after the packed one, by name.
+    """
     last = dims[-1]
     return (*dims[:-1], f"{last}_block"), {
         **{dim: size for dim, size in sizes.items() if dim != last},

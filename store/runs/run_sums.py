@@ -55,7 +55,8 @@ def combined(rows: Array, combine: str, over: int, dims: Sequence[str]) -> Array
 
 
 def how_combined(combine: str, over: int, dims: Sequence[str]) -> str:
-    """Instruction for readers without mizarr, stored in the array's attributes."""
+    """Instruction for readers without mizarr, stored in the array's attributes; arguments as for
+    `combined`."""
     axes = " and ".join(("segment", *([PART] if dims[-1] == PART else [])))
     divided = ", divided by them" if combine == "mean" else ""
     return f"{'max' if combine == 'max' else 'sum'} over {axes}, of {over} tokens{divided}"

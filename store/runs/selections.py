@@ -55,7 +55,12 @@ class Selection(ABC):
 
     @abstractmethod
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """Selected positions in one prompt, ascending, int64."""
+        """Selected positions in one prompt, ascending, int64.
+
+        Arguments:
+            tokens: The run's prompts.
+            prompt: Number of the prompt.
+        """
 
     @property
     def axis(self) -> str:
@@ -67,7 +72,12 @@ class Selection(ABC):
         """Selected tokens as indices on the token axis, ascending, int64."""
 
     def starts_on(self, tokens: PackedTokens, at: Places) -> Places:
-        """Number of selected tokens before each index on the token axis, int64; its end is allowed."""
+        """Number of selected tokens before each index on the token axis, int64.
+
+        Arguments:
+            tokens: The run's prompts.
+            at: Indices on the token axis; its end is allowed.
+        """
         # Whole prompts before, then a search within the prompt: the mask of a large run is never expanded
         # here.
         before = _before(self, tokens)
@@ -89,7 +99,7 @@ class Selection(ABC):
 
 
 class _ByLength(Selection):
-    """Selection that depends only on the length of a prompt."""
+    """Selection of positions that follow from the length of the prompt alone."""
 
     @abstractmethod
     def of_length(self, size: int) -> Places:
@@ -102,7 +112,7 @@ class _ByLength(Selection):
         return counts
 
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """Selected positions in one prompt, int64."""
+        """See `Selection.places`."""
         return self.of_length(int(tokens.row_size[prompt]))
 
     def indices(self, tokens: PackedTokens) -> Places:
@@ -150,8 +160,11 @@ class Sliced(_ByLength):
     """A slice of each prompt, with a positive step."""
 
     start: int | None
+    """First position; negative from the end, None for the first."""
     stop: int | None
+    """End (exclusive); negative from the end, None for the end."""
     step: int | None
+    """Distance between positions, at least 2; None for 1."""
 
     def __str__(self) -> str:
         return f"positions {self._text!r}"
@@ -195,7 +208,7 @@ class Masked(Selection):
 
     @property
     def name(self) -> str:
-        """A digest of the mask."""
+        """`mask_` followed by 16 hex digits of the mask's digest."""
         return f"mask_{_short(self.digest.encode())}"
 
     @property
@@ -213,7 +226,7 @@ class Masked(Selection):
         return np.add.reduceat(self._mask, starts, dtype=np.int64)
 
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """Selected positions in one prompt, int64."""
+        """See `Selection.places`."""
         return np.flatnonzero(self._mask[tokens.row(prompt)]).astype(np.int64)
 
     def indices(self, tokens: PackedTokens) -> Places:

@@ -115,8 +115,12 @@ class ShardLayout:
 
     @classmethod
     def whole(cls, dtype: str, rows: int) -> ShardLayout:
-        """Layout of a one-dimensional array in a single chunk, which can be mapped as one contiguous
-        array."""
+        """Layout of a one-dimensional array in a single chunk, which can be mapped as one contiguous array.
+
+        Arguments:
+            dtype: Name of the stored dtype.
+            rows: Length of the array.
+        """
         return cls(dtype, (), rows, rows, layered=False)
 
     @classmethod
@@ -203,7 +207,13 @@ class ShardLayout:
         return -(-rows // self.chunk_rows) * self.stored_bytes + self.index_bytes
 
     def path(self, variable: str, layer: int | None, segment: int) -> str:
-        """Path of a shard relative to the run's folder, by Zarr's default chunk key encoding."""
+        """Path of a shard relative to the run's folder, by Zarr's default chunk key encoding.
+
+        Arguments:
+            variable: Name of the array.
+            layer: Layer number; None without a layer axis.
+            segment: Number of the segment.
+        """
         place = [segment, *[0] * len(self.tail)]
         return "/".join([variable, "c", *map(str, place if layer is None else [layer, *place])])
 
@@ -234,6 +244,11 @@ class ShardLayout:
             fill_value="NaN" if math.isnan(self.fill) else 0,
             attributes=attributes,
         )
+
+
+def file_checksum(*parts: Buffer) -> FileChecksum:
+    """Size and checksum of a file that consists of these buffers."""
+    return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
 
 
 def write_shards(
@@ -283,7 +298,16 @@ def write_shards(
 
 
 def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
-    """Bytes of a shard as buffers to concatenate: views of `rows`, checksums, index. Copies no rows."""
+    """Bytes of a shard as buffers to concatenate: views of `rows`, checksums, index. Copies no rows.
+
+    Arguments:
+        name: Path of the shard, for messages.
+        rows: [rows, *tail] in C order, in the dtype of the layout.
+        layout: Layout of the shard.
+
+    Raises:
+        ShapeError: The rows do not fit the layout.
+    """
     _check_rows(name, rows, layout)
     # Views, not copies: a shard of 64 MiB is written from where the model's output lies.
     data = rows.reshape(-1).view(np.uint8)
@@ -294,7 +318,6 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
             for start in starts
         )
         return coded_parts(whole, layout)
-    index = _index(len(rows), layout).tobytes()
     parts: list[Buffer] = []
     for start in range(0, len(data), layout.chunk_bytes):
         chunk = data[start : start + layout.chunk_bytes]
@@ -307,21 +330,30 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
             parts.append(zeros)
             checksum = crc32c(zeros, checksum)
         parts.append(checksum.to_bytes(SUM_BYTES, "little"))
-    return [*parts, index + crc32c(index).to_bytes(SUM_BYTES, "little")]
+    return [*parts, with_crc32c(_index(len(rows), layout).tobytes())]
 
 
-def raw_parts(chunks: Iterable[bytes], count: int, layout: ShardLayout) -> list[Buffer]:
-    """Bytes of an uncompressed shard, as buffers, from the first `count` full-size chunks."""
+def raw_parts(chunks: Sequence[bytes], layout: ShardLayout) -> list[Buffer]:
+    """Bytes of an uncompressed shard, as buffers.
+
+    Arguments:
+        chunks: Rows of the first inner chunks, each of full size; the rest of the shard is absent.
+        layout: Layout of the shard.
+    """
     parts: list[Buffer] = []
     for chunk in chunks:
-        parts.append(chunk)
-        parts.append(crc32c(chunk).to_bytes(SUM_BYTES, "little"))
-    index = _index(count * layout.chunk_rows, layout).tobytes()
-    return [*parts, index + crc32c(index).to_bytes(SUM_BYTES, "little")]
+        # Two buffers: a joined copy of every chunk would double the memory of a shard.
+        parts += [chunk, crc32c(chunk).to_bytes(SUM_BYTES, "little")]
+    return [*parts, with_crc32c(_index(len(chunks) * layout.chunk_rows, layout).tobytes())]
 
 
 def coded_parts(chunks: Iterable[bytes], layout: ShardLayout) -> list[Buffer]:
-    """Bytes of a compressed shard, as buffers, from full-size chunks."""
+    """Bytes of a compressed shard, as buffers.
+
+    Arguments:
+        chunks: Uncompressed rows of the first inner chunks, each of full size.
+        layout: Layout of the shard.
+    """
     from numcodecs import blosc
 
     parts: list[Buffer] = []
@@ -333,13 +365,11 @@ def coded_parts(chunks: Iterable[bytes], layout: ShardLayout) -> list[Buffer]:
         numbers = np.frombuffer(chunk, layout.native if layout.native.kind in "fi" else np.uint16)
         # Byte shuffle groups exponent bytes, which are alike in neighbours; that is where the saving comes
         # from.
-        encoded = blosc.compress(numbers, b"zstd", _LEVEL, blosc.SHUFFLE, _BLOCK_BYTES)
-        encoded += crc32c(encoded).to_bytes(SUM_BYTES, "little")
+        encoded = with_crc32c(blosc.compress(numbers, b"zstd", _LEVEL, blosc.SHUFFLE, _BLOCK_BYTES))
         parts.append(encoded)
         index[number] = offset, len(encoded)
         offset += len(encoded)
-    table = index.tobytes()
-    return [*parts, table + crc32c(table).to_bytes(SUM_BYTES, "little")]
+    return [*parts, with_crc32c(index.tobytes())]
 
 
 def _compressing(layout: ShardLayout) -> list[dict[str, Any]]:
@@ -424,6 +454,10 @@ class ShardRows:
         """Yield a range of rows as views, one chunk at a time, as (offset from `start`, rows).
 
         Copy each block before the next one: its checksum was just computed, so it is still in the CPU cache.
+
+        Arguments:
+            start: First row.
+            stop: End of the range (exclusive).
         """
         if start < stop:
             self._fetch(range(start // self._length, (stop - 1) // self._length + 1))
@@ -447,11 +481,15 @@ class ShardRows:
         if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.data.madvise(mmap.MADV_DONTNEED)
 
-    def _gather(self, rows: npt.NDArray[Any]) -> Array:
+    def _located(self, rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Chunk of each row, and its offset in that chunk. IndexError for a row that does not exist."""
         # Checked here because an index into the chunk view could reach padding rows after the last valid one.
         if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
-        number, offset = np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
+        return np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
+
+    def _gather(self, rows: npt.NDArray[Any]) -> Array:
+        number, offset = self._located(rows)
         if self._pending.any():
             needed = np.unique(number)
             self._fetch(needed)
@@ -517,15 +555,9 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") 
     """
     label = f"{mapped.where} ({label})" if label else mapped.where
     expect_room(layout, rows, label)
+    fetch_index(mapped, layout)
     data, size = mapped.data, mapped.size
-    if size < layout.index_bytes:
-        raise CorruptEntry(f"{label}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
-    end = size - layout.index_bytes
-    if not mapped.is_whole and not index_is_sound(data, end, layout):
-        mapped.fetch([(end, size)])
-    if not index_is_sound(data, end, layout):
-        raise CorruptEntry(f"{label}: the shard index does not match its crc32c; {REPAIR}")
-    index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
+    index, end = read_index(data, size, layout, label)
     # Other writers may order, omit or append chunks; only mizarr's own order allows one strided view over the
     # file.
     is_ours = size == layout.file_bytes(rows) and np.array_equal(index, _index(rows, layout))
@@ -539,17 +571,64 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") 
 
 
 def expect_room(layout: ShardLayout, rows: int, label: str) -> None:
-    """Raise CorruptEntry if `rows` exceeds the layout: then the `zarr.json` belongs to another array."""
+    """Check that a shard has room for its rows.
+
+    Arguments:
+        layout: Layout by the array's `zarr.json`.
+        rows: Number of rows by the run's tokens.
+        label: Names the shard in error messages.
+
+    Raises:
+        CorruptEntry: There are more rows, so that the `zarr.json` belongs to another array.
+    """
     if rows > layout.rows:
         raise CorruptEntry(
             f"{label}: expected a shard of at least {rows} rows, found {layout.rows}; {REPAIR}"
         )
 
 
-def index_is_sound(data: mmap.mmap | bytes, end: int, layout: ShardLayout) -> bool:
+def fetch_index(mapped: Mapped, layout: ShardLayout) -> None:
+    """Download the index of a shard in an object store, unless it is present already.
+
+    Arguments:
+        mapped: The file.
+        layout: Layout of the shard.
+    """
+    end = mapped.size - layout.index_bytes
+    # Bytes that are not present read as zeros, which fail the checksum.
+    if not mapped.is_whole and end >= 0 and not _index_is_sound(mapped.data, end, layout):
+        mapped.fetch([(end, mapped.size)])
+
+
+def read_index(
+    data: mmap.mmap | bytes, size: int, layout: ShardLayout, label: str
+) -> tuple[npt.NDArray[np.uint64], int]:
+    """Parse and verify the index of a shard.
+
+    Arguments:
+        data: Content of the file.
+        size: Number of its bytes.
+        layout: Layout of the shard.
+        label: Names the shard in error messages.
+
+    Returns:
+        (offset, bytes) of each chunk, [chunk, 2], and the offset of the index.
+
+    Raises:
+        CorruptEntry: The file is cut short, or the index does not match its checksum.
+    """
+    if size < layout.index_bytes:
+        raise CorruptEntry(f"{label}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
+    end = size - layout.index_bytes
+    if not _index_is_sound(data, end, layout):
+        raise CorruptEntry(f"{label}: the shard index does not match its crc32c; {REPAIR}")
+    return np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2), end
+
+
+def _index_is_sound(data: mmap.mmap | bytes, end: int, layout: ShardLayout) -> bool:
     """Whether the index that starts at `end` matches its crc32c."""
-    index = np.frombuffer(data, np.uint8, layout.index_bytes - SUM_BYTES, end)
-    return data[end + index.nbytes : end + layout.index_bytes] == crc32c(index).to_bytes(SUM_BYTES, "little")
+    stored = bytes(data[end : end + layout.index_bytes])
+    return stored == with_crc32c(stored[:-SUM_BYTES])
 
 
 def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) -> Array:
@@ -591,10 +670,8 @@ def _in_order(
             continue
         if length != layout.stored_bytes or offset + length > end:
             raise CorruptEntry(f"{label}: the shard index points outside of the chunks; {REPAIR}")
-        chunk = _chunks_at(mapped, layout, 1, offset)
-        chunks[n] = ShardRows(chunk, layout.chunk_rows, label, checks=_checks_at(mapped, layout, 1, offset))[
-            :
-        ]
+        chunk, checks = _chunks_at(mapped, layout, 1, offset), _checks_at(mapped, layout, 1, offset)
+        chunks[n] = ShardRows(chunk, layout.chunk_rows, label, checks=checks)[:]
     chunks.flags.writeable = False
     return chunks
 
@@ -620,7 +697,17 @@ def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
 
 
 def crc32c(data: Array | bytes, before: int = 0) -> int:
-    """CRC-32C (Castagnoli) of `data`, continuing from the checksum `before` of preceding bytes."""
+    """CRC-32C (Castagnoli).
+
+    Arguments:
+        data: The bytes, or an array of them.
+        before: Checksum of the bytes that precede them; 0 for none.
+    """
     import google_crc32c
 
     return int(google_crc32c.extend(before, data))
+
+
+def with_crc32c(data: bytes) -> bytes:
+    """The bytes followed by their checksum, as Zarr's codec `crc32c` stores them."""
+    return data + crc32c(data).to_bytes(SUM_BYTES, "little")

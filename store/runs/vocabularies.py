@@ -15,6 +15,7 @@ VOCABULARIES = "vocabularies"
 """Folder in the store with one record of token strings per tokenizer."""
 
 _registered: dict[str, Callable[[], Sequence[str] | None]] = {}
+"""Loader of token strings by the tokenizer's digest."""
 
 
 def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]) -> None:
@@ -33,7 +34,13 @@ def registered_vocabulary(tokenizer: str) -> Callable[[], Sequence[str] | None] 
 
 
 def put_vocabulary(files: Folder, tokenizer: str, tokens: Sequence[str]) -> None:
-    """Store the token strings of a tokenizer, unless they are stored already."""
+    """Store the token strings of a tokenizer, unless they are stored already.
+
+    Arguments:
+        files: The store's files.
+        tokenizer: Digest of the tokenizer.
+        tokens: Token strings by id.
+    """
     name = vocabulary_path(tokenizer)
     # A vocabulary has megabytes; the check saves serialising it for every capture.
     if files.size(name) is None:
@@ -42,6 +49,10 @@ def put_vocabulary(files: Folder, tokenizer: str, tokens: Sequence[str]) -> None
 
 def read_vocabulary(files: Folder, tokenizer: str) -> list[str] | None:
     """Token strings by token id; None if they are not stored.
+
+    Arguments:
+        files: The store's files.
+        tokenizer: Digest of the tokenizer.
 
     Raises:
         CorruptEntry: The record is damaged.

@@ -32,8 +32,11 @@ class Annotation:
     """One text about one item."""
 
     item: str
+    """Name of the item within its subject, such as a feature."""
     text: str
+    """Annotation text; an empty text removes the previous annotation."""
     author: str
+    """Who wrote it."""
     created: str
     """UTC, ISO 8601, to the second."""
 
@@ -68,7 +71,15 @@ def annotate(files: Folder, subject: str, texts: Mapping[str, str], author: str)
 
 
 def annotations_of(files: Folder, subject: str) -> list[Annotation]:
-    """All annotations of a subject, oldest first. CorruptEntry for a damaged record."""
+    """All annotations of a subject, oldest first.
+
+    Arguments:
+        files: The store's files.
+        subject: Digest of 64 hex digits.
+
+    Raises:
+        CorruptEntry: A record is damaged.
+    """
     annotations = []
     for name in sorted(
         f"{ANNOTATIONS}/{subject}/{file}" for file in files.children(f"{ANNOTATIONS}/{subject}")

@@ -42,7 +42,9 @@ class Usage:
     labels: tuple[str, ...]
     """Labels of its published records."""
     bytes: int
+    """Bytes of all files."""
     files: int
+    """Number of files."""
     used: float
     """Last known use, seconds since the epoch; never later than now."""
 
@@ -62,6 +64,7 @@ class GcReport:
     over_quota: int = 0
     """Bytes that remain above the quota, because they are pinned, new or leased."""
     dry_run: bool = False
+    """Whether nothing was removed."""
 
 
 def usage(store: Catalog) -> list[Usage]:
@@ -181,7 +184,7 @@ def _leased(store: Catalog) -> set[str]:
     now, in_use = store.files.now(), set()
     for name in store.files.list("leases"):
         if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
-            in_use.add(_of_lease(store.files.where(name), text))
+            in_use.add(_leased_folder(store.files.where(name), text))
     for data in store.folders():
         # A run under computation has no lease, but its workers renew claims.
         claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
@@ -190,7 +193,7 @@ def _leased(store: Catalog) -> set[str]:
     return in_use
 
 
-def _of_lease(name: str, text: bytes) -> str:
+def _leased_folder(name: str, text: bytes) -> str:
     """The folder that a lease protects; CorruptEntry for a damaged lease."""
     try:
         return str(read_json(text)["data"])
@@ -226,7 +229,12 @@ def _remove(store: Catalog, data: str, keys: list[Record]) -> None:
 
 @contextmanager
 def lease(store: Catalog, record: Record) -> Iterator[None]:
-    """Protect a folder from gc while the block runs, by a lease file that is renewed; no-op if read-only."""
+    """Context that protects a folder from gc by a lease file that is renewed.
+
+    Arguments:
+        store: The store; nothing is protected in a read-only one.
+        record: Published record of the run or result.
+    """
     if store.read_only:
         yield
         return
@@ -251,7 +259,15 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:
-    """Number of files below a folder, their bytes, and the time of the newest change."""
+    """Disk usage of a folder.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of a run or result.
+
+    Returns:
+        Number of files, their bytes, and the time of the newest change in seconds since the epoch.
+    """
     top = files.folder_stat(data)  # counts as a change in a folder that is still empty
     count, total, newest = 0, 0, 0.0 if top is None else top.modified
     for _, stat in files.walk(data):

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..catalog import Catalog
-from ..digest import content_digest
 from ..errors import REPAIR, CorruptEntry, EntryNotFound, ReadOnlyStore
 from ..files import THREADS
 from ..keys import ActivationKey, RunKey
@@ -27,6 +26,7 @@ from ..runs.committed import PLAIN, record_name
 from ..runs.coordinates import BARE, BOOKKEEPING, LABELS, OF_LABELS, SAID, metadata_record, recorded
 from ..runs.entries import group_attributes
 from ..runs.quantised import QUANTISED, is_scale, scale_name
+from ..runs.shards import file_checksum
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
 from ..sealed import files_of, sealed, unsealed
 from .collect import lease
@@ -43,11 +43,11 @@ class Copied:
     """Outcome of a copy, as lists of keys."""
 
     copied: list[str] = field(default_factory=list)
-    """Made visible in the target."""
+    """Keys that this call made visible in the target."""
     present: list[str] = field(default_factory=list)
     """Keys present in the target already, with equal content."""
     different: list[str] = field(default_factory=list)
-    """In the target already, with another content, which stays."""
+    """Keys in the target already, with another content, which stays."""
     bytes: int = 0
     """Bytes written."""
 
@@ -114,7 +114,7 @@ def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]
         variable, slash, layer = record.label.partition("/")
         if record.kind == ACTIVATION and not is_scale(variable):
             if record.data not in runs:
-                runs[record.data] = _about(source, record)
+                runs[record.data] = _run_attributes(source, record)
             attributes = runs[record.data]
             if attributes.get("dtype") == QUANTISED:
                 run = RunKey.of_request(attributes["run"])
@@ -126,7 +126,7 @@ def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]
                 yield item
 
 
-def _about(source: Catalog, record: Record) -> Mapping[str, Any]:
+def _run_attributes(source: Catalog, record: Record) -> Mapping[str, Any]:
     """Group attributes of a record's run; {} if gc removed it meanwhile."""
     try:
         attributes: Mapping[str, Any] = group_attributes(source.files, record.data)["mizarr"]
@@ -261,7 +261,7 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcom
         name, expected = f"{data}/{file}", files[file]
         if target.files.size(name) is None:
             content = source.files.get(name)
-            actual = None if content is None else (len(content), content_digest(content))
+            actual = None if content is None else file_checksum(content)
             if content is None or actual != expected:
                 raise CorruptEntry(
                     f"{source.files.where(name)}: expected {expected}, found {actual}; {REPAIR}"

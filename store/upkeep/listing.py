@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ..arrays import ranges
 from ..catalog import Catalog
-from ..files import Folder
-from ..provenance import get_provenance
-from ..reading.selection import ranges
+from ..provenance import model_note
 from ..records import ACTIVATION
 from ..runs.entries import group_attributes
 from ..runs.quantised import is_scale
@@ -21,17 +20,20 @@ __all__ = ["ListedRun", "captured_hooks", "model_label", "runs"]
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run."""
+    """Summary of one run."""
 
     run: str
     """Digest of the run."""
     model: str
     """Name under which the model was captured; the digest of the model if no name was noted."""
     prompts: int
+    """Number of prompts."""
     tokens: int
+    """Number of tokens."""
     hooks: tuple[str, ...]
     """Published variables with their layers, such as "resid_post 0-5"."""
     dtype: str
+    """Storage dtype."""
     bytes: int
     """Bytes on disk."""
     used: float
@@ -50,10 +52,11 @@ def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
         if item.kind != ACTIVATION:
             continue
         attributes = group_attributes(store.files, item.data)["mizarr"]
+        model = (model_note(store.files, item.data) or {}).get("model")
         listed.append(
             ListedRun(
                 item.data.rpartition("/")[2],
-                _model(store.files, item.data) or attributes["run"]["model"][:12],
+                model or attributes["run"]["model"][:12],
                 attributes["n_prompts"],
                 attributes["n_tokens"],
                 captured_hooks(item.labels),
@@ -73,12 +76,6 @@ def model_label(model: str) -> str:
     """
     path = PurePath(model)
     return path.name if path.is_absolute() or path.parts[:1] in ((".",), ("..",), ("~",)) else model
-
-
-def _model(files: Folder, data: str) -> str | None:
-    """Model name in a run's provenance notes; None if there is none."""
-    names = (note.get("model") for note in get_provenance(files, data))
-    return next((name for name in names if isinstance(name, str)), None)
 
 
 def captured_hooks(labels: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,15 @@ _GROUPS = tuple(f"{name}/zarr.json" for name in BOOKKEEPING)
 
 
 def quarantine(store: Catalog, damage: Damage) -> None:
-    """Move the damaged file to `quarantine/` and withdraw what depended on it. ReadOnlyStore if read-only."""
+    """Move a damaged file to `quarantine/` and withdraw the records that depended on it.
+
+    Arguments:
+        store: The store.
+        damage: An item of `verify`.
+
+    Raises:
+        ReadOnlyStore: The store was opened with mode="r".
+    """
     if store.read_only:
         raise ReadOnlyStore(
             f"cannot quarantine in {store.address}: opened with mode='r'; open it with mode='a'"

@@ -23,7 +23,7 @@ NOTE = "question"
 CAPTURE = "capture"
 """Workflow name in the note on a run captured by `mizarr capture`, without a workflow."""
 _LONGEST_TEXT, _LONGEST_LIST = 200, 8
-"""Characters of a text and items of a list that are noted of a setting."""
+"""Limits on the settings in a note: characters of a text, and items of a list."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Question:
     results: Mapping[str, str]
     """Key of each result by its name in the workflow."""
     at: float
-    """When it was first asked, in seconds since the epoch."""
+    """Time of the first computation, in seconds since the epoch."""
 
     @property
     def settings_line(self) -> str:
@@ -54,7 +54,7 @@ class Question:
 
     @classmethod
     def of_note(cls, note: Mapping[str, Any]) -> Question | None:
-        """Parse a provenance note; None for a note without a question, or on a capture."""
+        """Parse a provenance note; None for a note about a capture, or about no question."""
         noted = note.get(NOTE)
         if not isinstance(noted, Mapping) or not noted.get("results"):
             return None
@@ -81,7 +81,12 @@ def note_question(
 
 
 def note_capture(store: Catalog, data: str) -> None:
-    """Note that the run in folder `data` was captured directly, without a workflow."""
+    """Note that a run was captured directly, without a workflow.
+
+    Arguments:
+        store: The store.
+        data: Folder of the run.
+    """
     _note_once(store, data, {"workflow": CAPTURE})
 
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..catalog import Catalog
-from ..digest import content_digest
 from ..errors import REPAIR, ConfigError, CorruptEntry, StoreFormatError
 from ..runs.archived import plain_measure, recoded
 from ..runs.coordinates import metadata_record
-from ..runs.shards import CODECS, FileChecksum, ShardLayout
+from ..runs.shards import CODECS, FileChecksum, ShardLayout, file_checksum
 from ..sealed import read_json, sealed
 
 __all__ = ["PLAINLY", "Differs", "Recoding", "check_codec", "put_text", "recoding_of"]
@@ -24,7 +23,16 @@ class Differs(Exception):
 
 
 def put_text(target: Catalog, name: str, text: bytes) -> None:
-    """Write a metadata file; raises Differs if the target has another one."""
+    """Write a metadata file.
+
+    Arguments:
+        target: Store to write.
+        name: Path of the file.
+        text: Its content.
+
+    Raises:
+        Differs: The target has another content under that name.
+    """
     if not target.files.put_new(name, text) and target.files.get(name) != text:
         raise Differs(name)
 
@@ -43,6 +51,7 @@ class Recoding:
     data: str
     """Folder of the run."""
     variable: str
+    """Name of the array."""
     before: ShardLayout
     """Layout in the source."""
     after: ShardLayout
@@ -53,7 +62,7 @@ class Recoding:
     def describe(self, target: Catalog) -> None:
         """Write the array's metadata and its checksum record; raises Differs if the target has others."""
         file = f"{self.variable}/zarr.json"
-        record = {"files": {file: [len(self.text), content_digest(self.text)]}}
+        record = {"files": {file: file_checksum(self.text)}}
         described = {
             f"{self.data}/{file}": self.text,
             f"{self.data}/{metadata_record(self.variable)}": sealed(record),
@@ -84,35 +93,37 @@ class Recoding:
         name = f"{self.data}/{file}"
         where = source.files.where(name)
         content = source.files.get(name)
-        if content is None or (len(content), content_digest(content)) != checksum:
-            actual = None if content is None else (len(content), content_digest(content))
+        actual = None if content is None else file_checksum(content)
+        if content is None or actual != checksum:
             raise CorruptEntry(f"{where}: expected {checksum}, found {actual}; {REPAIR}")
         new_content = b"".join(recoded(content, self.before, self.after, where))
         # Padding rows of another writer may differ from zeros, and would be lost.
-        if self._plain(new_content, where) != plain:
+        if plain_measure(new_content, self.after, where) != plain:
             raise StoreFormatError(
                 f"{where}: expected a shard in the layout of mizarr, found one of another program, which "
                 "cannot be recoded bit by bit; copy it without a codec"
             )
         if target.files.put_new(name, new_content):
-            return (len(new_content), content_digest(new_content)), len(new_content)
+            return file_checksum(new_content), len(new_content)
         # Left by an interrupted copy, or compressed by another zstd version: only the uncompressed form must
         # match.
         existing = target.files.get(name) or b""
-        if self._plain(existing, target.files.where(name)) != plain:
+        if plain_measure(existing, self.after, target.files.where(name)) != plain:
             raise Differs(name)
-        return (len(existing), content_digest(existing)), 0
-
-    def _plain(self, content: bytes, where: str) -> FileChecksum:
-        if self.after.codec:
-            return plain_measure(content, self.after, where)
-        return len(content), content_digest(content)
+        return file_checksum(existing), 0
 
 
 def recoding_of(
     source: Catalog, target: Catalog, data: str, variable: str, codec: str | None
 ) -> Recoding | None:
     """Which conversion an array needs.
+
+    Arguments:
+        source: Store to read.
+        target: Store to write.
+        data: Folder of the run.
+        variable: Name of the array.
+        codec: Requested codec; "none" for none, None as in the source.
 
     Returns:
         None if its files are copied as they are: the codec is the requested one, or the array was not written

@@ -60,8 +60,8 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
 
     Arguments:
         store: The store.
-        quick: Whether to compare sizes only.
-        progress: Called with (bytes verified, bytes in total).
+        quick: Whether to compare sizes only, without reading the files.
+        progress: Called with (bytes verified, bytes in total) after each file.
 
     Returns:
         Files that differ from their record, records that are unreadable or refer to nothing, and anything

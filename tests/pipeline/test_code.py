@@ -308,3 +308,12 @@ def test_asking_for_a_version_imports_no_torch():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_values_nested_too_deep_are_refused_without_naming_one_of_their_places():
+    """The walk ends in the middle; the place that it had reached says nothing about the value."""
+    nested: dict[str, object] = {}
+    for _ in range(sys.getrecursionlimit()):
+        nested = {"inner": nested}
+    with pytest.raises(StageError, match="nested too deep to be read, in its declaration;"):
+        code_version("it", nested)

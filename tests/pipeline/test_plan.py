@@ -12,7 +12,7 @@ from mizarr.pipeline import Stage, plan, run
 from mizarr.pipeline.memory import measured, setting_up
 from mizarr.pipeline.nodes import Estimate, Status
 from mizarr.pipeline.plan import Plan, Step, as_bytes, human_bytes, in_order
-from mizarr.pipeline.reasons import differences, missing_cells, scaled_seconds, spans
+from mizarr.pipeline.reasons import differences, missing_cells, scaled_seconds
 from mizarr.pipeline.sources import SourceNode
 from mizarr.store.errors import PlanError
 
@@ -168,7 +168,7 @@ def test_missing_cells_are_named_by_their_labels(missing, told):
 
 
 def test_numbers_are_told_as_ranges():
-    assert spans([3, 1, 0, 2, 9]) == "0-3, 9"
+    assert missing_cells([{"layer": layer} for layer in (3, 1, 0, 2, 9)], 12) == "layers 0-3, 9 missing"
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,19 @@ def test_segments_need_a_function_that_combines_them():
         stage(version=1, inputs={"x": ("token",)}, outputs={}, cells="segment")(lambda x: x)
 
 
+def test_layers_whose_results_have_no_layer_axis_are_refused_without_a_function_that_combines_them():
+    """Several cells were joined to the first of them, which looked like the sum over all layers."""
+
+    @stage(version=1, inputs={"x": ("layer",)}, outputs={"y": Output(())}, cells="layer")
+    def total(x):
+        return x.sum()
+
+    cells = [total.compute({"x": xr.DataArray([value], dims="layer")}, {}) for value in (1.0, 2.0)]
+    with pytest.raises(StageError, match=r"'total' is cut by layer, expected .* found \[\]; give combine="):
+        total.joined(cells)
+    assert total.joined(cells[:1]).identical(cells[0])
+
+
 def test_without_a_version_the_code_stands_for_it():
     def one(x):
         return x + 1

@@ -93,10 +93,10 @@ def lineage(snapshot: Snapshot, folder: HeldFolder, link_of: Callable[[HeldFolde
     boxes = []
     for name, (x, y) in corners.items():
         entry = snapshot.folders[name]
-        fate = snapshot.fate(entry)
         second_line = f"{name.rpartition('/')[2][:8]} · {human_bytes(entry.usage.bytes) or '0 B'}"
-        is_freed = fate.startswith("goes")
+        is_freed = snapshot.removal(entry) != "never"
         is_self = name == folder.data
+        fate = snapshot.fate(entry)
         boxes.append(Box(entry.label, second_line, link_of(entry), fate, x, y, is_freed, is_self))
     paths = [
         _curve(corners[source.data], corners[name])

@@ -175,9 +175,12 @@ def test_what_gc_would_free_is_what_gc_says(made, tmp_path):
         os.utime(file, (old, old))
     (folder / "index.sqlite").unlink()
     held = Holdings(open_store(folder, mode="r")).look()
-    told = {data for data, each in held.folders.items() if held.fate(each).startswith("goes")}
+    removals = {data: held.removal(each) for data, each in held.folders.items()}
     report = open_store(folder, mode="r").gc(quota=0, dry_run=True)
-    assert told == set(report.removed) and len(told) == 3  # the other run, features, share
+    removed = {data for data, removal in removals.items() if removal != "never"}
+    assert removed == set(report.removed) and len(removed) == 3  # the other run, features, share
+    assert {removals[data] for data in removed} == {"with a quota"}
+    assert removed == {data for data, each in held.folders.items() if held.fate(each).startswith("goes")}
     assert held.fate(held.folders[store.record(made.lens).data]) == "stays: pinned as figure"
 
 

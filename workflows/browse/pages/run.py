@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ....store.reading.selection import ranges
+from ....store.arrays import ranges
 from ...holdings import HeldFolder, Snapshot
 from ...views import Note, Table, Values, View
 from .. import addresses

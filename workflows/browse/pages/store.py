@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ....store.upkeep.listing import model_label
-from ...holdings import AskedQuestion, HeldFolder, Snapshot
+from ...holdings import AskedQuestion, HeldFolder, Removal, Snapshot
 from ...views import Note, Table, Values, View, dim
 from .. import addresses
 from ..opened import harvest
@@ -227,12 +227,11 @@ def _list_links(snapshot: Snapshot, address: str) -> Links:
 def _freed(snapshot: Snapshot) -> str:
     """Sentence with the bytes that `mizarr gc` would free now, and at most with a quota."""
 
-    def total_bytes(fate: str) -> str:
-        folders = [folder for folder in snapshot.folders.values() if snapshot.fate(folder).startswith(fate)]
+    def total_bytes(removal: Removal) -> str:
+        folders = [folder for folder in snapshot.folders.values() if snapshot.removal(folder) == removal]
         return sized(sum(folder.usage.bytes for folder in folders))
 
-    # The beginnings of the phrases of `Snapshot.fate`.
-    now, with_quota = total_bytes("goes:"), total_bytes("goes when")
+    now, with_quota = total_bytes("now"), total_bytes("with a quota")
     return f"mizarr gc would free {now} now, and with a quota up to {with_quota} more."
 
 
