@@ -8,7 +8,7 @@ Border: labelled arrays; independent of the statistic that a stage computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from .token_blocks import ahead, read_rows, token_ranges
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["as_layers", "by_layer", "end_to_end", "state_rows", "token_labels"]
+__all__ = ["added", "as_layers", "by_layer", "end_to_end", "state_rows", "token_labels"]
 
 
 def state_rows(states: xr.DataArray) -> Iterator[tuple[slice, Array]]:
@@ -53,19 +53,20 @@ def token_labels(states: xr.DataArray) -> dict[Any, xr.DataArray]:
     return {name: coord for name, coord in states.coords.items() if "hidden" not in coord.dims}
 
 
-def by_layer(join: Callable[[list[xr.Dataset]], xr.Dataset]) -> Callable[[Sequence[xr.Dataset]], xr.Dataset]:
+def by_layer(join: Callable[[list[xr.Dataset]], xr.Dataset]) -> Callable[[Iterable[xr.Dataset]], xr.Dataset]:
     """`combine` function for cells of (layer, segment), made of one that joins the segments of a layer.
 
     Arguments:
         join: joins the results of one layer's segments, in order.
     """
 
-    def combine(parts: Sequence[xr.Dataset]) -> xr.Dataset:
+    def combine(parts: Iterable[xr.Dataset]) -> xr.Dataset:
         import xarray as xr
 
         columns: dict[tuple[int, ...], list[xr.Dataset]] = {}
         for part in parts:
-            columns.setdefault(tuple(part["layer"].values.tolist()), []).append(part)
+            layers = np.atleast_1d(part["layer"].values).tolist() if "layer" in part else ()
+            columns.setdefault(tuple(layers), []).append(part)
         joined = [join(column) for column in columns.values()]
         if len(joined) == 1:
             return joined[0]
@@ -82,3 +83,9 @@ def end_to_end(parts: list[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     return xr.concat(parts, "token", data_vars="minimal", coords="minimal", compat="override", join="exact")
+
+
+def added(parts: list[xr.Dataset], names: Iterable[str]) -> xr.Dataset:
+    """Sum the named variables over the segments of a layer; the other variables are those of the first."""
+    sums = {name: parts[0][name].copy(data=sum(part[name].values for part in parts)) for name in names}
+    return parts[0].assign(sums)

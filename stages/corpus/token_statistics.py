@@ -22,7 +22,7 @@ import numpy as np
 
 from ...pipeline import Output, stage
 from ...store.errors import ShapeError
-from .state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
+from .state_cells import added, as_layers, by_layer, end_to_end, state_rows, token_labels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,11 +40,9 @@ Z = 3.0
 
 def _added(parts: list[xr.Dataset]) -> xr.Dataset:
     """Add the sums of all segments of a layer; take the largest of the maxima."""
-    first = parts[0]
-    sums = {name: sum(part[name].values for part in parts) for name in ("n", "total", "squares", "above")}
     largest = np.max([part["largest"].values for part in parts], axis=0)
-    data = {name: first[name].copy(data=values) for name, values in (sums | {"largest": largest}).items()}
-    return first.assign(data)
+    sums = added(parts, ("n", "total", "squares", "above"))
+    return sums.assign(largest=sums["largest"].copy(data=largest))
 
 
 @stage(

@@ -1,4 +1,4 @@
-"""Helpers of both PCA solvers: argument checks, a reproducible sign, stacking of layers."""
+"""Helpers of both PCA solvers: argument checks, a reproducible sign of components, stacking of layers."""
 
 from __future__ import annotations
 
