@@ -1,4 +1,4 @@
-"""The attribution graph of a prompt, as users meet it.
+"""Functions and classes for users: compute, read, prune and save the attribution graph of a prompt.
 
     graph = mizarr.attribution_graph(model, clt, "The capital of France is", store=store)
     graph.adjacency                                # [target, source], lazy where it is large
@@ -92,6 +92,7 @@ def attribution_graph(
             "this machine"
         )
     with tempfile.TemporaryDirectory(prefix="mizarr-graph-") as folder:
+        # No fsync: the folder is deleted below.
         temporary_store = open_store(folder, durability="process")
         run(node, temporary_store, workers=workers, quiet=not progress)
         return AttributionGraph(node.open(temporary_store).load())
@@ -135,6 +136,7 @@ class AttributionGraph:
     """An attribution graph, computed by `attribution_graph` or read from a file (`from_pt`)."""
 
     def __init__(self, dataset: xr.Dataset) -> None:
+        """Wrap the dataset that `GraphNode` stores, or that `files.torch_file.read` returns."""
         self.dataset = dataset
         """The graph as it is stored; `weights` [target, source] are the edges, rows features, then logits."""
 
@@ -160,7 +162,7 @@ class AttributionGraph:
 
     @cached_property
     def counts(self) -> NodeCounts:
-        """Number of nodes of each kind."""
+        """Number of features, errors, tokens and logits."""
         return counts_of(self.dataset)
 
     @cached_property
@@ -248,6 +250,7 @@ class AttributionGraph:
 
             rows = weights.chunk().data if weights.chunks is None else weights.data
             features, logits = rows[: c.features], rows[c.features :]
+            # Errors and tokens have no incoming edges, logits no outgoing ones: blocks of zeros.
             empty = da.zeros((c.sources - c.features, c.sources), np.float32)
             full = da.concatenate([features, empty, logits])
             whole = da.concatenate([full, da.zeros((c.nodes, c.logits), np.float32)], axis=1)
@@ -300,7 +303,7 @@ class AttributionGraph:
     @classmethod
     def from_pt(cls, path: str | Path) -> AttributionGraph:
         """Read a graph that circuit-tracer saved. StageError if the file is no such graph."""
-        from .files.torch_file import read
+        from .files.torch_file import read  # imports torch, as writing does
 
         return cls(read(Path(path)))
 
@@ -324,6 +327,14 @@ class PrunedGraph:
     def __init__(
         self, graph: AttributionGraph, kept: KeptPart, node_threshold: float, edge_threshold: float
     ) -> None:
+        """Result of `AttributionGraph.prune`.
+
+        Arguments:
+            graph: the whole graph.
+            kept: its kept nodes and edges.
+            node_threshold: share of the influence that the kept nodes carry, 0 to 1.
+            edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+        """
         self.graph, self.kept = graph, kept
         self.node_threshold, self.edge_threshold = node_threshold, edge_threshold
 
@@ -386,7 +397,16 @@ class PrunedGraph:
         )
 
     def to_viewer(self, folder: str | Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
-        """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former."""
+        """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former.
+
+        Arguments:
+            folder: folder of the viewer's data.
+            slug: name of the graph, and of its file.
+            scan: names of the transcoders, by which the viewer finds dashboards; None for `self.graph.scan`.
+
+        Raises:
+            StageError: if there is no `scan`, or `slug` is no file name.
+        """
         from .files.viewer import write
 
         return write(self, Path(folder), slug, scan=scan)

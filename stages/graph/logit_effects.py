@@ -3,7 +3,7 @@
 Computed from the decoder vectors alone (stages/features/effects/words.py); effects through later layers are
 edges of the graph.
 
-Axes: selected = features of the graph, as its selected_features; rank, 0 = strongest.
+Axes: selected = features of the graph, in the order of its selected_features; rank, 0 = strongest.
 """
 
 from __future__ import annotations

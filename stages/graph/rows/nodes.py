@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["ERROR", "FEATURE", "LOGIT", "TOKEN", "NodeCounts", "counts_of", "node_labels"]
 
 FEATURE, ERROR, TOKEN, LOGIT = "feature", "error", "token", "logit"
+"""Kinds of nodes, values of the label `kind`."""
 
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """Number of nodes of each kind."""
+    """Number of features, errors, tokens and logits of a graph."""
 
     features: int
     """Features that are nodes."""
@@ -76,7 +77,7 @@ class NodeCounts:
 
 
 def counts_of(graph: xr.Dataset) -> NodeCounts:
-    """Counts of the dataset of a graph."""
+    """Counts of the nodes of a graph, from its dataset."""
     sizes = graph.sizes
     return NodeCounts(
         sizes["selected"], int(graph.attrs["n_layers"]), sizes["input_position"], sizes["logit"]
