@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "CrosscoderPlace", "place_figures"]
 
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "mizarr crosscoder"
+"""Names of the two files, and the entry `kind` of config.json."""
 EXCLUSIVE = 0.1
 """A feature with a relative norm up to this is exclusive to the first model, from 1 minus this on to the
 second (Minder et al. 2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
@@ -50,6 +51,7 @@ class Crosscoder:
     """Weights of a crosscoder, float32, that apply to states as they are stored."""
 
     places: tuple[CrosscoderPlace, ...]
+    """Models and hook points that are read and written, in the order of the tensors."""
     W_enc: Tensor
     """Encoders [place, feature, width]."""
     b_enc: Tensor
@@ -59,10 +61,16 @@ class Crosscoder:
     b_dec: Tensor
     """Decoder bias [place, width]."""
     activation: Activation
+    """Activation function, with thresholds if it is JumpReLU."""
 
     @classmethod
     def of_joined(cls, features: LayerFeatures, places: Iterable[CrosscoderPlace]) -> Self:
-        """A crosscoder from features that read and write the states of all places joined to one row."""
+        """A crosscoder from features that read and write the states of all places joined to one row.
+
+        Arguments:
+            features: Features with one row [place * width], as training makes them.
+            places: The places, in the order in which their states are joined.
+        """
         place_list = tuple(places)
         W_enc, W_dec, b_dec = features.W_enc, features.W_dec[features.layer], features.b_dec
         assert features.b_enc is not None
@@ -179,7 +187,7 @@ class Crosscoder:
         folder = Path(folder)
         if folder.exists():
             raise ConfigError(f"expected a new folder, found {str(folder)!r} there already; name another")
-        # Written under another name and renamed, so that a kill leaves no incomplete dictionary.
+        # Renamed when complete: a killed process leaves no folder that looks like a dictionary.
         hidden = folder.with_name(f".{folder.name}.part")
         hidden.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -242,6 +250,7 @@ class Crosscoder:
 
 
 def _activation(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Activation:
+    """Activation function that config.json names; ValueError for an unknown one."""
     from .layers.activations import JumpReLU, ReLU, TopK
 
     name = config["activation"]

@@ -32,8 +32,10 @@ WEIGHTS = (".safetensors", ".npz", "ae.pt")
 """Endings of weight files."""
 UNUSED = ("sparsity.safetensors",)
 """Weight files that no format reads."""
+# Layers as folders of published dictionaries name them: layer_3, layers.3, blocks.3, L3; or embedding.
 _LAYER = re.compile(r"(?:layers?[._]|blocks\.|(?:^|-)L)(\d{1,9})|(embedding)")
 _SHOWN = 4
+"""Number of files or folders listed in a message."""
 
 
 def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
@@ -118,6 +120,7 @@ def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
     for (repository, revision), names in files_by_source.items():
         with hub_errors(repository, revision):
             commit, sizes = listed_files(repository, revision)
+        # Before any download of this repository.
         missing = sorted(names - set(sizes))
         if missing:
             raise DownloadError(
@@ -127,6 +130,7 @@ def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
 
 
 def _is_cached(entry: Reference, folder: Path) -> bool:
+    """Whether the hub's cache has the file of a list entry."""
     try:
         return entry.path(folder).is_file()
     except OSError:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....store.arrays import Ints
 from ....store.errors import ShapeError
 from ...corpus.token_blocks import ahead
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded"]
+__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded", "rows_of"]
 
 BLOCK = 1 << 20
 """Active features read at a time."""
@@ -30,12 +31,20 @@ class ActiveBlock(NamedTuple):
     """Active features of some consecutive tokens; each array is [active]."""
 
     token: npt.NDArray[np.int64]
+    """Number of the token in the corpus, ascending."""
     feature: npt.NDArray[np.int32]
+    """Index of the feature, ascending within a token."""
     value: npt.NDArray[np.float32]
+    """Activation."""
 
 
 def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
-    """Active features of a layer in blocks of about `size`, in order; tokens are not split."""
+    """Active features of a layer, block by block in order; the features of one token stay together.
+
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        size: Number of active features per block, approximately.
+    """
     ptr = encoded["token_ptr"].values
 
     def read(tokens: tuple[int, int]) -> ActiveBlock:
@@ -57,6 +66,18 @@ def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
         stop = min(max(stop, start + 1), len(ptr) - 1)
         yield start, stop
         start = stop
+
+
+def rows_of(features: Ints, n_features: int) -> Ints:
+    """Row of each of a layer's features in a result, int64 [n_features].
+
+    Arguments:
+        features: indices of the features of the result, one per row.
+        n_features: number of features of the layer; those without a row get -1.
+    """
+    row = np.full(n_features, -1, np.int64)
+    row[features] = np.arange(len(features))
+    return row
 
 
 def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:

@@ -62,6 +62,7 @@ _COMPARISONS = ("kl", "distance")
 
 
 def _outputs() -> dict[str, Output]:
+    """Outputs of an exchange: every measurement by strength, place and exchange, and its untouched value."""
     outputs = {}
     for name, output in _MEASURES.items():
         outputs[name] = replace(output, dims=("strength", "place", "exchange", *output.dims))
@@ -122,6 +123,7 @@ class FeatureExchanges(DictionaryExperiment):
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
         """Opens the dictionary and measures an untouched run per place."""
         dictionary = self.opened(model)
+        # Once per prompt: several places may be positions of the same prompt.
         untouched = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.places)
@@ -141,6 +143,7 @@ class FeatureExchanges(DictionaryExperiment):
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
         """The same runs with vectors of zeros, for planning; only headers of the dictionary are read."""
+        # Zeros suffice: the plan depends on hook points and positions, not on the vectors.
         dictionary = self.resource.opened
         zeros = np.zeros(dictionary.d_out, np.float32)
         written = [
@@ -169,7 +172,14 @@ class FeatureExchanges(DictionaryExperiment):
         return self.measure_run(prepared, cell, 0, result)
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
-        """Measurements of run `number`, compared with the untouched run of its place."""
+        """Measurements of a run, compared with the untouched run of its place.
+
+        Arguments:
+            prepared: Result of `prepare`.
+            cell: The cell.
+            number: Number of the run in `runs`.
+            result: Its logits and captures.
+        """
         place = number // len(self.exchanges)
         measured, untouched = self._read(result, self.places[place][1]), prepared[1][place]
         logits = measured.pop("logits")

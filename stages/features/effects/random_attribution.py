@@ -49,6 +49,7 @@ class CauseFeatures:
     """The feature under test and those drawn."""
 
     attributed: PairAttribution
+    """Attribution of the pair of prompts."""
     place: Ints
     """Layer, position and index [cause, 3]."""
     change: Floats
@@ -118,6 +119,7 @@ class RandomAttribution(PromptPairExperiment):
             _ExchangedFeatures(attributed, place[place[:, 0] == layer], change[place[:, 0] == layer], rng)
             for layer in np.unique(place[:, 0]).tolist()
         ]
+        # As the feature under test: the largest over all layers together.
         drawn = [
             max((features.largest(rng) for features in exchanged), key=lambda candidate: abs(candidate[2]))
             for _ in range(self.draws)
@@ -178,6 +180,7 @@ class _ExchangedFeatures:
     def __init__(
         self, attributed: PairAttribution, place: Ints, change: Floats, rng: np.random.Generator
     ) -> None:
+        # Norms of the pool and of the active features are read once, for all draws.
         self.layer, self.place = int(place[0, 0]), place
         dictionary = attributed.dictionary
         active = np.unique(place[:, 2])

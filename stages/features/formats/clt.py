@@ -8,7 +8,6 @@ layer 0 has a threshold, else ReLU.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
 from ..layers.files import CONFIG_YAML, DictionaryFiles
@@ -16,9 +15,6 @@ from ..layers.layer import LayerFeatures
 from ..layers.layout import DictionaryLayout, Opened
 from .fields import apply_fields
 from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["read", "recognises"]
 

@@ -18,9 +18,8 @@ from ..crosscoder import CONFIG, KIND, WEIGHTS, Crosscoder
 from ..layers.files import DictionaryFiles
 from ..layers.layout import CrosscoderPlace, DictionaryLayout, Opened, models_of
 from ..layers.names import hook_kind
-from .fields import apply_fields
+from .fields import apply_fields, to_float
 from .layered import require_shapes
-from .single import to_float
 
 if TYPE_CHECKING:
     from ..layers.layer import LayerFeatures

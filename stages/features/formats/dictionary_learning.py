@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError, nearest
 from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
-from .fields import apply_fields
-from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
+from .fields import apply_fields, to_whole
+from .single import LayerByLayer, OneLayer, StatedHooks, config_beside, files_named, layer_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,12 +42,8 @@ _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder. name: its weight file."""
-    folder, slash, _ = name.rpartition("/")
-    config = f"{folder}{slash}{CONFIG}"
-    if config not in files.listing:
-        raise DictionaryError(f"expected {CONFIG} beside {files.path(name)}, found none; fetch it again")
-    place, config_fields = files.path(config), files.json(config)
+    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    place, config_fields = config_beside(files, name, CONFIG)
     apply_fields("dictionary_learning", config_fields, place)
     trainer, buffer = config_fields.get("trainer"), config_fields.get("buffer") or {}
     if not isinstance(trainer, dict) or not isinstance(buffer, dict):
@@ -63,10 +59,13 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
             + (f"; nearest is {near!r}" if near else "")
         )
     # Sizes come from the configuration: reading the pickle would load all weights.
-    layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
+    layer, d_in, size = (
+        to_whole(trainer.get(field), f"trainer.{field}", place, least=0)
+        for field in ("layer", "activation_dim", "dict_size")
+    )
     hooks = layer_hooks(files, _stated_hooks(trainer, layer), read, write)
     activation, centred = CLASSES[label]
-    k = _whole(trainer, "k", place) if activation == "topk" else 0
+    k = to_whole(trainer.get("k"), "trainer.k", place, least=0) if activation == "topk" else 0
 
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures
@@ -85,7 +84,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         )
 
     return OneLayer(
-        where=folder or name,
+        where=name.rpartition("/")[0] or name,
         hooks=hooks,
         n_features=size,
         d_in=d_in,
@@ -162,10 +161,3 @@ def _activation(
     if name == "gated":
         return Gated(tensors["gate_bias"], tensors["mag_bias"], tensors["r_mag"])
     return TopK(k) if name == "topk" else ReLU()
-
-
-def _whole(trainer: Mapping[str, Any], field: str, place: Any) -> int:
-    value = trainer.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise DictionaryError(f"expected trainer.{field} to be a whole number in {place}, found {value!r}")
-    return value

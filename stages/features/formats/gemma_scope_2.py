@@ -86,27 +86,12 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file. layer: its layer, if known; None: the path states it."""
+    """The dictionary in one file; arguments as `LayerByLayer.part`. layer: None if the path states it."""
     layer_number = _layer(files, name) if layer is None else layer
     hooks = layer_hooks(files, StatedHooks(layer_number, *_stated_hooks(files, name)), read, write)
     (d_in, size), shapes = _sizes(files, name)
     d_out = require_shapes(files, name, {"w_dec": (size, None)})["w_dec"][1]
     _require_biases(files, name, size, d_in, d_out)
-
-    def open_layer() -> LayerFeatures:
-        from ..layers.activations import JumpReLU
-        from ..layers.layer import LayerFeatures
-
-        tensors = files.tensors(name)
-        return LayerFeatures(
-            layer=layer_number,
-            W_enc=tensors["w_enc"].T,
-            W_dec={layer_number: tensors["w_dec"]},
-            activation=JumpReLU(tensors["threshold"]),
-            b_enc=tensors["b_enc"],
-            b_dec=tensors["b_dec"],
-            W_skip=tensors["affine_skip_connection"].T if "affine_skip_connection" in tensors else None,
-        )
 
     return OneLayer(
         where=name.rpartition("/")[0] or name,
@@ -115,7 +100,7 @@ def part(
         d_in=d_in,
         d_out=d_out,
         files=(name,),
-        open=open_layer,
+        open=lambda: _features(files, name, layer_number),
         model_name=_config(files, name).get("model_name"),
         has_skip="affine_skip_connection" in shapes,
     )
@@ -153,23 +138,27 @@ def read_clt(
         zero_positions=zero_positions(model),
     )
 
-    def open_layer(layer: int) -> LayerFeatures:
-        from ..layers.activations import JumpReLU
-        from ..layers.layer import LayerFeatures
+    return Opened(files, layout, lambda layer: _features(files, names[layer], layer))
 
-        tensors = files.tensors(names[layer])
-        return LayerFeatures(
-            layer=layer,
-            W_enc=tensors["w_enc"].T,
-            # The file has columns for all layers; those of earlier layers are not used.
-            W_dec={target: tensors["w_dec"][:, target] for target in layers[layer:]},
-            activation=JumpReLU(tensors["threshold"]),
-            b_enc=tensors["b_enc"],
-            b_dec=tensors["b_dec"],
-            W_skip=tensors["affine_skip_connection"].T if "affine_skip_connection" in tensors else None,
-        )
 
-    return Opened(files, layout, open_layer)
+def _features(files: DictionaryFiles, name: str, layer: int) -> LayerFeatures:
+    """The features in one file, memory-mapped."""
+    from ..layers.activations import JumpReLU
+    from ..layers.layer import LayerFeatures
+
+    tensors = files.tensors(name)
+    decoder, skip = tensors["w_dec"], tensors.get("affine_skip_connection")
+    # A cross-layer file has columns for all layers; those of earlier layers are not used.
+    targets = [layer] if decoder.ndim == 2 else range(layer, decoder.shape[1])
+    return LayerFeatures(
+        layer=layer,
+        W_enc=tensors["w_enc"].T,
+        W_dec={target: decoder if decoder.ndim == 2 else decoder[:, target] for target in targets},
+        activation=JumpReLU(tensors["threshold"]),
+        b_enc=tensors["b_enc"],
+        b_dec=tensors["b_dec"],
+        W_skip=None if skip is None else skip.T,  # files have [in, out]
+    )
 
 
 def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
@@ -187,13 +176,8 @@ def _require_biases(
     return shapes
 
 
-def _path(files: DictionaryFiles, name: str) -> str:
-    """Full path of a file; names of its repository and folders state its contents."""
-    return files.links[name].as_posix() if name in files.links else f"{files.directory.as_posix()}/{name}"
-
-
 def _layer(files: DictionaryFiles, name: str) -> int:
-    numbers = _LAYER.findall(_path(files, name))
+    numbers = _LAYER.findall(files.path(name).as_posix())
     if not numbers:
         raise DictionaryError(
             f"expected layer_<number> in the path of {files.path(name)}, which states the layer; keep "
@@ -220,7 +204,7 @@ def _stated_hooks(files: DictionaryFiles, name: str) -> tuple[str | None, str | 
     reads, writes = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
     if reads is not None:
         return reads, writes
-    folders = _path(files, name).split("/")[-4:-1]
+    folders = files.path(name).as_posix().split("/")[-4:-1]
     for word, kinds in FOLDERS.items():
         if any(folder == word or folder.startswith(f"{word}_") for folder in folders):
             return kinds

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ....store.errors import DictionaryError, ModelNotFound
@@ -28,9 +28,6 @@ from . import gemma_scope, gemma_scope_2, plt
 from .fields import apply_fields
 from .layered import hooks_of
 from .single import OneLayer, join
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Reference", "read", "recognises", "references"]
 

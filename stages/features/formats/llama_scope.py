@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.names import layer_in
-from .fields import apply_fields
+from .fields import apply_fields, to_float
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, StatedHooks, files_beside, layer_hooks, to_float
+from .single import LayerByLayer, OneLayer, StatedHooks, files_beside, layer_hooks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -66,6 +66,7 @@ class InputOnly:
     """A scaling without inverse: a transcoder's output is at another hook point, with another scale."""
 
     scaling: Scaling
+    """Scaling of the input."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the identity."""

@@ -18,7 +18,7 @@ from ....store.errors import DictionaryError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["feature_blocks", "features_of", "join_features", "rows_of"]
+__all__ = ["feature_blocks", "features_of", "join_features"]
 
 
 def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
@@ -56,13 +56,6 @@ def features_of(blocks: xr.DataArray, n_features: int) -> Ints:
     if indices.max(initial=0) >= n_features:
         raise DictionaryError(f"expected features from 0 to {n_features - 1}, found {indices.max()}")
     return indices
-
-
-def rows_of(features: Ints, n_features: int) -> Ints:
-    """Row of each of a layer's features among `features`, -1 for other features: [n_features]."""
-    row = np.full(n_features, -1, np.int64)
-    row[features] = np.arange(len(features))
-    return row
 
 
 def join_features(parts: Sequence[xr.Dataset]) -> xr.Dataset:

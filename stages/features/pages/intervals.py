@@ -22,9 +22,9 @@ from ....store.arrays import Array, Ints
 from ....store.errors import StageError
 from ...logits.ranking import in_order, ranks
 from ..corpus.candidates import Candidates
-from ..corpus.sparse import blocks as blocks_of
+from ..corpus.sparse import blocks as blocks_of, rows_of
 from .draws import Numbers, feature_numbers, mixed, token_numbers
-from .feature_blocks import features_of, join_features, rows_of
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -227,11 +227,6 @@ class DictionaryModel(nn.Module):
         )
 
 
-def scales(statistics: Mapping[int, RowStatistics], layers: Sequence[int]) -> dict[int, Normaliser]:
-    """Normaliser of the rows of each layer."""
-    return {layer: Normaliser.of(statistics[layer]) for layer in layers}
-
-
 def _unit(rows: Tensor) -> Tensor:
     """Rows [row, ...] divided by their norms over all further axes."""
     # The clamp avoids NaN for rows of zeros, which constant samples give.

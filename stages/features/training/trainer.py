@@ -34,7 +34,7 @@ from ..crosscoder import Crosscoder, CrosscoderPlace
 from . import checkpoint
 from .evaluate import measure
 from .losses import Loss, loss
-from .models import DictionaryModel, Normaliser, scales
+from .models import DictionaryModel, Normaliser
 from .settings import TrainingSettings
 from .statistics import RowStatistics, moments
 
@@ -355,9 +355,11 @@ class Training:
         if self.places:
             joined = {0: Normaliser.joined([statistics[place] for place in self.places])}
             return joined, joined
-        read = {layer: statistics[settings.read, layer] for layer in self.layer_numbers}
-        write = {layer: statistics[settings.writes, layer] for layer in self.layer_numbers}
-        return scales(read, self.layer_numbers), scales(write, self.layer_numbers)
+        read, write = (
+            {layer: Normaliser.of(statistics[hook, layer]) for layer in self.layer_numbers}
+            for hook in (settings.read, settings.writes)
+        )
+        return read, write
 
     def _moments(self) -> dict[Cell, RowStatistics]:
         """Statistics of blocks spread evenly over the training data."""
