@@ -24,7 +24,11 @@ Where = int | str
 
 
 def phrase_tokens(encoding: Encoding, phrase: str) -> list[int]:
-    """Positions of all tokens that overlap a phrase of the text.
+    """Positions of all tokens that overlap a phrase.
+
+    Arguments:
+        encoding: tokens of the text.
+        phrase: a phrase that occurs once.
 
     Raises:
         PromptError: if the phrase occurs never or several times.
@@ -57,7 +61,11 @@ def position_of(encoding: Encoding, where: Where) -> int:
 
 
 def first_difference(ids: Sequence[int], other: Sequence[int]) -> int:
-    """First position at which the token ids of two prompts of equal length differ.
+    """First position at which two prompts of equal length differ.
+
+    Arguments:
+        ids: token ids of one prompt.
+        other: token ids of the other.
 
     Raises:
         PromptError: if the prompts are equal, or of different length.

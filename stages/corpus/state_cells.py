@@ -86,6 +86,11 @@ def end_to_end(parts: list[xr.Dataset]) -> xr.Dataset:
 
 
 def added(parts: list[xr.Dataset], names: Iterable[str]) -> xr.Dataset:
-    """Sum the named variables over the segments of a layer; the other variables are those of the first."""
+    """Sum of the results of one layer's segments.
+
+    Arguments:
+        parts: datasets of the segments.
+        names: variables to sum; the others are those of the first segment.
+    """
     sums = {name: parts[0][name].copy(data=sum(part[name].values for part in parts)) for name in names}
     return parts[0].assign(sums)

@@ -31,7 +31,12 @@ __all__ = ["character_counts", "pack_lines", "token_counts", "wrap"]
 def wrap(text: str, width: int) -> str:
     """`text` re-wrapped greedily at `width` characters; each run of white space counts as one space.
 
-    Only a line of a single word may be longer than `width`.
+    Arguments:
+        text: prose.
+        width: most characters of a line; only a line of a single word may be longer.
+
+    Raises:
+        PromptError: for a width below 1.
 
     >>> wrap("the cat\\nsat on the mat", 7)
     'the cat\\nsat on\\nthe mat'

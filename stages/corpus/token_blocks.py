@@ -84,7 +84,12 @@ def read_here(lazy: xr.Variable) -> Array:
 
 
 def ahead(items: Iterable[T], read: Callable[[T], R]) -> Iterator[tuple[T, R]]:
-    """Yield (item, read(item)); a second thread reads the next item while the caller works on this one."""
+    """Yield (item, read(item)); a second thread reads the next item while the caller works on this one.
+
+    Arguments:
+        items: items in the order in which they are read.
+        read: reads one item; called in the second thread.
+    """
     # Submitted before the last item is yielded, and never more than one ahead: two blocks in memory.
     with ThreadPoolExecutor(1) as reader:
         pending = None

@@ -39,7 +39,7 @@ Z = 3.0
 
 
 def _added(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Add the sums of all segments of a layer; take the largest of the maxima."""
+    """Join the segments of a layer: sums are added, of maxima the largest counts."""
     largest = np.max([part["largest"].values for part in parts], axis=0)
     sums = added(parts, ("n", "total", "squares", "above"))
     return sums.assign(largest=sums["largest"].copy(data=largest))

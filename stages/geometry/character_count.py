@@ -243,7 +243,13 @@ def decodability(
 
 
 def shuffled(counts: Array, max_count: int, seed: int) -> Array:
-    """`counts` with those from 1 to max_count permuted among themselves; other counts unchanged."""
+    """Counts permuted among the tokens with a count from 1 to max_count; other counts unchanged.
+
+    Arguments:
+        counts: int [token].
+        max_count: largest count.
+        seed: seed of the permutation.
+    """
     out = counts.copy()
     in_range = _in_range(counts, max_count)
     out[in_range] = np.random.default_rng(seed).permutation(counts[in_range])

@@ -105,9 +105,15 @@ def graph_node(
     prompt: Any,
     **options: Any,
 ) -> GraphNode:
-    """The node of a workflow that computes an attribution graph; arguments are those of `attribution_graph`.
+    """The node of a workflow that computes an attribution graph.
 
     Nothing is computed, and torch is not imported.
+
+    Args:
+        model: a loaded model, its name, or the source that other nodes of the workflow use.
+        dictionary: transcoders made for the model.
+        prompt: as for `attribution_graph`.
+        options: see below.
     """
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource

@@ -123,7 +123,12 @@ class GraphNode(ResultNode):
         return self._key(self.name, {})
 
     def cell_key(self, first: int, count: int) -> ResultKey:
-        """Key of the rows [first, first + count) in the order in which rows are computed."""
+        """Key of a cell of rows.
+
+        Arguments:
+            first: number of its first row, in the order in which rows are computed.
+            count: number of its rows.
+        """
         return self._key(f"{self.name}/cell", {"first": first, "count": count})
 
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
@@ -197,7 +202,13 @@ class GraphNode(ResultNode):
         return prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
 
     def put_rows(self, store: Store, prepared: PreparedGraph, rows: Rows) -> None:
-        """Compute the rows of a cell, and publish them."""
+        """Compute the rows of a cell, and publish them.
+
+        Arguments:
+            store: the store.
+            prepared: nodes and maps of the graph.
+            rows: the cell.
+        """
         import xarray as xr
 
         with measured() as took:
@@ -236,7 +247,12 @@ class _Cells:
         """(item of each row, weights [row, source]) of each cell so far."""
 
     def compute(self, items: Ints, advance: Any) -> None:
-        """Compute the rows of items, cell by cell. advance: called with the number of rows of each cell."""
+        """Compute rows, cell by cell.
+
+        Arguments:
+            items: item of each row, see `PreparedGraph.rows`.
+            advance: called with the number of rows of each cell.
+        """
         parts = [items[start : start + self._size] for start in range(0, len(items), self._size)]
         if not self._is_stored:
             for part in parts:
@@ -287,7 +303,13 @@ _PREPARING = threading.Lock()  # two threads of a worker would otherwise run the
 
 
 def compute_rows(node: GraphNode, store: Store, rows: Rows) -> None:
-    """Compute and publish a cell of rows; a task for a worker."""
+    """Compute and publish a cell of rows; a task for a worker.
+
+    Arguments:
+        node: the graph.
+        store: the store.
+        rows: the cell.
+    """
     with _PREPARING:
         key = node.key(store).digest
         # A dictionary whose files changed is opened again, and features of the old files are not used.

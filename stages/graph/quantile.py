@@ -24,7 +24,12 @@ SORTED = 1 << 20
 
 
 def sorted_threshold(scores: Floats, share: float) -> float:
-    """As `share_threshold`, for scores in memory."""
+    """As `share_threshold`, for scores in memory.
+
+    Arguments:
+        scores: non-negative scores of any shape.
+        share: share of the total, 0 to 1.
+    """
     return share_threshold(lambda: [scores], share)
 
 

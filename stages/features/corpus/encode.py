@@ -147,7 +147,7 @@ def _encoded(
     value_blocks: list[np.ndarray] = []
     features = dictionary.layer(layer).on(dictionary.device)
     for start, rows in blocks:
-        # Token numbers are relative to the block.
+        # Token numbers are relative to the block. Features ascend within a token, as in every result.
         token, feature, value = (part.cpu().numpy() for part in features.active(rows))
         is_counted = ~is_skipped[start + token]
         counts[start : start + len(rows)] = np.bincount(token[is_counted], minlength=len(rows))
@@ -176,9 +176,15 @@ class LayerPort(Port):
     """One layer of a node's variable, as the input of a stage."""
 
     layer: int = 0
+    """The layer."""
 
     def part(self, store: Store, selection: Selection) -> Part:
-        """A piece of that layer."""
+        """Part of the layer's values.
+
+        Arguments:
+            store: The store that holds the node's result.
+            selection: Selection along other dims.
+        """
         return super().part(store, {**selection, "layer": self.layer})
 
 
@@ -212,11 +218,13 @@ def encode_nodes(
             f"{len(nodes_by_model)}; give the states of a second model as other="
         )
     if dictionary.places:
+        # strict=False: a crosscoder of one model has no port "other".
         ports = dict(zip(("states", "other"), (Port(node, kind) for node in nodes_by_model), strict=False))
         name = _CROSSCODER_FORMS[dictionary.reads()[0][0].dims[-1]] + "_of_two" * (len(nodes_by_model) - 1)
         form = encode_crosscoder.form(name)
         node = form.on(**ports, dictionary=resource, zero_positions=zero_positions)
         return {dictionary.layers[0]: node}
+    # One node per layer: a layer that is added later leaves the results of the others valid.
     nodes = {}
     for layer in dictionary.layers if layers is None else layers:
         point = dictionary.read_hook(layer)

@@ -73,13 +73,19 @@ class _TopK:
         self.k, self.prompt = k, prompt
         self.token = np.full((size, k), -1, np.int64)
         self.value = np.zeros((size, k), np.float32)
-        self._threshold = np.full(size + 1, -np.inf, np.float32)  # value to exceed; the last is for row -1
-        # Row -1 stands for features that were not requested: no value enters.
+        # Value to exceed, by row. Row -1, the last, stands for features that were not requested.
+        self._threshold = np.full(size + 1, -np.inf, np.float32)
         self._threshold[-1] = np.inf
         self._candidates = Candidates(self.token.size)
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
-        """Add tokens in ascending order, from call to call too; row -1 is ignored."""
+        """Add candidates of all rows, by ascending token from call to call; row -1 is ignored.
+
+        Arguments:
+            row: Row of each candidate [candidate].
+            token: Its token.
+            value: Its activation.
+        """
         # Equal values rank by token; this token comes later than those in the table, so it loses.
         entering = np.flatnonzero(value > self._threshold[row])
         if self._candidates.add(row[entering], token[entering], value[entering]):
@@ -191,6 +197,7 @@ def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray
 
 
 def _feature_indices(encoded: xr.Dataset, features: Sequence[int] | None) -> Ints:
+    """Requested indices, ascending, each once; DictionaryError for one that does not exist."""
     size = int(encoded.attrs["n_features"])
     if features is None:
         return np.arange(size)

@@ -130,6 +130,7 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
     if not encoded:
         raise ShapeError("expected at least one encoded layer, found none")
     tables = [_table(layer, encoded[layer]) for layer in sorted(encoded)]
+    # "override": indexes and attributes of the layers are equal, and comparing them would read lazy columns.
     joined: xr.Dataset = xr.concat(
         tables,
         "active",
@@ -143,6 +144,7 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
 
 
 def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
+    """Active features of one layer as a table; lazy if there are more than BLOCK."""
     import dask.array as da
     import xarray as xr
 
@@ -151,6 +153,7 @@ def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
     places = da.arange(size, chunks=BLOCK, dtype=np.int64)
 
     def by_token(values: npt.NDArray[Any]) -> Any:
+        # The token of a place is the last one whose features begin at or before it.
         def look_up(place: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
             token_values: npt.NDArray[Any] = values[np.searchsorted(ptr, place, side="right") - 1]
             return token_values

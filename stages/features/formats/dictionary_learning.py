@@ -37,6 +37,7 @@ CLASSES = {
     "BatchTopKSAE": ("jumprelu", True),
     "MatryoshkaBatchTopKSAE": ("jumprelu", True),
 }
+# Prefix of trainer.submodule_name -> hook kind.
 SUBMODULES = {"resid_post": "resid_post", "mlp_out": "mlp_post", "attention_out": "attn_out"}
 _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
 
@@ -109,6 +110,7 @@ def _stated_hooks(trainer: Mapping[str, Any], layer: int) -> StatedHooks:
 
 
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
+    """The state dict in a file; DictionaryError for one with other values than tensors."""
     import torch
 
     state = load_pickled(files.path(name), DictionaryError)
@@ -148,6 +150,7 @@ def _matrices(
 def _activation(
     name: str, k: int, tensors: Mapping[str, Tensor], files: DictionaryFiles, file: str
 ) -> Activation:
+    """Activation function with its tensors; DictionaryError if one is missing."""
     from ..layers.activations import Gated, JumpReLU, ReLU, TopK
 
     needed = {"jumprelu": ["threshold"], "gated": ["gate_bias", "mag_bias", "r_mag"]}.get(name, [])

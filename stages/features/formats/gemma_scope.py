@@ -49,6 +49,7 @@ def part(
     """The dictionary in one file; arguments as `LayerByLayer.part`. layer: None if the path states it."""
     place = files.path(name)
     path = place.as_posix()
+    # The innermost folder counts: a parent of the download may be named like a layer too.
     matches = [(m[1], m[2]) for m in _PLACE.finditer(path)]
     is_embedding = bool(matches and matches[-1][1])
     if layer is None:

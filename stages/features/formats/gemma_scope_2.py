@@ -53,7 +53,16 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The dictionaries of all layers: one per layer, or one cross-layer transcoder."""
+    """The dictionaries of all layers: one per layer, or one cross-layer transcoder.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
+    Raises:
+        DictionaryError: A layer of a cross-layer transcoder is missing, or shapes do not fit together.
+    """
     names = [name for name in files.listing if _FILE.search(name)]
     if is_cross_layer(files, names[0]):
         by_layer = {_layer(files, name): name for name in names}
@@ -69,7 +78,7 @@ def read(
 
 
 def is_cross_layer(files: DictionaryFiles, name: str) -> bool:
-    """Whether the features of a file write to several layers."""
+    """Whether the features of a file write to several layers: decoders have a third axis, the target."""
     return len(files.shapes(name).get("w_dec", ())) == 3
 
 
@@ -112,7 +121,14 @@ def read_clt(
     read: str | None,
     write: str | None,
 ) -> Opened:
-    """The cross-layer transcoder in these files, one per layer from 0 on."""
+    """The cross-layer transcoder in some files.
+
+    Arguments:
+        files: Files of the dictionary.
+        names: Names of the files, one per layer from 0 on.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+    """
     hooks = layer_hooks(files, StatedHooks(0, *_stated_hooks(files, names[0])), read, write)
     (width, size), _ = _sizes(files, names[0])
     layers = tuple(range(len(names)))
@@ -170,6 +186,7 @@ def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str
 def _require_biases(
     files: DictionaryFiles, name: str, size: int, d_in: int, d_out: int
 ) -> dict[str, tuple[int, ...]]:
+    """Check biases, threshold and skip of a file; returns the shapes of all tensors."""
     expected = {"b_enc": (size,), "b_dec": (d_out,), "threshold": (size,)}
     shapes = require_shapes(files, name, expected, {"affine_skip_connection": (d_in, d_out)})
     apply_fields("gemma_scope_2 tensors", shapes, files.path(name))
@@ -177,6 +194,7 @@ def _require_biases(
 
 
 def _layer(files: DictionaryFiles, name: str) -> int:
+    """Layer that the path of a parameter file states; DictionaryError without one."""
     numbers = _LAYER.findall(files.path(name).as_posix())
     if not numbers:
         raise DictionaryError(

@@ -45,7 +45,16 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders as one dictionary; all headers are checked, no weights are read."""
+    """The transcoders as one dictionary; all headers are checked, no weights are read.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
+    Raises:
+        DictionaryError: A layer or tensor is missing, or shapes do not fit together.
+    """
     apply_fields("plt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)
@@ -57,7 +66,15 @@ def read(
 
 
 def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -> OneLayer:
-    """The transcoder of one layer. read, write: hook kinds."""
+    """The transcoder of one layer.
+
+    Arguments:
+        files: Files of the dictionary.
+        file: The layer's file.
+        read: Kind of the hook point that features read.
+        write: Kind of the hook point that they write to.
+        layer: The layer.
+    """
     name, k = _stated_activation(files)
     rectified = bool(files.yaml.get("rectified", False))
     size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
@@ -114,6 +131,7 @@ def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
 
 
 def _activation_of(name: str | None, k: int, rectified: bool, tensors: dict[str, Tensor]) -> Activation:
+    """Activation function: as config.yaml states, else JumpReLU if there is a threshold, else ReLU."""
     from ..layers.activations import JumpReLU, ReLU, TopK
 
     if name == "topk":

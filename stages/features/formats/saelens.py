@@ -142,6 +142,7 @@ def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict
 
 
 def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation:
+    """Activation function with its thresholds or gates."""
     from ..layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
     if config.activation == "jumprelu":
@@ -157,6 +158,7 @@ def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation
 
 
 def _scaling(config: SaeLensConfig) -> Scaling:
+    """Scaling of the input; a transcoder's output is not scaled back, as in SAELens."""
     from ..layers.scaling import AsIs, ConstantNorm, InputOnly, LayerNorm
 
     scalings: dict[str, Any] = {"constant_norm_rescale": ConstantNorm, "layer_norm": LayerNorm}
@@ -181,5 +183,6 @@ def _row_norms(W_dec: Tensor) -> Tensor:
     """Norms of decoder rows [feature], float32; rows are converted block by block."""
     import torch
 
+    # The clamp avoids a division by 0 for features that write nothing.
     norms = [rows.float().norm(dim=-1) for rows in W_dec.split(_NORM_ROWS)]
     return torch.cat(norms).clamp(min=1e-8)

@@ -147,6 +147,7 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
     config_fields = {name: value for name, value in config.items() if name not in flat}
     apply_fields("saelens", config_fields, place)
     apply_fields("saelens metadata", {**flat, **metadata}, place)
+    # Files of versions before 6, and files without a version, are flat.
     if not re.match(r"([6-9]|\d\d)\.", version):
         config["metadata"] = {**flat, **metadata}
         _read_activation(config, place)
@@ -154,6 +155,7 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
             config["reshape_activations"] = "hook_z"
     else:
         config["metadata"] = metadata
+    # Old versions have a flag, whose True means one factor for all inputs.
     if isinstance(config.get("normalize_activations"), bool):
         config["normalize_activations"] = (
             "expected_average_only_in" if config["normalize_activations"] else "none"

@@ -153,7 +153,7 @@ def to_device(activation: Activation, device: torch.device | str) -> Activation:
 def _largest(values: Tensor, k: int) -> Tensor:
     """Mask of the k largest values of the last axis; ties go to low indices.
 
-    `torch.topk` leaves open which of several equal values it returns, and CPU and GPU differ.
+    `torch.topk` leaves open which of several equal values it returns.
     """
     import torch
 

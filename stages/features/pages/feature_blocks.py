@@ -39,9 +39,8 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
             f"expected features, each once, in blocks of at least one, found {len(indices)} features, "
             f"{len(np.unique(indices))} of them different, and blocks of {size}"
         )
-    size = -(
-        -len(indices) // -(-len(indices) // size)
-    )  # blocks of equal size run in parallel for equal times
+    # Blocks of equal size take equal times in parallel. -(-a // b) rounds a / b up.
+    size = -(-len(indices) // -(-len(indices) // size))
     # -1 fills the last block, because the array is rectangular.
     padded = np.full(-(-len(indices) // size) * size, -1, np.int64)
     padded[: len(indices)] = indices
@@ -50,7 +49,15 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
 
 
 def features_of(blocks: xr.DataArray, n_features: int) -> Ints:
-    """The features of some blocks in sequence. Raises DictionaryError for an index that does not exist."""
+    """The features of some blocks in sequence.
+
+    Arguments:
+        blocks: Blocks from `feature_blocks`, -1 for empty slots.
+        n_features: Number of features of the layer.
+
+    Raises:
+        DictionaryError: An index does not exist.
+    """
     indices: Ints = blocks.values.ravel()
     indices = indices[indices >= 0]
     if indices.max(initial=0) >= n_features:

@@ -78,6 +78,7 @@ def example_windows(
 def _fill(activation: Array, token: Ints, features: Ints, window: Ints, encoded: xr.Dataset) -> None:
     """Write activations around the examples into `activation`, block by block of the corpus."""
     prompt, size = encoded["prompt"].values, int(encoded.attrs["n_features"])
+    # Examples by token, so that those near a block are one range. -1 (no example) comes first.
     flat, out = token.ravel(), activation.reshape(-1, len(window))
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]

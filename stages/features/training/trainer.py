@@ -130,7 +130,12 @@ class Training:
         return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
 
     def measured(self, source: Source, *, max_rows: int | None = None) -> xr.Dataset:
-        """Figures of `evaluate.measure` on a source; `max_rows` limits the number of rows approximately."""
+        """Figures of `evaluate.measure` on a source.
+
+        Arguments:
+            source: Stored activations.
+            max_rows: Number of rows after which no further block is measured; None for all.
+        """
         settings = self.settings
         return measure(self.layers, _first(self._blocks(source), max_rows), settings.read, settings.writes)
 
@@ -383,6 +388,7 @@ class Training:
         )
         with closing(batches.since(0)) as batch_iterator:
             tensors = next(batch_iterator).tensors()
+        # Rows of one batch: inputs and outputs belong to the same tokens.
         inputs = {layer: tensors[settings.read, layer] for layer in self.layer_numbers}
         return inputs, {layer: tensors[settings.writes, layer] for layer in self.layer_numbers}
 
@@ -400,22 +406,39 @@ def _first(
 
 
 def schedule(step: int, settings: TrainingSettings) -> float:
-    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0."""
+    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0.
+
+    Arguments:
+        step: Number of the step, from 0.
+        settings: Settings of the training.
+    """
     warm, fall = settings.warmup * settings.steps, settings.decay * settings.steps
+    # step + 1: a learning rate of 0 would waste the first step.
     rising = (step + 1) / warm if warm else 1.0
     falling = (settings.steps - step) / fall if fall else 1.0
     return min(1.0, rising, falling)
 
 
 def active_count(step: int, settings: TrainingSettings, d_in: int) -> int:
-    """k of a step: falls linearly from min(features, 10 d_in) to its value over the annealing."""
+    """k of a step: falls linearly from min(features, 10 d_in) to its value over the annealing.
+
+    Arguments:
+        step: Number of the step, from 0.
+        settings: Settings of the training.
+        d_in: Width of the rows that are read.
+    """
     initial = max(settings.k, min(settings.features, 10 * d_in))
     share = pressure(step, settings)
     return round(initial + (settings.k - initial) * share)
 
 
 def pressure(step: int, settings: TrainingSettings) -> float:
-    """Share of the sparsity penalty in force: rises linearly from 0 to 1 over the annealing."""
+    """Share of the sparsity penalty in force: rises linearly from 0 to 1 over the annealing.
+
+    Arguments:
+        step: Number of the step, from 0.
+        settings: Settings of the training.
+    """
     steps = settings.annealing * settings.steps
     return min(1.0, step / steps) if steps else 1.0
 

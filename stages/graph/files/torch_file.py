@@ -60,23 +60,36 @@ class UnifiedConfig:
     """Replaces circuit_tracer's class of this name: sizes and names of a model."""
 
     n_layers: int
+    """Number of layers."""
     d_model: int
+    """Width of the residual stream."""
     d_head: int
+    """Width of an attention head."""
     n_heads: int
+    """Number of query heads."""
     d_mlp: int
+    """Hidden width of the MLP."""
     d_vocab: int
+    """Rows of the unembedding."""
     tokenizer_name: str
+    """Name or folder from which transformers can load the tokenizer."""
     model_name: str
+    """Name of the model."""
     original_architecture: str
+    """Class of the model in transformers."""
     n_key_value_heads: int | None = None
+    """Number of key-value heads."""
     dtype: Any | None = None
+    """Dtype of the matrix, of torch."""
 
 
 class LogitTarget(NamedTuple):
     """Replaces circuit_tracer's class of this name: text and id of an explained token."""
 
     token_str: str
+    """Text of the token."""
     vocab_idx: int
+    """Token id; from the vocabulary size on for custom directions."""
 
 
 _STAND_INS: Mapping[type[Any], str] = {UnifiedConfig: _CONFIG, LogitTarget: _TARGET}

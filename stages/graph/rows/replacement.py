@@ -52,13 +52,22 @@ class NormMap:
         return folded - folded.mean(-1, keepdim=True) if self.centred else folded
 
     def forward(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Apply the norm to x [..., hidden], whose rows are at these positions."""
+        """Apply the norm.
+
+        Arguments:
+            x: rows [..., hidden].
+            positions: position of each row, for the divisors.
+        """
         x = x - x.mean(-1, keepdim=True) if self.centred else x
         return x * self.gain / self.scale[positions, None]
 
     def backward(self, gradient: Tensor, positions: Tensor) -> Tensor:
-        """Propagate gradients [target, hidden], at these positions, from the output of the norm to its
-        input."""
+        """Propagate gradients from the output of the norm to its input.
+
+        Arguments:
+            gradient: gradients [target, hidden].
+            positions: position of each gradient, for the divisors.
+        """
         return self.columns(gradient) / self.scale[positions, None]
 
 
@@ -116,7 +125,12 @@ class Replacement:
     # -- the pieces
 
     def norm(self, name: str, layer: int | None) -> NormMap:
-        """A norm of a layer ("ln1", "ln2", "ln1_post", "ln2_post"), or "ln_final"."""
+        """A norm with the divisors of the prompt.
+
+        Arguments:
+            name: "ln1", "ln2", "ln1_post", "ln2_post" or "ln_final".
+            layer: its layer; None for "ln_final".
+        """
         gain = self.network.norm_gain(name, layer, self.dtype)
         scale = self.frozen.scales[HookPoint(f"{name}_scale", layer)].to(self.dtype)
         return NormMap(gain, scale, centred=self.config.norm_type == "layer")
@@ -140,18 +154,24 @@ class Replacement:
         return None
 
     def written(self, layer: int, vectors: Tensor, positions: Tensor | slice) -> Tensor:
-        """Contribution to the residual stream of vectors [n, d_out] at the write hook of a layer.
+        """Contribution to the residual stream of vectors at the write hook of a layer, [n, hidden].
 
-        positions: position of each vector, for the divisors of a norm after the MLP.
+        Arguments:
+            layer: the layer.
+            vectors: vectors [n, d_out].
+            positions: position of each vector, for the divisors of a norm after the MLP.
         """
         norm = self._write_norm(layer)
         return vectors if norm is None else norm.forward(vectors, positions)
 
     def read_gradient(self, layer: int, vectors: Tensor, positions: Tensor) -> Tensor:
-        """Gradients at resid_mid of a layer, for targets that read its read hook with vectors [target, d_in].
+        """Gradients at resid_mid of a layer, for targets that read its read hook.
 
-        For `layer == n_layers`: gradients at the final residual stream, for vectors that read the output of
-        the final norm.
+        Arguments:
+            layer: the layer. For `n_layers`, gradients at the final residual stream, for vectors that read
+                the output of the final norm.
+            vectors: vector that each target reads with, [target, d_in].
+            positions: position of each target, [target].
         """
         if layer == self.n_layers:
             return self.norm("ln_final", None).backward(vectors, positions)
@@ -232,7 +252,15 @@ class Replacement:
         return start_gradient
 
     def back(self, layer: int, gradient: Tensor) -> Tensor:
-        """Propagate gradients [position, target, hidden] from after a layer to before it, in place."""
+        """Propagate gradients from after a layer to before it.
+
+        Arguments:
+            layer: the layer.
+            gradient: gradients [position, target, hidden], changed in place.
+
+        Returns:
+            `gradient`.
+        """
         maps = self.maps(layer)
         count, targets, hidden = gradient.shape
         flat = gradient.view(count * targets, hidden)

@@ -49,7 +49,12 @@ class RowSelection:
         return None if self.most is None else {"most": self.most, "at_once": self.at_once}
 
     def rows(self, features: int, logits: int) -> int:
-        """Number of rows of a graph with this many active features and logits."""
+        """Number of rows of a graph.
+
+        Arguments:
+            features: number of active features.
+            logits: number of explained logits.
+        """
         return logits + (features if self.most is None else min(self.most, features))
 
     def visits(

@@ -100,7 +100,12 @@ class Sources:
         out[:, start : start + count] = _dots(gradient, self._errors[layer, :count])
 
     def contract_tokens(self, gradient: Tensor, out: Tensor) -> None:
-        """Set the effects of tokens in `out` [target, column], from gradients at the embedding."""
+        """Set the effects of tokens.
+
+        Arguments:
+            gradient: gradients of the targets at the embedding, [position, target, hidden].
+            out: rows so far, [target, column], changed in place.
+        """
         start = self.n_columns - self.replacement.n_positions
         out[:, start : start + len(gradient)] = _dots(gradient, self._embed[: len(gradient)])
 

@@ -196,7 +196,12 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Decode a prompt, including special tokens; ids that the tokenizer does not know are left out."""
+    """Text of a prompt, including special tokens.
+
+    Arguments:
+        tokens: token ids; ids that the tokenizer does not know are left out.
+        tokenizer: tokenizer of the model; None gives "".
+    """
     if tokenizer is None:
         return ""
     # Embeddings padded to a round size have ids without a token.
@@ -204,7 +209,12 @@ def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """Decode a single token, as circuit-tracer shows it; "" without a tokenizer, or for an unknown id."""
+    """Text of a single token, as circuit-tracer shows it.
+
+    Arguments:
+        token: token id; an unknown one gives "".
+        tokenizer: tokenizer of the model; None gives "".
+    """
     if tokenizer is None or not tokenizer.decode_token(token):
         return ""
     return tokenizer.decode([token])
