@@ -113,6 +113,7 @@ def expert_use(
                 "top_count": np.where(is_listed, occurrences[top], 0),
             }
         )
+    # The declaration is the one place that states the axes.
     dims = {name: output.dims for name, output in expert_use.outputs.items()}
     data = {name: (dims[name], np.stack([values[name] for values in by_layer])) for name in by_layer[0]}
     return xr.Dataset(data, coords={"layer": layers})

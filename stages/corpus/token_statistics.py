@@ -129,6 +129,7 @@ def dimension_sums(states: xr.DataArray, *, magnitude: float = MAGNITUDE) -> xr.
             size = np.abs(rows)
             above[layer] += (size >= magnitude).sum(axis=0)
             largest[layer] = np.maximum(largest[layer], size.max(axis=0))
+            # float64: float32 sums over a corpus lose the last digits of most terms.
             squares[layer] += np.einsum("th,th->h", rows, rows, dtype=np.float64)
     sums = {"total": total, "squares": squares, "above": above, "largest": largest}
     data: dict[str, Any] = {name: (DIMENSION, values) for name, values in sums.items()}

@@ -111,11 +111,12 @@ class Crosscoder:
         from .layers.layer import LayerFeatures
 
         first_model = [number for number, model in enumerate(models_of(self.places)) if model == 0]
+        # Hook points outside the blocks, such as the embedding, count as layer 0.
         layers = [HookPoint.parse(self.places[number].hook).layer or 0 for number in first_model]
         last_place = layers.index(max(layers))
         return LayerFeatures(
             layer=layers[last_place],
-            W_enc=self.W_enc.transpose(1, 2).flatten(0, 1).T,
+            W_enc=self.W_enc.transpose(1, 2).flatten(0, 1).T,  # [feature, place * width]
             W_dec={layer: self.W_dec[number] for layer, number in zip(layers, first_model, strict=True)},
             activation=self.activation,
             b_enc=self.b_enc,

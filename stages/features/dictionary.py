@@ -178,6 +178,7 @@ class Dictionary:
         """
         return self._files_identity if self._content is None else self._digest(self._content())
 
+    # Cached, unlike the identity of weights in memory: files are pinned, and a change of them is an error.
     @cached_property
     def _files_identity(self) -> str:
         return self._digest({})
@@ -239,6 +240,7 @@ class Dictionary:
         # Compared as text: "cuda" and torch.device("cuda") are the same device.
         if str(device) == str(self.device):
             return self
+        # One copy per device, so that its layers are opened once.
         if str(device) not in self._by_device:
             copy = self._by_device[str(device)] = self._copy()
             copy.device = device
@@ -310,6 +312,7 @@ class Dictionary:
                 f"expected features that write to one model, found the crosscoder {self.name}, whose "
                 "features write to several; take a dictionary of one model"
             )
+        # Not `_checked_layer`: features may write to layers that no feature reads.
         return _point(self.layout.write, layer)
 
     @property
@@ -341,7 +344,7 @@ class Dictionary:
         Raises:
             DictionaryError: The model lacks a layer, a width differs, or a module's output is another value.
         """
-        last = max(self.write_layers)
+        last = max(self.write_layers)  # features write to the layer they read, or to later ones
         for hook in self.layout.modules:
             require_module_output(hook, config, model)
         if last >= config.num_layers:
@@ -443,6 +446,7 @@ class Dictionary:
             is_counted = position >= zero_positions
             layer_column = torch.full_like(position[is_counted], layer)
             parts.append((layer_column, position[is_counted], feature[is_counted], value[is_counted]))
+        # Layers ascend, and `active` sorts by row and feature: the order that `Active` promises.
         return Active(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     @plain_torch()

@@ -56,6 +56,7 @@ def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
             commit, sizes = listed_files(repository, revision)
         sizes_to_fetch = files_to_fetch(sizes, subfolder, str(name))
         fetch_files(repository, revision, commit, sizes_to_fetch, progress=progress)
+    # A config.yaml may list files of other repositories, which the first download does not contain.
     files = resolve(name)
     if recognises(files):
         _fetch_listed(files, progress)
@@ -73,6 +74,7 @@ def files_to_fetch(sizes: Mapping[str, int], subfolder: str, name: str) -> dict[
     Raises:
         DownloadError: There is no dictionary, or there are several of one layer.
     """
+    # With the slash: "layer_1" must not match "layer_12".
     below = f"{subfolder}/" if subfolder else ""
     files_below = {file: size for file, size in sizes.items() if file.startswith(below)}
     configs = {file: size for file, size in files_below.items() if file.rpartition("/")[2] in CONFIGS}

@@ -112,7 +112,7 @@ def _saelens_activation(
 
     activation, is_sae, size = features.activation, dictionary.kind == "sae", dictionary.n_features
     has_skip = features.W_skip is not None
-    tensors = {"W_skip": features.W_skip} if features.W_skip is not None else {}
+    tensors = {} if features.W_skip is None else {"W_skip": features.W_skip}
     config: dict[str, Any] = {}
     names: dict[type, tuple[str | None, str | None]] = {
         ReLU: ("standard", "transcoder"),
@@ -407,6 +407,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) 
     """Write a safetensors file; every tensor in `dtype`, or in the dtype of the first matrix."""
     from ..forward.capture.harvest import as_numpy
 
+    # The dtype of the matrices: biases and thresholds may be float32 beside bfloat16 matrices.
     kind = dtype or next(tensor.dtype for name, tensor in tensors.items() if tensor.ndim > 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Sorted by name like safetensors' own writer, so that equal weights give equal files. That writer is not

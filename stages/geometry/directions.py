@@ -71,6 +71,7 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
             for number, value in enumerate((POSITIVE, NEGATIVE)):
                 # float64 sums, so that the order of segments changes only their last bits.
                 total[layer, number] += rows[labels[token_range] == value].sum(axis=0, dtype=np.float64)
+    # The same for every layer, so without a layer axis.
     n = [int((labels == value).sum()) for value in (POSITIVE, NEGATIVE)]
     return xr.Dataset(
         {"total": (("layer", "side", "hidden"), total), "n": ("side", np.array(n, np.int64))},

@@ -259,6 +259,7 @@ def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _
     if classes is not None and len(classes) < 2:
         # Shuffled targets may leave a single class in the fit split, which logistic regression refuses.
         return max(settings.penalties)
+    # From the largest: a later, smaller penalty must be strictly better.
     for penalty in sorted(settings.penalties, reverse=True):
         weight, bias = _fit(states[fit], target[fit], penalty, settings)
         predicted = _predict(states[validation], weight, bias, classes)

@@ -267,6 +267,7 @@ def _blocks(states: xr.DataArray, layers: Sequence[int]) -> Iterator[Array]:
 def _first_means(states: xr.DataArray) -> Array:
     """Approximate mean state of each layer, float32 [layer, hidden], to be subtracted: it would use up the
     mantissa."""
+    # A few hundred tokens suffice, since the shift need not be the exact mean.
     sample = next(token_ranges(states, states.sizes["layer"] * states.sizes["hidden"]))
     values = states.isel(token=slice(sample.start, min(sample.stop, 512))).transpose(
         "layer", "token", "hidden"

@@ -265,6 +265,7 @@ def _frozen(
         layer: dictionary.layer(layer).encode(reads[layer])
         for layer in {setting.layer for setting in settings}
     }
+    # As in the graph, features at the first positions count as 0.
     for of_layer in activations.values():
         of_layer[: options.zero_positions] = 0
     # A linear skip is not frozen: its output follows its input, relative to the clean input.

@@ -64,6 +64,7 @@ def logit_effects(
     layer_and_index = active_features.values[selected_features.values][:, [0, 2]]
     # A feature that is active at several positions is computed once.
     unique, place = np.unique(layer_and_index, axis=0, return_inverse=True)
+    # numpy 2.0 returned the inverse as [n, 1].
     effects, place = direct_effects(dictionary, unique, readout, top_k), place.reshape(-1)
     return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in effects.items()})
 

@@ -191,6 +191,7 @@ class GraphNode(ResultNode):
             )
             for items in visits:
                 cells.compute(items, task.advance)
+            # Notes describe how a result was made; they are part of no key.
             note = {**self.source.provenance(), "dictionary": self.dictionary.name, **took()}
             self.publish(store, self.key(store), cells.joined(), note)
 

@@ -85,6 +85,7 @@ class PreparedGraph:
         import xarray as xr
 
         selected = np.sort(items[items < self.n_features])
+        # A greedy selection computes logits first; items of logits follow those of features.
         order = np.argsort(items, kind="stable")
         columns = np.concatenate([selected, np.arange(self.n_features, self.n_columns)])
         weights, dropped_share = rows, np.zeros(len(items), np.float32)

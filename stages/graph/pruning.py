@@ -124,6 +124,7 @@ def _edges_above(
     parts: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
     for block_rows, block in blocks:
         target, source = np.nonzero(block >= least)
+        # Read again: `blocks` has magnitudes, and edges keep their signs.
         weights = np.asarray(rows.weights[block_rows].values, np.float32)[target, source]
         parts.append((nodes[block_rows][target], source, weights))
     target, source, weight = (np.concatenate([part[i] for part in parts]) for i in range(3))

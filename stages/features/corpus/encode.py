@@ -145,6 +145,7 @@ def _encoded(
     counts = np.zeros(states.sizes["token"], np.int64)
     feature_blocks: list[np.ndarray] = []
     value_blocks: list[np.ndarray] = []
+    # The encoder moves to the device once, not for every block.
     features = dictionary.layer(layer).on(dictionary.device)
     for start, rows in blocks:
         # Token numbers are relative to the block. Features ascend within a token, as in every result.
@@ -358,6 +359,7 @@ def _ragged(
     """Dataset of one layer from feature counts [token] and all active features in sequence [active]."""
     import xarray as xr
 
+    # Labels of tokens only: coordinates of hidden dims do not fit features.
     labels = {name: coord for name, coord in states.coords.items() if coord.dims == ("token",)}
     return xr.Dataset(
         {

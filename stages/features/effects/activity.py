@@ -91,6 +91,7 @@ class FeatureActivity(PromptFeatures):
         rebuilt = prepared.reconstruct(active, states)
         errors, sizes = [], []
         for layer, reconstruction in rebuilt.items():
+            # In the dtype of the arithmetic, float32 or float64, whatever the model's is.
             true = as_rows(result[prepared.write_hook(layer)][0]).to(reconstruction)
             errors.append(array((true - reconstruction).square().mean(-1)))
             # About the mean over positions: a constant offset is not counted as explained variance.
@@ -98,6 +99,7 @@ class FeatureActivity(PromptFeatures):
         return {
             "indices": active.indices.cpu().numpy(),
             "value": array(active.value),
+            # By layer, as the active features are sorted.
             "norm": np.concatenate([_norms(prepared, active, layer) for layer in prepared.layers]),
             "error": np.stack(errors),
             "size": np.stack(sizes),

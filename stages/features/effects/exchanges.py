@@ -182,7 +182,7 @@ class FeatureExchanges(DictionaryExperiment):
         """
         place = number // len(self.exchanges)
         measured, untouched = self._read(result, self.places[place][1]), prepared[1][place]
-        logits = measured.pop("logits")
+        logits = measured.pop("logits")  # [vocab], needed for the comparison and not stored
         measured["kl"] = float(kl_divergence(untouched["logits"], logits))
         measured["distance"] = float(np.linalg.norm(logits - untouched["logits"]))
         return measured
@@ -198,6 +198,7 @@ class FeatureExchanges(DictionaryExperiment):
         for name in measured[0]:
             values = np.stack([run[name] for run in measured])
             variables[name] = self.outputs[name].variable(values.reshape(*shape, *values.shape[1:]))
+            # Relative to itself the untouched run has no comparison.
             if name not in _COMPARISONS:
                 baseline_name, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
                 variables[baseline_name] = self.outputs[baseline_name].variable(untouched)

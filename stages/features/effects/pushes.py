@@ -142,6 +142,7 @@ class _FeatureDirection(DictionaryExperiment):
 
     def params(self) -> dict[str, Any]:
         """All parameters except the dictionary's name and the layers."""
+        # Layers are labels of cells: further layers leave stored cells valid.
         return {name: value for name, value in super().params().items() if name != "layers"}
 
 

@@ -75,6 +75,7 @@ def direct_effects(
     }
     results |= {name: np.empty((len(features), k), np.float32) for name in ("raised_by", "lowered_by")}
     for rows, effects in effects_in_blocks(dictionary, features, readout):
+        # The most lowered tokens are the largest of the negated effects.
         for name, sign in (("raised", 1), ("lowered", -1)):
             columns = top_columns(sign * effects, k)
             results[name][rows] = columns

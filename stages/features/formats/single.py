@@ -187,6 +187,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
     Raises:
         DictionaryError: Two are of the same layer, or they differ in size or hook points.
     """
+    # By folder within a layer: the message about duplicates is the same on every file system.
     ordered = sorted(parts, key=lambda part: (part.layer, part.where))
     _require_one_each(files, ordered)
     reference = ordered[0]
@@ -216,6 +217,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
         model_name=reference.model_name,
         scan=scan_of(files),
         has_skip=any(part.has_skip for part in ordered),
+        # Per layer, as layers may differ in k or threshold; keys are strings, as in JSON.
         settings={"layers": {str(part.layer): dict(part.settings) for part in ordered}},
         zero_positions=zero_positions,
         modules=tuple(hook for part in ordered for hook in part.hooks.modules),

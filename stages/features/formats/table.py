@@ -71,6 +71,7 @@ def _require_layer(opened: Opened, read: str | None, write: str | None) -> None:
     """Raise DictionaryError if the caller names another layer than the files."""
     for argument, name in (("read", read), ("write", write)):
         layer = parse_hook(name).layer if name else None
+        # A layer in the name is for files that do not state theirs; it cannot move features.
         if layer is not None and opened.layout.layers != (layer,):
             raise DictionaryError(
                 f"expected {argument}= at {layers_text(opened.layout.layers)}, as the files in "

@@ -75,6 +75,7 @@ def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
     Model names cannot be used, since a model may be compared with itself: a repeated hook point belongs to
     the next model.
     """
+    # The n-th occurrence of a hook point is that of model n.
     previous_hooks: list[str] = []
     numbers = []
     for place in places:

@@ -191,6 +191,7 @@ def hook_name(kind: str) -> str:
         DictionaryError: Other programs have no name for it.
     """
     for name, own_kind in _CIRCUIT_TRACER_NAMES.items():
+        # Of the two names of resid_mid the common one is written.
         if own_kind == kind and name != "hook_mlp_in":
             return name
     if not BY_NAME[kind].per_layer:

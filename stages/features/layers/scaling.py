@@ -57,6 +57,7 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the inverse."""
         mean = x.mean(dim=-1, keepdim=True)
+        # torch's std divides by n - 1, as SAELens computes it.
         spread = (x - mean).std(dim=-1, keepdim=True)
         return (x - mean) / (spread + _EPS), lambda y: y * spread + mean
 

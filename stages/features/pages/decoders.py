@@ -63,7 +63,7 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     import xarray as xr
 
     features = features_of(blocks, dictionary.n_features)
-    k = min(k, dictionary.n_features - 1)
+    k = min(k, dictionary.n_features - 1)  # a feature is no neighbour of itself
     target = max(dictionary.targets(layer))
     all_features = torch.arange(dictionary.n_features)
     # All decoder rows of a layer are in memory here: n_features x d_out float32.

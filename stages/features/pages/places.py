@@ -55,6 +55,7 @@ def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
     """
     import xarray as xr
 
+    # The plain features of a dictionary have the decoders of the first model only.
     crosscoder, layer = Crosscoder.load(dictionary.files.directory), dictionary.layers[0]
     features = features_of(blocks, dictionary.n_features)
     models = models_of(crosscoder.places)

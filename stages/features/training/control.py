@@ -70,6 +70,7 @@ def random_features(
     for layer, features in drawn.items():
         offsets[layer] = slice(total, total + features.n_features)
         total += features.n_features
+    # Sums in float64: the normal equations square the condition number of the activations.
     gram = torch.zeros(total + 1, total + 1, dtype=torch.float64)
     moments = {
         layer: torch.zeros(total + 1, features.W_dec[layer].shape[1]).double()

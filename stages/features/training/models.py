@@ -202,6 +202,7 @@ class DictionaryModel(nn.Module):
         for decoder in self.W_dec.values():
             assert decoder.grad is not None
             rows, slope = decoder.flatten(1), decoder.grad.flatten(1)
+            # In place on a view of the gradient.
             slope -= (slope * rows).sum(1, keepdim=True) * rows
 
     # -- export

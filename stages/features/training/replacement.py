@@ -102,6 +102,7 @@ def replacement_loss(
     ce, kl, clean_ce = ce / count, kl / count, clean_ce / count
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = (ce[:, 1:] - ce[:, :1]) / (ce[:, 1:] - clean_ce)
+        # KL of the clean model from itself is 0, so its share needs no clean term.
         kl_shares = 1 - kl[:, :1] / kl[:, 1:]
     return xr.Dataset(
         {
@@ -149,6 +150,7 @@ class ReconstructionRuns:
             log_probabilities: Log-probabilities of next tokens [prompt, position, vocab].
             ids: Token ids of prompts of equal length.
         """
+        # The log-probabilities at position p are of the token at p + 1.
         next_tokens = torch.tensor(ids, device=log_probabilities.device)[:, self.skip + 1 :, None]
         return -float(log_probabilities.gather(-1, next_tokens).sum())
 

@@ -64,6 +64,7 @@ def as_dictionary(
             }
         }
 
+    # No files: the digest of the weights, computed at each use, is the identity.
     return Dictionary(DictionaryFiles(name, Path()), layout, layers.__getitem__, content)
 
 

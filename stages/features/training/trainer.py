@@ -330,6 +330,7 @@ class Training:
 
     def _begin(self, stored: Mapping[str, Any] | None) -> None:
         settings = self.settings
+        # A resumed training has the scales of its start, which its weights refer to.
         if stored is None:
             read, write = self._scales()
         else:

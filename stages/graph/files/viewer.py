@@ -86,6 +86,7 @@ def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None
     nodes = dict(zip(numbers.tolist(), _nodes(pruned, numbers), strict=True))
     ids = {number: node["node_id"] for number, node in nodes.items()}
     _warn_of_shared(ids)
+    # float: JSON has no numpy.float32.
     links = [
         {"source": ids[source], "target": ids[target], "weight": float(weight)}
         for target, source, weight in zip(

@@ -101,6 +101,7 @@ class Attributor:
         lanes = min(LANES, most) if self.sources.is_kept else most
         item_tensor = torch.from_numpy(np.ascontiguousarray(items)).to(self.replacement.device)
         batches = self._batches(item_tensor, lanes)
+        # Batches write different rows, so threads need no lock.
         rows = np.empty((len(items), self.sources.n_columns), np.float32)
 
         def compute(batch: TargetBatch) -> None:

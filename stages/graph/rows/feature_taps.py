@@ -111,6 +111,7 @@ class FeatureTaps:
         if layer is not None and place in self._reads:
             self._read(layer, x)
         if layer is not None and place in self._writes and layer in self._pending:
+            # Not in place: x may be a frozen value, which belongs to the clean pass.
             x = x + self._pending.pop(layer).to(x)
         return x
 

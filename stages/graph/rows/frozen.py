@@ -135,6 +135,7 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     patterns = [HookPoint.pattern(layer) for layer in layers]
     reads, writes = dictionary.read_hooks, tuple(dictionary.write_hook(layer) for layer in layers)
     spec = HookSpec().capture(HookPoint.embed(), *scales, *patterns, *reads, *writes)
+    # The graph explains the last position only; all logits would be [position, vocab].
     captured = model.forward([list(tokens)], spec, want=LAST_LOGITS)
     if not bool(captured.logits.isfinite().all()):
         raise PromptError(

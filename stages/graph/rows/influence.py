@@ -72,6 +72,7 @@ class GraphRows:
 
     def layers(self) -> Iterator[slice]:
         """Range of rows of each layer: the logits first, then from the last layer down."""
+        # Rows are sorted by layer, so each layer is one range.
         ends = np.flatnonzero(np.diff(self.layer)) + 1
         cuts = [0, *ends.tolist(), len(self.layer)]
         for start, stop in reversed(list(itertools.pairwise(cuts))):

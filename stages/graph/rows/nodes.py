@@ -98,6 +98,7 @@ def node_labels(graph: xr.Dataset) -> dict[str, npt.NDArray[Any]]:
     last_position = count.positions - 1
     error_layer, error_position = np.divmod(np.arange(count.errors), max(count.positions, 1))
     sizes = (count.features, count.errors, count.positions, count.logits)
+    # Only features have activations.
     no_activation = np.full(count.nodes - count.features, np.nan)
     return {
         "kind": np.repeat(np.array([FEATURE, ERROR, TOKEN, LOGIT], object), sizes).astype(str),

@@ -96,6 +96,7 @@ class Sources:
         for block in self._blocks(layer, count):
             columns = out[:, block.first : block.first + len(block.vectors)]
             columns.addmm_(gradient[block.position], block.vectors.T)
+        # Errors go by (layer, position) in the graph too, so `order` leaves their columns as they are.
         start = self.n_features + layer * self.replacement.n_positions
         out[:, start : start + count] = _dots(gradient, self._errors[layer, :count])
 
