@@ -30,7 +30,6 @@ from ..forward.architectures.points import HookPoint
 from .layers.layout import CrosscoderPlace, models_of
 
 if TYPE_CHECKING:
-    import torch
     import xarray as xr
     from torch import Tensor
 
@@ -97,13 +96,10 @@ class Crosscoder:
                 f"expected states [row, {len(self.places)} places, {self.W_enc.shape[2]}], found "
                 f"{list(rows.shape)}; the places are {', '.join(map(str, self.places))}"
             )
-        return self._features.encode(rows.flatten(1))
+        return self.features.encode(rows.flatten(1))
 
     @cached_property
-    def _features(self) -> LayerFeatures:
-        return self.features()
-
-    def features(self, device: torch.device | str = "cpu") -> LayerFeatures:
+    def features(self) -> LayerFeatures:
         """The crosscoder as plain features that read all places joined to one row [row, place * width].
 
         Layer number: the last layer that is read. Targets: the layers of the first model.
@@ -121,7 +117,6 @@ class Crosscoder:
             activation=self.activation,
             b_enc=self.b_enc,
             b_dec=self.b_dec[first_model[last_place]],
-            device=device,
         )
 
     @plain_torch()

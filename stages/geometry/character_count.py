@@ -36,6 +36,8 @@ __all__ = ["add_sums", "count_geometry", "count_sums", "decodability", "ringing"
 
 COUNTS = ["true", "shuffled"]
 """Labels of the `counts` axis."""
+MAX_OFFSET = 50
+"""Upper limit on the offsets of `ringing`, in characters."""
 
 
 add_sums = by_layer(partial(added, names=("total", "n")))
@@ -159,18 +161,19 @@ def count_geometry(
     )
 
 
-def ringing(cosine: xr.DataArray, *, max_offset: int = 50) -> xr.DataArray:
+def ringing(cosine: xr.DataArray) -> xr.DataArray:
     """Mean cosine between means `offset` characters apart, [layer?, offset]; 1 at offset 0 by definition.
+
+    Offsets are below MAX_OFFSET; an offset without any pair of counts is left out.
 
     Arguments:
         cosine: [layer?, count, other_count].
-        max_offset: Upper limit on the offsets. An offset without any pair of counts is left out.
     """
     import xarray as xr
 
     counts = cosine["count"].values
     distance = np.abs(counts[:, None] - counts[None, :])
-    offsets = [d for d in range(min(max_offset, int(distance.max()) + 1)) if (distance == d).any()]
+    offsets = [d for d in range(min(MAX_OFFSET, int(distance.max()) + 1)) if (distance == d).any()]
     values = cosine.transpose("count", "other_count", ...).values
     means = np.stack([values[distance == d].mean(axis=0) for d in offsets], axis=-1)
     lead = [str(dim) for dim in cosine.dims if dim not in ("count", "other_count")]

@@ -193,36 +193,36 @@ class AttributionGraph:
         scan = self.dataset.attrs.get("scan") or self.dataset.attrs.get("dictionary")
         return scan if scan is None or isinstance(scan, str) else [str(name) for name in scan]
 
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        """Values of a variable of the dataset."""
+        values: npt.NDArray[Any] = self.dataset[name].values
+        return values
+
     @property
     def input_tokens(self) -> npt.NDArray[np.int64]:
         """Token ids of the prompt, including special tokens, int64 [position]."""
-        token_ids: npt.NDArray[Any] = self.dataset["input_tokens"].values
-        return token_ids
+        return self._array("input_tokens")
 
     @property
     def active_features(self) -> npt.NDArray[np.int64]:
         """(layer, position, index) of every active feature, int64 [active, 3], sorted."""
-        features: npt.NDArray[Any] = self.dataset["active_features"].values
-        return features
+        return self._array("active_features")
 
     @property
     def activation_values(self) -> npt.NDArray[np.float32]:
         """Activations of the active features, float32 [active]."""
-        values: npt.NDArray[Any] = self.dataset["activation_values"].values
-        return values
+        return self._array("activation_values")
 
     @property
     def selected_features(self) -> npt.NDArray[np.int64]:
         """Indices into `active_features` of those that are nodes, int64 [selected], ascending."""
-        indices: npt.NDArray[Any] = self.dataset["selected_features"].values
-        return indices
+        return self._array("selected_features")
 
     @property
     def logit_token_ids(self) -> npt.NDArray[np.int64]:
         """Token ids of the logit nodes, int64 [logit]; custom directions have ids from the vocabulary size
         on."""
-        token_ids: npt.NDArray[Any] = self.dataset["logit_token_ids"].values
-        return token_ids
+        return self._array("logit_token_ids")
 
     @property
     def logit_tokens(self) -> list[str]:
@@ -232,8 +232,7 @@ class AttributionGraph:
     @property
     def logit_probabilities(self) -> npt.NDArray[np.float64]:
         """Probabilities of the logit nodes, or weights of custom directions, float64 [logit]."""
-        probabilities: npt.NDArray[Any] = self.dataset["logit_probabilities"].values
-        return probabilities
+        return self._array("logit_probabilities")
 
     # -- edges
 

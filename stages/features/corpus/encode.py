@@ -34,7 +34,7 @@ from ...forward.architectures.points import HookPoint
 from ...options import RunOptions, split_options, takes_options
 from ..dictionary import Dictionary
 from ..layers.layout import models_of
-from .sparse import active_table, join_encoded
+from .sparse import active_table, is_counted, join_encoded
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ def _encoded(
     zero_positions: int,
 ) -> xr.Dataset:
     """Active features for blocks of rows of a layer; `states` gives the token axis and its coordinates."""
-    is_skipped = _first_positions(states, zero_positions)
+    may_be_active = is_counted(states, states.sizes["token"], zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     feature_blocks: list[np.ndarray] = []
     value_blocks: list[np.ndarray] = []
@@ -150,10 +150,10 @@ def _encoded(
     for start, rows in blocks:
         # Token numbers are relative to the block. Features ascend within a token, as in every result.
         token, feature, value = (part.cpu().numpy() for part in features.active(rows))
-        is_counted = ~is_skipped[start + token]
-        counts[start : start + len(rows)] = np.bincount(token[is_counted], minlength=len(rows))
-        feature_blocks.append(feature[is_counted].astype(np.int32))
-        value_blocks.append(value[is_counted].astype(np.float32))
+        kept = may_be_active[start + token]
+        counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
+        feature_blocks.append(feature[kept].astype(np.int32))
+        value_blocks.append(value[kept].astype(np.float32))
     return _ragged(
         states, layer, counts, np.concatenate(feature_blocks), np.concatenate(value_blocks)
     ).assign_attrs({"n_features": features.n_features, "zero_positions": zero_positions})
@@ -339,18 +339,6 @@ def _require_same_tokens(states: xr.DataArray, other: xr.DataArray) -> None:
             "expected states of the same tokens from both models, found others; capture the same prompts of "
             "both, which must share a tokenizer"
         )
-
-
-def _first_positions(states: xr.DataArray, zero_positions: int) -> np.ndarray:
-    """Whether each token is among the first positions of its prompt, bool [token]."""
-    if zero_positions == 0:
-        return np.zeros(states.sizes["token"], bool)
-    if "position" not in states.coords:
-        raise ShapeError(
-            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
-        )
-    is_first: np.ndarray = states["position"].values < zero_positions
-    return is_first
 
 
 def _ragged(

@@ -21,7 +21,7 @@ from ...corpus.token_blocks import ahead
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded", "rows_of"]
+__all__ = ["ActiveBlock", "active_table", "blocks", "is_counted", "join_encoded", "rows_of"]
 
 BLOCK = 1 << 20
 """Active features read at a time."""
@@ -66,6 +66,28 @@ def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
         stop = min(max(stop, start + 1), len(ptr) - 1)
         yield start, stop
         start = stop
+
+
+def is_counted(
+    labelled: xr.DataArray | xr.Dataset, n_tokens: int, zero_positions: int
+) -> npt.NDArray[np.bool_]:
+    """Whether each token can have features, bool [token]; the first ones of a prompt may be left out.
+
+    Arguments:
+        labelled: States or features with the coordinate `position`.
+        n_tokens: Number of tokens.
+        zero_positions: Number of first positions of each prompt without features.
+
+    Raises:
+        ShapeError: Positions matter, and the coordinate is missing.
+    """
+    if zero_positions == 0:
+        return np.ones(n_tokens, bool)
+    if "position" not in labelled.coords:
+        raise ShapeError(
+            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
+        )
+    return np.asarray(labelled["position"].values >= zero_positions)
 
 
 def rows_of(features: Ints, n_features: int) -> Ints:

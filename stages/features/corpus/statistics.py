@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ....pipeline import Output, stage
 from ....store.errors import ShapeError
-from .sparse import blocks
+from .sparse import blocks, is_counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -82,9 +82,6 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
 
 
 def counted(encoded: xr.Dataset) -> npt.NDArray[np.bool_]:
-    """Whether each token can have features, bool [token]."""
+    """Whether each token of an encoded layer can have features, bool [token]."""
     zero_positions = int(encoded.attrs.get("zero_positions", 0))
-    if zero_positions == 0:
-        return np.ones(encoded.sizes["edge"] - 1, bool)
-    is_counted: npt.NDArray[np.bool_] = encoded["position"].values >= zero_positions
-    return is_counted
+    return is_counted(encoded, encoded.sizes["edge"] - 1, zero_positions)

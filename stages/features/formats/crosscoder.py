@@ -89,7 +89,7 @@ def read(
     )
 
     def open_layer(_: int) -> LayerFeatures:
-        return Crosscoder.load(files.directory).features()
+        return Crosscoder.load(files.directory).features
 
     return Opened(files, layout, open_layer)
 
