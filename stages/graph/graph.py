@@ -130,6 +130,7 @@ def graph_node(
         most=graph_options.max_n_logits,
         probability=graph_options.desired_logit_prob,
     )
+    # circuit-tracer ranks features again after update_interval batches.
     selection = RowSelection(
         graph_options.max_feature_nodes, graph_options.batch_size * graph_options.update_interval
     )
@@ -269,6 +270,7 @@ class AttributionGraph:
 
     # -- what matters
 
+    # Cached: it reads all rows, and influence and both scores need it.
     @cached_property
     def _influence(self) -> Influence:
         return influence(GraphRows.of(self.dataset))

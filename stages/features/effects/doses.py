@@ -58,6 +58,7 @@ class Dose:
                     f"expected {feature} to write as much as {self.like}, found that it writes nothing; "
                     "draw others: another seed"
                 )
+            # Both norms over the layers that are written in this exchange.
             amount *= written_norm(dictionary, self.like, self.from_layer) / norm
         return Injection(feature, amount, self.from_layer)
 

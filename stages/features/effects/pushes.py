@@ -200,6 +200,7 @@ class RandomFeaturePushes(_FeatureDirection, RandomPushes):
     @property
     def baseline(self) -> Hashable:
         """All fields that determine the undisturbed run: without draw, strengths and layers."""
+        # The feature as well: `Undisturbed` holds its vectors.
         return (self.tokens, self.position, self.features, self.feature)
 
     def prepare(self, model: Model) -> _PreparedPushes:

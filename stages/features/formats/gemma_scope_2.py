@@ -220,8 +220,10 @@ def _stated_hooks(files: DictionaryFiles, name: str) -> tuple[str | None, str | 
     folder's name."""
     config = _config(files, name)
     reads, writes = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
+    # Names in a configuration win over those of folders, which a user may have renamed.
     if reads is not None:
         return reads, writes
+    # The innermost three only: folders above them are the user's.
     folders = files.path(name).as_posix().split("/")[-4:-1]
     for word, kinds in FOLDERS.items():
         if any(folder == word or folder.startswith(f"{word}_") for folder in folders):

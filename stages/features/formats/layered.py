@@ -50,6 +50,7 @@ def hooks_of(files: DictionaryFiles, read: str | None, write: str | None) -> tup
     """
     config = files.yaml
     names = (read or config.get("feature_input_hook"), write or config.get("feature_output_hook"))
+    # Not guessed from the layout of files: resid_mid and mlp_pre have the same width.
     for name, field in zip(names, ("feature_input_hook", "feature_output_hook"), strict=True):
         if not isinstance(name, str):
             raise DictionaryError(

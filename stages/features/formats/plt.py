@@ -76,12 +76,14 @@ def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -
         layer: The layer.
     """
     name, k = _stated_activation(files)
+    # An entry of mizarr's own exports, which circuit-tracer ignores.
     rectified = bool(files.yaml.get("rectified", False))
     size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
     _, d_out = require_shapes(files, file, {"W_dec": (size, None)})["W_dec"]
     expected = {"b_enc": (size,), "b_dec": (d_out,)}
     if name == "jumprelu":
         expected[_THRESHOLD] = (size,)
+    # Without a stated activation, the threshold decides between JumpReLU and ReLU.
     optional = {"W_skip": (d_out, d_in), _THRESHOLD: (size,)}
     shapes = require_shapes(files, file, expected, optional)
     apply_fields("plt tensors", shapes, files.path(file))
@@ -119,6 +121,7 @@ def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
     """(name, k) stated by config.yaml; the name is None if the tensors decide."""
     name, k = files.yaml.get("activation"), files.yaml.get("k", 0)
     if name is None:
+        # By prefix: a reference may end with a subfolder or a revision.
         k_of_repository = next(
             (k for repository, k in TOP_K.items() if files.name.startswith(repository)), None
         )

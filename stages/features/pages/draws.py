@@ -59,6 +59,7 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
             "from token ids or texts, and encode that"
         )
     prompt, position, ids = (encoded[name].values for name in LABELS)
+    # prompt[0] below needs a token.
     if not len(prompt):
         return np.empty(0, np.uint64)
     position_terms = position.astype(np.uint64) * _STEP

@@ -70,6 +70,7 @@ def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
             "place_layer": ("place", [point.layer or 0 for point in points]),
         },
     )
+    # Two models; places of a single model are compared by their norms alone.
     if max(models) == 1:
         figures["relative_norm"] = ("feature", crosscoder.relative_norm()[features].numpy())
         figures["decoder_cosine"] = ("feature", crosscoder.decoder_cosine()[features].numpy())

@@ -85,6 +85,7 @@ class TrainingSettings:
         _one_of("activation", self.activation, ACTIVATIONS)
         _one_of("start", self.start, ("tied", "samples"))
         allowed = PENALTIES[self.activation]
+        # The default depends on the activation function, so it is set past the frozen dataclass.
         if self.penalty is None and allowed:
             object.__setattr__(self, "penalty", allowed[0])
         if self.penalty is not None:
@@ -138,6 +139,7 @@ class TrainingSettings:
         for name in ("tanh_scale", "bandwidth", "threshold", "clip", "rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"expected {name} above 0, found {getattr(self, name)}")
+        # All features together are reconstructed in any case.
         wrong = [n for n in self.prefixes if not 0 < n < self.features]
         if wrong:
             raise ConfigError(f"expected prefixes from 1 to below features={self.features}, found {wrong[0]}")

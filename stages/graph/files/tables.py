@@ -46,6 +46,7 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
         '<key id="weight" for="edge" attr.name="weight" attr.type="double"/>',
         f'<graph id={quoteattr(pruned.graph.prompt or "graph")} edgedefault="directed">',
     ]
+    # Python values, whose text has all digits of the number.
     columns = {str(name): values.values.tolist() for name, values in nodes.data_vars.items()}
     for k, number in enumerate(nodes["node"].values.tolist()):
         data = "".join(

@@ -142,6 +142,7 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
             f"{model.name} gives logits that are not finite for this prompt in {model.dtype}; compute in "
             "float32, or check its weights"
         )
+    # [0]: a batch of one prompt.
     return FrozenPass(
         tokens=tuple(tokens),
         read={layer: captured[dictionary.read_hook(layer)][0] for layer in dictionary.layers},

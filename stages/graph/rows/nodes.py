@@ -95,6 +95,7 @@ def node_labels(graph: xr.Dataset) -> dict[str, npt.NDArray[Any]]:
     count = counts_of(graph)
     selected = graph["selected_features"].values
     features = graph["active_features"].values[selected]
+    # Logits are those of the last position.
     last_position = count.positions - 1
     error_layer, error_position = np.divmod(np.arange(count.errors), max(count.positions, 1))
     sizes = (count.features, count.errors, count.positions, count.logits)

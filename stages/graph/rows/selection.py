@@ -35,6 +35,7 @@ class RowSelection:
     """Features that get a row between two rankings."""
 
     def __post_init__(self) -> None:
+        # Only types are checked here; the ranges below, in one message.
         for value, name in ((self.most, "max_feature_nodes"), (self.at_once, "batch_size")):
             if value is not None:
                 as_count(value, name, least=-LARGEST, error=StageError)

@@ -144,6 +144,7 @@ def choose(
         TokenizerError: for a string that is not one token.
         ShapeError: for a vector of another width.
     """
+    # Only types are checked here; the ranges of both below, in one message.
     most, probability = (
         as_count(most, "max_n_logits", least=-LARGEST, error=PromptError),
         as_number(probability, "desired_logit_prob", PromptError),
@@ -162,6 +163,7 @@ def choose(
         )
     if all(isinstance(item, str) for item in items):
         return TargetChoice(tokens=tuple(_one_token(item, tokenizer) for item in items))
+    # A list of ids; triples start with a text.
     if all(isinstance(item, int) for item in items):
         outside = [item for item in items if not 0 <= item < vocab_size]
         if outside:
