@@ -117,7 +117,7 @@ class Dictionary:
         facts = [
             ("kind", layout.kind),
             ("format", layout.format),
-            ("made for", layout.model_name or "not said"),
+            ("made for", layout.model_name or "not stated"),
             ("features of a layer", f"{layout.n_features:,}"),
             ("width read, written", f"{layout.d_in:,}, {layout.d_out:,}"),
             ("linear skip", "yes" if layout.has_skip else "no"),

@@ -100,7 +100,7 @@ def count_sums(
         "explained_variance_ratio": Output(("layer", "component"), "1", "share of the variance of the means"),
         "projection": Output(("layer", "count", "component"), "1", "means along the components"),
         "cosine": Output(("layer", "count", "other_count"), "1", "cosine between means"),
-        "ringing": Output(("layer", "offset"), "1", "mean cosine of means so many characters apart"),
+        "ringing": Output(("layer", "offset"), "1", "mean cosine of means by distance in characters"),
     },
 )
 def count_geometry(

@@ -167,8 +167,8 @@ def pca(
     outputs={
         "explained_variance": Output(("layer", "component"), "1", "variance along each component"),
         "explained_variance_ratio": Output(("layer", "component"), "1", "share of the total variance"),
-        "cumulative_ratio": Output(("layer", "component"), "1", "share of the leading components together"),
-        "participation_ratio": Output(("layer",), "1", "dimensions that share the variance"),
+        "cumulative_ratio": Output(("layer", "component"), "1", "cumulative share of the leading components"),
+        "participation_ratio": Output(("layer",), "1", "effective number of dimensions"),
     },
 )
 def scree(summary: xr.Dataset) -> xr.Dataset:

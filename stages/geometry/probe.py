@@ -56,14 +56,16 @@ used."""
         "high": Output(("layer", "targets"), "1", "97.5% of the bootstrap over test prompts"),
         "penalty": Output(("layer", "targets"), "1", "penalty chosen"),
         "weight": Output(
-            ("layer", "output", "hidden"), "1", "of the probe of the true targets, on states as given"
+            ("layer", "output", "hidden"),
+            "1",
+            "weights of the probe of true targets, for unscaled states",
         ),
-        "bias": Output(("layer", "output"), "1", "of that probe"),
+        "bias": Output(("layer", "output"), "1", "bias of the probe of true targets"),
         "baseline": Output(
-            (), "1", "score of always guessing the commonest label, or the mean, of the train part"
+            (), "1", "score of predicting the most frequent label, or the mean, of the train part"
         ),
-        "n_train": Output((), "1", "examples fitted"),
-        "n_test": Output((), "1", "examples scored"),
+        "n_train": Output((), "1", "number of examples fitted"),
+        "n_test": Output((), "1", "number of examples scored"),
     },
     cells="layer",
     memory=4.0,

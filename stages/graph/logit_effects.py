@@ -29,9 +29,9 @@ __all__ = ["logit_effects", "logit_effects_node"]
     inputs={"active_features": ("active", "axis"), "selected_features": ("selected",), "readout": None},
     outputs={
         "raised": Output(("selected", "rank"), "1", "tokens raised most"),
-        "raised_by": Output(("selected", "rank"), "logits", "by so much per unit of activation"),
+        "raised_by": Output(("selected", "rank"), "logits", "increase per unit of activation"),
         "lowered": Output(("selected", "rank"), "1", "tokens lowered most"),
-        "lowered_by": Output(("selected", "rank"), "logits", "by so much per unit of activation"),
+        "lowered_by": Output(("selected", "rank"), "logits", "change per unit of activation"),
     },
     resources=("dictionary",),
 )

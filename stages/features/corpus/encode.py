@@ -49,8 +49,8 @@ BLOCK_BYTES = 1 << 26
 """Bytes of states converted to float32 at a time."""
 
 _OUTPUTS = {
-    "token_ptr": Output(("edge",), "1", "where a token's features begin; the last one is their number"),
-    "feature": Output(("active",), "1", "feature"),
+    "token_ptr": Output(("edge",), "1", "start of each token's features; the last entry is their number"),
+    "feature": Output(("active",), "1", "index of the feature"),
     "value": Output(("active",), "1", "activation"),
 }
 

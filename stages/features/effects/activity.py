@@ -71,7 +71,7 @@ class FeatureActivity(PromptFeatures):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "activation": Output(("active",), "1", "activation"),
-        "decoder_norm": Output(("active",), "1", "norm of what one unit writes"),
+        "decoder_norm": Output(("active",), "1", "norm of the decoder vectors"),
         "error": Output(("layer", "position"), "1", "mean squared error of the reconstruction"),
         "size": Output(("layer", "position"), "1", "mean square of the output about its mean over positions"),
     }

@@ -183,7 +183,7 @@ class DecoderSearch(DictionaryExperiment):
     name: ClassVar[str] = "decoder_search"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "score": Output(("rank",), "1", "cosine, or product, of what a feature writes with the embedding")
+        "score": Output(("rank",), "1", "cosine or dot product of decoder vector and embedding")
     }
 
     token: int
@@ -229,7 +229,7 @@ class DecoderSearch(DictionaryExperiment):
             (ranking,) = align_over_targets(dictionary, direction, self.top_k, cosine=self.cosine)
         else:
             (ranking,) = align(dictionary, direction, self.target, self.top_k, cosine=self.cosine)
-        meaning = f"{'cosine' if self.cosine else 'product'} of what a feature writes with the embedding"
+        meaning = f"{'cosine' if self.cosine else 'dot product'} of decoder vector and embedding"
         columns = ranking_columns(ranking, meaning)
         score = columns.pop("score")
         return xr.Dataset({"score": score}, {"rank": np.arange(1, len(ranking) + 1), **columns})

@@ -174,20 +174,20 @@ class FeatureAttribution(PromptPairExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "estimate": Output(("cell",), "as the metric", "first-order effect of the cell's clean value"),
-        "change": Output(("cell",), "1", "clean less corrupted activation; of a rest its norm"),
-        "layer": Output(("cell",), "1", "layer a feature reads, or a rest is written at"),
-        "position": Output(("cell",), "1", "its position"),
-        "feature": Output(("cell",), "1", "its index, -1 for the rest"),
-        "chosen_cell": Output(("check",), "1", "cell that is run exactly"),
-        "sort": Output(("check",), "1", "whether among the largest estimates or drawn at random"),
-        "exact": Output(("check",), "as the metric", "effect of the cell's clean value, by a run"),
+        "change": Output(("cell",), "1", "clean minus corrupted activation; norm of a remainder"),
+        "layer": Output(("cell",), "1", "layer that a feature reads, or a remainder is written to"),
+        "position": Output(("cell",), "1", "position of the cell"),
+        "feature": Output(("cell",), "1", "index of the feature; -1 for a remainder"),
+        "chosen_cell": Output(("check",), "1", "cell checked by an exact run"),
+        "sort": Output(("check",), "1", "reason of the check: largest estimate, or drawn at random"),
+        "exact": Output(("check",), "as the metric", "effect of the cell's clean value in an exact run"),
         "random": Output(
-            ("check",), "as the metric", "effect of a random direction as long; NaN for cells drawn at random"
+            ("check",), "as the metric", "effect of a random direction of the same norm; NaN for random cells"
         ),
         "correlation": Output(("chosen",), "1", "Pearson correlation of estimates and exact effects"),
-        "rank_correlation": Output(("chosen",), "1", "Spearman correlation of the two"),
-        "worst_miss": Output(("chosen",), "as the metric", "largest difference of the two"),
-        "unpatched": Output(("run",), "as the metric", "metric of the runs nothing was patched in"),
+        "rank_correlation": Output(("chosen",), "1", "Spearman correlation of estimates and exact effects"),
+        "worst_miss": Output(("chosen",), "as the metric", "largest difference of estimate and exact effect"),
+        "unpatched": Output(("run",), "as the metric", "metric of the unpatched clean and corrupted run"),
     }
 
     verify: int = 0

@@ -51,10 +51,12 @@ _MEASURES: Mapping[str, Output] = {
     "logit": Output(("word",), "logits", "logit of a word"),
     "logprob": Output(("word",), "nats", "log-probability of a word"),
     "top_id": Output((), "1", "most likely next token"),
-    "top_logprob": Output((), "nats", "its log-probability"),
+    "top_logprob": Output((), "nats", "log-probability of the most likely token"),
     "kl": Output((), "nats", "KL(untouched || changed) of the next token"),
     "distance": Output((), "logits", "L2 distance of all logits from the untouched run"),
-    "attention": Output(("layer", "head"), "1", "attention from the end to the place", is_optional=True),
+    "attention": Output(
+        ("layer", "head"), "1", "attention from the last position to the place", is_optional=True
+    ),
 }
 """Measurements of one run at the last position of its prompt."""
 _COMPARISONS = ("kl", "distance")

@@ -79,8 +79,8 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         **ContrastiveVectors.outputs,
-        "vector": Output(("layer", "hidden"), "activation", "what one unit of the feature writes"),
-        "norm": Output(("layer",), "activation", "length of that"),
+        "vector": Output(("layer", "hidden"), "activation", "decoder vector of the feature"),
+        "norm": Output(("layer",), "activation", "norm of the decoder vector"),
     }
 
     # Dataclass fields after one with a default need defaults too; only `negative` is left empty.

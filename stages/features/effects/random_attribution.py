@@ -73,12 +73,12 @@ class RandomAttribution(PromptPairExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "estimate": Output(("cause",), "as the metric", "first-order effect of the feature"),
-        "exact": Output(("cause",), "as the metric", "its effect, by a run"),
-        "layer": Output(("cause",), "1", "layer it reads"),
-        "position": Output(("cause",), "1", "its position"),
-        "feature": Output(("cause",), "1", "its index"),
-        "change": Output(("cause",), "1", "units that are added of it"),
-        "candidates": Output((), "1", "features it was chosen among"),
+        "exact": Output(("cause",), "as the metric", "effect of the feature in an exact run"),
+        "layer": Output(("cause",), "1", "layer that the feature reads"),
+        "position": Output(("cause",), "1", "position of the feature"),
+        "feature": Output(("cause",), "1", "index of the feature"),
+        "change": Output(("cause",), "1", "units of the feature that are added"),
+        "candidates": Output((), "1", "number of features among which the largest was selected"),
     }
 
     draws: int = 50

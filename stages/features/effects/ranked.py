@@ -174,11 +174,11 @@ class RankedTrace(_RankedFeatures):
     name: ClassVar[str] = "ranked_trace"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "vector": Output(("rank", "hidden"), "1", "what a unit writes to the target"),
+        "vector": Output(("rank", "hidden"), "1", "decoder vector for the target layer"),
         "trace": Output(("rank", "position"), "1", "activation"),
         "edge": Output(("window_layer", "edge_index"), "1", "edge between two bins"),
         "count": Output(("window_layer", "bin"), "1", "pre-activations in the bin"),
-        "skip_projection": Output((), "1", "linear skip along the word's embedding"),
+        "skip_projection": Output((), "1", "linear skip projected on the word's embedding"),
     }
 
     top_k: int = 20

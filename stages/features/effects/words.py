@@ -46,7 +46,7 @@ BLOCK_BYTES = 1 << 26
 """Bytes of logits [feature, vocab] computed at a time."""
 WORDS = {
     "raised": Output(("named", "rank"), "1", "tokens raised most"),
-    "raised_by": Output(("named", "rank"), "logits", "by so much per unit of activation"),
+    "raised_by": Output(("named", "rank"), "logits", "increase per unit of activation"),
 }
 
 

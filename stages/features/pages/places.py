@@ -30,12 +30,12 @@ __all__ = ["place_norms"]
     version=1,
     inputs={"blocks": ("block", "slot")},
     outputs={
-        "norm": Output(("place", "feature"), "1", "norm of what a unit writes, in units of the states"),
+        "norm": Output(("place", "feature"), "1", "norm of the decoder vector, in units of the states"),
         "relative_norm": Output(
-            ("feature",), "1", "the second model's share of the norms of both", is_optional=True
+            ("feature",), "1", "second model's share of the decoder norms of both", is_optional=True
         ),
         "decoder_cosine": Output(
-            ("feature",), "1", "cosine of what is written to both models", is_optional=True
+            ("feature",), "1", "cosine of the decoder vectors of both models", is_optional=True
         ),
     },
     cells="block",

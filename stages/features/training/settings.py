@@ -78,7 +78,7 @@ class TrainingSettings:
     validation: float = option(0.05, "share of the prompts held out")
     window: int = option(32_768, "tokens shuffled together in memory")
     block: int = option(1024, "neighbouring tokens read together")
-    seed: int = option(0, "of weights and order")
+    seed: int = option(0, "seed of weights and of the order of batches")
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, KINDS)
