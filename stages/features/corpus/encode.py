@@ -32,6 +32,7 @@ from ....pipeline.context import Selection
 from ....store.errors import DictionaryError, ShapeError
 from ...forward.architectures.points import HookPoint
 from ...options import RunOptions, split_options, takes_options
+from ...training_data.conversion import as_tensor
 from ..dictionary import Dictionary
 from ..layers.layout import models_of
 from .sparse import active_table, is_counted, join_encoded
@@ -306,19 +307,14 @@ def encode_corpus(
 
 def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first token, rows [token, width] as float32) for consecutive blocks of tokens."""
-    import torch
-
     width = int(np.prod(states.shape[1:]))
     step = max(1, BLOCK_BYTES // (4 * width))
     # max(…, 1): an empty range still yields one empty block, so that concatenation has an array.
     for start in range(0, max(states.sizes["token"], 1), step):
         values = states.isel(token=slice(start, start + step)).values
         rows = np.ascontiguousarray(values.reshape(len(values), width))
-        # torch cannot read ml_dtypes arrays; the bits are reinterpreted through uint16.
-        if rows.dtype.name == "bfloat16":
-            yield start, torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16).float()
-        else:
-            yield start, torch.from_numpy(rows.astype(np.float32))
+        # A copy of float rows: torch warns of arrays that cannot be written, such as memory maps.
+        yield start, as_tensor(rows if rows.dtype.name == "bfloat16" else rows.astype(np.float32))
 
 
 def _side_by_side(parts: Sequence[xr.DataArray]) -> Iterator[tuple[int, torch.Tensor]]:
