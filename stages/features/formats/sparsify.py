@@ -39,7 +39,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     is_transcoder = bool(config.get("transcode", False))
     hooks = layer_hooks(files, _stated_hooks(module, is_transcoder), read, write)
     layer = hooks.layer
-    # sparsify's defaults, which it leaves out of cfg.json.
+    # A missing entry has sparsify's default.
     k, activation = to_whole(config.get("k", 32), "k", place), config.get("activation", "topk")
     size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
     d_out = require_shapes(files, name, {"W_dec": (size, None)})["W_dec"][1]
