@@ -1,1 +1,1 @@
-"""Tokens of a corpus: positions, spans, statistics, blocks that fit into memory."""
+"""Text and token positions, statistics of stored states over a corpus, and reading states in blocks."""

@@ -1,13 +1,12 @@
-"""Which tokens experts read: shares, and how far the token alone decides where it goes.
+"""Which tokens each mixture-of-experts expert processes, and how much the token id alone decides the routing.
 
-Border: labelled weights of experts, token ids; knows no model and never imports torch.
+Border: labelled router weights and token ids; knows no model and never imports torch.
 
-An expert that is sent a token reads a share of it, its weight over those of all experts chosen. What a token
-says about its experts is the mutual information of the two, in nats: 0 where tokens of every kind go
-everywhere alike, log E where each goes to one of E experts that are used alike. A corpus is finite, so that
-it is above 0 for tokens that have nothing to do with their experts, too: the same with token ids rearranged
-is what chance gives. That routing follows the token, more than what the text is about, is reported of Mixtral
-(Jiang et al., Mixtral of Experts, 2024, section 5).
+The share of a token that an expert reads is its routing weight over the sum of the routing weights of all
+experts chosen for the token. Token ids and experts have a mutual information (nats): 0 if tokens of every id
+are routed alike, log E if the id decides and E experts are used equally. On a finite corpus it exceeds 0 even
+for independent routing, so the same statistic with permuted token ids is the null. That routing follows the
+token id more than the topic is reported of Mixtral (Jiang et al., Mixtral of Experts, 2024, section 5).
 
 Axes: layer, token, expert; rank, draw.
 """
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_TOKEN", "expert_use"]
 
 NO_TOKEN = -1
-"""Id of a token that takes no part, and of a place for which no token is left."""
+"""Id of tokens left out of the statistics (special tokens), and of ranks for which no token is left."""
 RANKED = ("layer", "expert", "rank")
 
 
@@ -37,13 +36,13 @@ RANKED = ("layer", "expert", "rank")
     version=1,
     inputs={"weights": ("layer", "token", "expert"), "token_id": ("token",)},
     outputs={
-        "share": Output(("layer", "expert"), "1", "share of tokens sent to the expert"),
-        "weight": Output(("layer", "expert"), "1", "share it reads of a token sent to it, mean"),
-        "information": Output(("layer",), "nats", "what a token says about its experts"),
-        "chance": Output(("layer", "draw"), "nats", "the same with token ids rearranged"),
-        "top_id": Output(RANKED, "1", "tokens of which it reads the largest share; -1 where there is none"),
-        "top_share": Output(RANKED, "1", "the share it reads of all occurrences of that token"),
-        "top_count": Output(RANKED, "tokens", "occurrences of that token"),
+        "share": Output(("layer", "expert"), "1", "share of tokens routed to the expert"),
+        "weight": Output(("layer", "expert"), "1", "mean share of a token that a routed expert reads"),
+        "information": Output(("layer",), "nats", "mutual information of token id and expert"),
+        "chance": Output(("layer", "draw"), "nats", "mutual information with permuted token ids"),
+        "top_id": Output(RANKED, "1", "token ids of which the expert reads the largest share; -1 for none"),
+        "top_share": Output(RANKED, "1", "mean share of that token id's occurrences read by the expert"),
+        "top_count": Output(RANKED, "tokens", "occurrences of that token id"),
     },
     cells="layer",
 )
@@ -56,13 +55,22 @@ def expert_use(
     draws: int = 50,
     seed: int = 0,
 ) -> xr.Dataset:
-    """What the experts of each layer read of a corpus.
+    """Statistics of the tokens that each expert of each layer reads.
 
-    weights: [layer, token, expert], 0 of experts that are not chosen, any float dtype.  token_id: int
-    [token], NO_TOKEN for those that take no part (special ones).  top_k: tokens listed of each expert.
-    least: how often a token must occur to be listed.  draws: times that token ids are rearranged, by seed.
-    Returns float64, ids and counts int64.
-    Raises PromptError where no token takes part, ShapeError where a token that does has no expert.
+    Arguments:
+        weights: routing weights [layer, token, expert], 0 for experts that are not chosen, any float dtype.
+        token_id: int [token]; `NO_TOKEN` for tokens to leave out, such as special tokens.
+        top_k: number of token ids listed for each expert.
+        least: fewest occurrences of a token id that may be listed.
+        draws: number of permutations of the token ids.
+        seed: seed of the permutations.
+
+    Returns:
+        Shares and nats as float64, ids and counts as int64; see `outputs`.
+
+    Raises:
+        PromptError: if all tokens are left out.
+        ShapeError: if a token that counts has no expert with a positive weight.
     """
     import xarray as xr
 
@@ -70,64 +78,70 @@ def expert_use(
     counted = np.flatnonzero(ids != NO_TOKEN)
     if not len(counted):
         raise PromptError("expected tokens that are not special, found none; give longer texts")
-    held, kind, occurrences = np.unique(ids[counted], return_inverse=True, return_counts=True)
-    often = occurrences >= least
-    parts, layers = [], weights["layer"].values.tolist()
+    vocabulary, row, occurrences = np.unique(ids[counted], return_inverse=True, return_counts=True)
+    is_frequent = occurrences >= least
+    by_layer, layers = [], weights["layer"].values.tolist()
     for number, layer in enumerate(layers):
-        read = read_here(weights.variable.isel(layer=number).transpose("token", "expert"))
-        mass = np.asarray(read, np.float64)[counted]
+        # One layer at a time: the weights of a corpus may exceed memory.
+        layer_weights = read_here(weights.variable.isel(layer=number).transpose("token", "expert"))
+        mass = np.asarray(layer_weights, np.float64)[counted]
         totals = mass.sum(1, keepdims=True)
         if not (totals > 0).all():
-            left = int(counted[totals[:, 0] <= 0][0])
+            unrouted = int(counted[totals[:, 0] <= 0][0])
             raise ShapeError(
-                f"expected an expert with a weight for every token, found none for token {left} of layer "
+                f"expected an expert with a weight for every token, found none for token {unrouted} of layer "
                 f"{layer}; capture blocks.*.mlp.hook_expert_weights with nothing changed"
             )
         shares = mass / totals
-        by_token = _summed(shares, kind, len(held))
-        sent = mass > 0
-        read_of = by_token / occurrences[:, None]
-        order = np.argsort(np.where(often[:, None], -read_of, np.inf), axis=0, kind="stable")[:top_k].T
-        is_read = often[order] & (np.take_along_axis(read_of.T, order, 1) > 0)
-        parts.append(
+        joint = _sums_by_id(shares, row, len(vocabulary))
+        is_routed = mass > 0
+        mean_share = joint / occurrences[:, None]
+        # Infinity sorts rare ids last; a stable sort gives ties to the lower id, the same on every platform.
+        order = np.argsort(np.where(is_frequent[:, None], -mean_share, np.inf), axis=0, kind="stable")
+        top = order[:top_k].T
+        top_share = np.take_along_axis(mean_share.T, top, 1)
+        is_listed = is_frequent[top] & (top_share > 0)
+        by_layer.append(
             {
-                "share": sent.mean(0),
-                "weight": shares.sum(0) / np.maximum(sent.sum(0), 1),
-                "information": information(by_token),
-                "chance": _by_chance(shares, kind, len(held), draws, (seed, layer)),
-                "top_id": np.where(is_read, held[order], NO_TOKEN),
-                "top_share": np.where(is_read, np.take_along_axis(read_of.T, order, 1), np.nan),
-                "top_count": np.where(is_read, occurrences[order], 0),
+                "share": is_routed.mean(0),
+                # An expert without tokens has weight 0, not NaN.
+                "weight": shares.sum(0) / np.maximum(is_routed.sum(0), 1),
+                "information": information(joint),
+                "chance": _permuted_information(shares, row, len(vocabulary), draws, (seed, layer)),
+                "top_id": np.where(is_listed, vocabulary[top], NO_TOKEN),
+                "top_share": np.where(is_listed, top_share, np.nan),
+                "top_count": np.where(is_listed, occurrences[top], 0),
             }
         )
+    # The declaration is the one place that states the axes.
     dims = {name: output.dims for name, output in expert_use.outputs.items()}
-    data = {name: (dims[name], np.stack([part[name] for part in parts])) for name in parts[0]}
+    data = {name: (dims[name], np.stack([values[name] for values in by_layer])) for name in by_layer[0]}
     return xr.Dataset(data, coords={"layer": layers})
 
 
 def information(joint: Floats) -> Any:
-    """Mutual information, in nats, of the two axes of a table of weights [token, expert].
+    """Mutual information, in nats, of the two axes of a table of non-negative weights [token id, expert].
 
-    >>> round(float(information(np.eye(4))), 3)  # each of four goes to an expert of its own: log 4
+    >>> round(float(information(np.eye(4))), 3)  # each of four ids goes to an expert of its own: log 4
     1.386
     """
     p = joint / joint.sum()
     independent = p.sum(1, keepdims=True) * p.sum(0, keepdims=True)
-    held = p > 0
-    return float((p[held] * np.log(p[held] / independent[held])).sum())
+    positive = p > 0  # 0 log 0 counts as 0; numpy would give NaN
+    return float((p[positive] * np.log(p[positive] / independent[positive])).sum())
 
 
-def _by_chance(shares: Floats, kind: Array, size: int, draws: int, seed: tuple[int, int]) -> Floats:
-    """Information about experts of tokens that are rearranged, [draw]."""
-    found = np.empty(draws)
+def _permuted_information(shares: Floats, row: Array, size: int, draws: int, seed: tuple[int, int]) -> Floats:
+    """Mutual information with token ids permuted, [draw]."""
+    values = np.empty(draws)
     for draw in range(draws):
         rng = np.random.default_rng([*seed, draw])
-        found[draw] = information(_summed(shares, rng.permutation(kind), size))
-    return found
+        values[draw] = information(_sums_by_id(shares, rng.permutation(row), size))
+    return values
 
 
-def _summed(shares: Floats, kind: Array, size: int) -> Floats:
-    """Shares summed by kind of token, [kind, expert]."""
-    columns = [np.bincount(kind, column, size) for column in shares.T]
-    found: Floats = np.stack(columns, axis=1)
-    return found
+def _sums_by_id(shares: Floats, row: Array, size: int) -> Floats:
+    """Shares [token, expert] summed over the tokens of each id, [token id, expert]."""
+    # bincount takes a single weight per token, hence one call for each expert.
+    sums: Floats = np.stack([np.bincount(row, column, size) for column in shares.T], axis=1)
+    return sums

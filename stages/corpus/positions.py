@@ -1,7 +1,7 @@
-"""Places in a prompt by what a person says instead of a number: "last", "first", or a phrase of the prompt.
+"""Resolves token positions that settings name as an index, "first", "last", or a phrase of the prompt.
 
-Characters, tokens and phrases are mapped to each other in store/reading/characters.py, for a text just
-tokenised (`Encoding`) as for a stored one (`ds.mi`).
+Spans of phrases and the mapping of characters to tokens are in store/reading/characters.py, which stored
+prompts (`ds.mi`) use too.
 
 Border: texts and encodings; knows no model and never imports torch.
 """
@@ -12,32 +12,46 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...store.errors import PromptError
-from ...store.reading.characters import find_span, find_spans, words
+from ...store.reading.characters import find_span
 
 if TYPE_CHECKING:
     from ..forward.text.tokens import Encoding
 
-__all__ = ["find_span", "find_spans", "first_difference", "phrase_tokens", "position_of", "words"]
+__all__ = ["first_difference", "phrase_tokens", "position_of"]
 
 Where = int | str
 """A position: an index (negative from the end), "first", "last", or a phrase of the prompt."""
 
 
 def phrase_tokens(encoding: Encoding, phrase: str) -> list[int]:
-    """Positions of all tokens that overlap a phrase of the text."""
+    """Positions of all tokens that overlap a phrase.
+
+    Arguments:
+        encoding: tokens of the text.
+        phrase: a phrase that occurs once.
+
+    Raises:
+        PromptError: if the phrase occurs never or several times.
+    """
     return encoding.char_range_to_tokens(*find_span(encoding.text, phrase))
 
 
 def position_of(encoding: Encoding, where: Where) -> int:
-    """The position meant: an index, "first" (BOS, where there is one), "last", or the last token of a phrase,
-    where a model has read all of it.
+    """Token position, 0 to length - 1.
 
-    Raises PromptError for a position out of range or a phrase that is not there.
+    Arguments:
+        encoding: tokens of the prompt.
+        where: index (negative from the end), "first" (BOS, if the prompt has one), "last", or a phrase of the
+            prompt.
+
+    Raises:
+        PromptError: for a position out of range, or a phrase that occurs never or several times.
     """
     length = len(encoding)
     if isinstance(where, str):
         if where in ("first", "last"):
             return 0 if where == "first" else length - 1
+        # The last token of a phrase: a causal model has read the whole phrase only there.
         return phrase_tokens(encoding, where)[-1]
     if not -length <= where < length:
         raise PromptError(
@@ -49,14 +63,19 @@ def position_of(encoding: Encoding, where: Where) -> int:
 def first_difference(ids: Sequence[int], other: Sequence[int]) -> int:
     """First position at which two prompts of equal length differ.
 
-    Raises PromptError if they do not, or are of different length.
+    Arguments:
+        ids: token ids of one prompt.
+        other: token ids of the other.
+
+    Raises:
+        PromptError: if the prompts are equal, or of different length.
     """
     if len(ids) != len(other):
         raise PromptError(
             f"expected prompts of equal length, found {len(ids)} and {len(other)} tokens; choose another "
             "counterpart, or the position 'last'"
         )
-    for position, (one, two) in enumerate(zip(ids, other, strict=True)):
-        if one != two:
+    for position, pair in enumerate(zip(ids, other, strict=True)):
+        if pair[0] != pair[1]:
             return position
     raise PromptError("expected prompts that differ, found the same one twice; there is nothing to contrast")

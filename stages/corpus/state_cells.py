@@ -1,12 +1,14 @@
-"""Stored states [layer, token, hidden] as stages cut them: cells of one layer and one range of tokens.
+"""Helpers of stages over states [layer, token, hidden]: check axes, read in token ranges, join cells.
 
-Border: labelled arrays; knows nothing of what is computed on them. Reading goes range by range through
-token_blocks.py, so that memory does not grow with the corpus.
+Such stages are cut into cells of one layer and one segment of tokens. States are read range by range through
+token_blocks.py, so memory does not grow with the corpus.
+
+Border: labelled arrays; independent of the statistic that a stage computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,19 +20,24 @@ from .token_blocks import ahead, read_rows, token_ranges
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["as_layers", "by_layer", "end_to_end", "state_rows", "token_labels"]
+__all__ = ["added", "as_layers", "by_layer", "end_to_end", "state_rows", "token_labels"]
 
 
 def state_rows(states: xr.DataArray) -> Iterator[tuple[slice, Array]]:
-    """Ranges of tokens and their states, float32 [token, hidden]."""
+    """Yield (token range, float32 states [token, hidden]) over the token axis of states of one layer."""
     return ahead(
         token_ranges(states, states.sizes["hidden"]),
-        lambda here: read_rows(states, here, np.arange(here.stop - here.start)),
+        lambda tokens: read_rows(states, tokens, np.arange(tokens.stop - tokens.start)),
     )
 
 
 def as_layers(states: xr.DataArray) -> xr.DataArray:
-    """States as [layer, token, hidden]; a single layer may come without its axis."""
+    """States with axes in the order [layer, token, hidden].
+
+    Raises:
+        ShapeError: for other axes; a scalar coordinate `layer` (one selected layer) becomes an axis.
+    """
+    # isel(layer=0) drops the axis, but leaves the layer as a scalar coordinate.
     if "layer" not in states.dims and "layer" in states.coords:
         states = states.expand_dims("layer")
     if set(states.dims) != {"layer", "token", "hidden"}:
@@ -42,22 +49,28 @@ def as_layers(states: xr.DataArray) -> xr.DataArray:
 
 
 def token_labels(states: xr.DataArray) -> dict[Any, xr.DataArray]:
-    """The coordinates of states that still have a meaning once `hidden` is gone."""
+    """Coordinates of states without those along `hidden`, for results that are reduced over it."""
     return {name: coord for name, coord in states.coords.items() if "hidden" not in coord.dims}
 
 
-def by_layer(join: Callable[[list[xr.Dataset]], xr.Dataset]) -> Callable[[Sequence[xr.Dataset]], xr.Dataset]:
-    """What joins the segments of one layer, made to join cells of layers and segments."""
+def by_layer(join: Callable[[list[xr.Dataset]], xr.Dataset]) -> Callable[[Iterable[xr.Dataset]], xr.Dataset]:
+    """`combine` function for cells of (layer, segment), made of one that joins the segments of a layer.
 
-    def combine(parts: Sequence[xr.Dataset]) -> xr.Dataset:
+    Arguments:
+        join: joins the results of one layer's segments, in order.
+    """
+
+    def combine(parts: Iterable[xr.Dataset]) -> xr.Dataset:
         import xarray as xr
 
         columns: dict[tuple[int, ...], list[xr.Dataset]] = {}
         for part in parts:
-            columns.setdefault(tuple(part["layer"].values.tolist()), []).append(part)
+            layers = np.atleast_1d(part["layer"].values).tolist() if "layer" in part else ()
+            columns.setdefault(tuple(layers), []).append(part)
         joined = [join(column) for column in columns.values()]
         if len(joined) == 1:
             return joined[0]
+        # xarray's defaults compare all coordinates of all parts, which reads lazy token labels.
         return xr.concat(
             joined, "layer", data_vars="minimal", coords="minimal", compat="override", join="exact"
         )
@@ -66,7 +79,18 @@ def by_layer(join: Callable[[list[xr.Dataset]], xr.Dataset]) -> Callable[[Sequen
 
 
 def end_to_end(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Results of consecutive token ranges as one."""
+    """Concatenate the results of consecutive segments along `token`."""
     import xarray as xr
 
     return xr.concat(parts, "token", data_vars="minimal", coords="minimal", compat="override", join="exact")
+
+
+def added(parts: list[xr.Dataset], names: Iterable[str]) -> xr.Dataset:
+    """Sum of the results of one layer's segments.
+
+    Arguments:
+        parts: datasets of the segments.
+        names: variables to sum; the others are those of the first segment.
+    """
+    sums = {name: parts[0][name].copy(data=sum(part[name].values for part in parts)) for name in names}
+    return parts[0].assign(sums)

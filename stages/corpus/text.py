@@ -1,18 +1,18 @@
-"""Prose laid out in lines of a given width, and how far into its line each token starts.
-
-Border: strings and integers; knows no tokenizer, no model. Whoever owns the tokenizer passes spans in.
+"""Wraps prose at a line width, and counts the characters between a token and the start of its line.
 
 The protocol of Gurnee et al. 2025, "When Models Manipulate Manifolds"
 (transformer-circuits.pub/2025/linebreaks): the same prose wrapped at many widths, so that character counts
 are not tied to particular words.
 
-Unit everywhere: characters, that is Unicode code points as Python counts them, never bytes. The character
-count of a token is the number of characters between the start of its line and the token's first character:
-the first token of a line has count 0, and a token "\\n" belongs to the line it ends.
+All units are characters (Unicode code points, as Python counts them), never bytes. The first token of a line
+has count 0; a token "\\n" belongs to the line that it ends.
+
+Border: strings and integers; knows no tokenizer and no model. Callers pass the character spans of tokens.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -29,34 +29,35 @@ __all__ = ["character_counts", "pack_lines", "token_counts", "wrap"]
 
 
 def wrap(text: str, width: int) -> str:
-    """`text` greedily re-wrapped at `width` characters; newlines and runs of white space become one space.
+    """`text` re-wrapped greedily at `width` characters; each run of white space counts as one space.
 
-    A line exceeds `width` only when it holds one single longer word.
+    Arguments:
+        text: prose.
+        width: most characters of a line; only a line of a single word may be longer.
+
+    Raises:
+        PromptError: for a width below 1.
 
     >>> wrap("the cat\\nsat on the mat", 7)
     'the cat\\nsat on\\nthe mat'
     """
     if width < 1:
         raise PromptError(f"expected a line width of at least 1 character, found {width}")
-    lines: list[str] = []
-    line: list[str] = []
-    length = 0
-    for word in text.split():
-        if line and length + 1 + len(word) > width:
-            lines.append(" ".join(line))
-            line, length = [], 0
-        length += len(word) + bool(line)
-        line.append(word)
-    if line:
-        lines.append(" ".join(line))
-    return "\n".join(lines)
+    # textwrap splits at ASCII white space only, so the text is split at all white space first.
+    words = " ".join(text.split())
+    return "\n".join(textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False))
 
 
 def character_counts(text: str, char_start: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Character count of each token, int32 [token]: characters from the start of its line to its own start.
+    """Characters between the start of each token's line and the token's first character, int32 [token].
 
-    char_start: offset of each token's first character in `text`, in characters; -1 for tokens that are not
-    part of the text (a beginning-of-sequence token), whose count is -1.
+    Arguments:
+        text: the text of the tokens.
+        char_start: offset of each token's first character in `text`, in characters; -1 for tokens that are
+            not part of the text (BOS), whose count is -1.
+
+    Raises:
+        PromptError: for an offset beyond the text.
 
     >>> character_counts("ab\\ncde", [0, 2, 3, 5]).tolist()
     [0, 2, 0, 2]
@@ -69,17 +70,23 @@ def character_counts(text: str, char_start: Sequence[int] | npt.NDArray[Any]) ->
         )
     newlines = np.flatnonzero(np.fromiter((c == "\n" for c in text), bool, len(text)))
     line_starts = np.concatenate([[0], newlines + 1])
-    # side="right" of start: a line that starts exactly here is this token's line.
+    # side="right": a token that starts a line belongs to that line, not to the one before.
     line = np.searchsorted(line_starts, starts, side="right") - 1
     return np.where(starts < 0, -1, starts - line_starts[line]).astype(np.int32)
 
 
 def pack_lines(text: str, char_start: Sequence[int] | npt.NDArray[Any], context: int) -> list[str]:
-    """`text` cut at line starts into pieces of at most `context` tokens, as many whole lines each as fit.
+    """Cut `text` into pieces of whole lines, each of at most `context` tokens.
 
-    Cutting elsewhere would leave a model with tokens whose distance from the last newline it cannot know.
-    char_start: start of every token of the whole text, as in `character_counts`.
-    Raises PromptError when a single line is longer than `context`.
+    Within a line a cut would leave tokens whose distance from the last newline the model cannot see.
+
+    Arguments:
+        text: the whole text.
+        char_start: offset of each token in `text`, as in `character_counts`.
+        context: most tokens of a piece.
+
+    Raises:
+        PromptError: if a single line is longer than `context`.
     """
     lines = text.splitlines(keepends=True)
     ends = np.array(list(accumulate(len(line) for line in lines)), np.int64)
@@ -87,6 +94,7 @@ def pack_lines(text: str, char_start: Sequence[int] | npt.NDArray[Any], context:
     per_line = np.bincount(np.searchsorted(ends, starts[starts >= 0], side="right"), minlength=len(lines))
     pieces: list[list[str]] = []
     room = 0
+    # Not strict: a token that starts at the end of the text adds an entry after the last line.
     for number, (line, tokens) in enumerate(zip(lines, per_line.tolist(), strict=False)):
         if tokens > context:
             raise PromptError(
@@ -101,21 +109,24 @@ def pack_lines(text: str, char_start: Sequence[int] | npt.NDArray[Any], context:
 
 
 def token_counts(tokens: PackedTokens, *, line_breaks: bool) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Character count of every token, int32 [token]; -1 for tokens that take no part.
+    """Character count of every token, int32 [token]; -1 for tokens to leave out of means over counts.
 
-    These are special tokens and, unless `line_breaks`, tokens that hold a line break: they sit at counts near
-    the widths of the text and nowhere else, so that their mean would tell the width grid, not the count.
+    Arguments:
+        tokens: packed tokens with their texts and character spans.
+        line_breaks: whether tokens that contain a line break have a count. They occur only at counts near the
+            line widths of the corpus, so their mean per count reflects these widths instead of the count.
     """
     assert tokens.texts is not None
     assert tokens.char_start is not None
     assert tokens.char_end is not None
+    # Special tokens have the empty span (0, 0).
     starts = np.where(tokens.char_end > tokens.char_start, tokens.char_start, -1)
     rows = []
     for i, text in enumerate(tokens.texts):
         start, end = starts[tokens.row(i)], tokens.char_end[tokens.row(i)]
         counts = character_counts(text, start)
         if not line_breaks:
-            breaks = np.cumsum([0, *(c == "\n" for c in text)])
+            breaks = np.cumsum([0, *(c == "\n" for c in text)])  # line breaks before each character
             counts[breaks[end] > breaks[start.clip(0)]] = -1
         rows.append(counts)
     return np.concatenate(rows)

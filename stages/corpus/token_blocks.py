@@ -1,11 +1,10 @@
-"""Ranges of tokens in which stored states are read, the next one while this one is computed.
+"""Reads stored states in ranges of tokens, the next range in a second thread while the caller computes.
 
-Border: labelled arrays with a token axis, lazy or not; knows nothing of what is computed on them.
+A range is made of whole dask chunks, because dask reads a whole chunk for any row of it (measured: 15 ms for
+ten rows of a chunk of 128 MiB); only much larger chunks are cut. A stage with one product per stored number
+is limited by memory reads, which overlap with arithmetic as numpy releases the GIL.
 
-A range is whole chunks of what dask reads at once, as dask reads all of a chunk for any row of it (measured:
-15 ms for ten rows of a chunk of 128 MiB); chunks that are much too large are cut all the same. Arithmetic on
-a stored corpus that is no more than a product per number waits for memory; a second thread reads ahead
-meanwhile, numpy's copies and products holding no lock.
+Border: labelled arrays with a token axis, lazy or not; independent of what is computed from them.
 """
 
 from __future__ import annotations
@@ -27,15 +26,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 BLOCK_BYTES = 1 << 24
-"""Of one float32 array [token, width] of a range; a handful of them exist at a time."""
+"""Bytes of one float32 array [token, width] of a range; about five such arrays exist at a time."""
 _LARGEST = 4
-"""Blocks up to which a chunk is not cut."""
+"""Largest chunk that is read whole, in multiples of the range size."""
 
 
 def token_ranges(states: xr.DataArray, width: int) -> Iterator[slice]:
-    """Ranges that together are the token axis of `states`.
+    """Consecutive ranges that cover the token axis of `states`.
 
-    width: numbers per token of the widest array that is made of a range.
+    Arguments:
+        states: array with a token axis, lazy or not.
+        width: numbers per token of the widest float32 array that the caller makes of a range.
     """
     step = max(256, BLOCK_BYTES // (4 * max(width, 1)))
     start = end = 0
@@ -44,6 +45,7 @@ def token_ranges(states: xr.DataArray, width: int) -> Iterator[slice]:
             yield slice(start, end)
             start = end
         end += size
+        # An array in memory has no chunks, and is cut at every step.
         while end - start > _LARGEST * step or (not states.chunksizes and end - start > step):
             yield slice(start, start + step)
             start += step
@@ -51,25 +53,30 @@ def token_ranges(states: xr.DataArray, width: int) -> Iterator[slice]:
         yield slice(start, end)
 
 
-def read_rows(states: xr.DataArray, here: slice, chosen: Array, **at: int) -> Array:
-    """Rows of a token range, float32 [row, ...]; only the range is read.
+def read_rows(states: xr.DataArray, tokens: slice, rows: Array, **at: int) -> Array:
+    """Selected rows of a token range, float32 [row, ...]; only the range is read.
 
-    at: places on further axes, e.g. layer=0.
+    Arguments:
+        states: array with a token axis, lazy or not.
+        tokens: token range.
+        rows: indices within the range, ascending.
+        at: index on each further axis to select, e.g. layer=0.
     """
-    # The variable alone: its labels are lazy too, and would be computed for every range.
-    values = read_here(states.variable.isel({"token": here, **at}).transpose("token", ...))
-    rows = values if len(chosen) == len(values) else values[chosen]
-    return rows.astype(np.float32, copy=False)
+    # The variable alone: coordinates are lazy too, and would be computed for every range.
+    values = read_here(states.variable.isel({"token": tokens, **at}).transpose("token", ...))
+    selected = values if len(rows) == len(values) else values[rows]  # indexing would copy all rows
+    return selected.astype(np.float32, copy=False)
 
 
 def read_here(lazy: xr.Variable) -> Array:
-    """What a variable holds, read in this thread: a chunk or two are no work for a pool of them."""
+    """Values of a variable, computed in the calling thread: dask's pool costs more than it gains on few
+    chunks."""
     if lazy.chunks is None or lazy.data.npartitions > 1:
         return lazy.load(scheduler="synchronous").values
     from dask.core import flatten
     from dask.local import get_sync
 
-    # Of a single chunk dask's `compute` would make one more copy.
+    # dask's `compute` would copy a single chunk once more to concatenate it.
     array = lazy.data
     (key,) = flatten(array.__dask_keys__())
     values: Array = get_sync(array.__dask_optimize__(array.dask, [key]), key)
@@ -77,7 +84,13 @@ def read_here(lazy: xr.Variable) -> Array:
 
 
 def ahead(items: Iterable[T], read: Callable[[T], R]) -> Iterator[tuple[T, R]]:
-    """Every item with what is read for it; the next is read while the caller works on this one."""
+    """Yield (item, read(item)); a second thread reads the next item while the caller works on this one.
+
+    Arguments:
+        items: items in the order in which they are read.
+        read: reads one item; called in the second thread.
+    """
+    # Submitted before the last item is yielded, and never more than one ahead: two blocks in memory.
     with ThreadPoolExecutor(1) as reader:
         pending = None
         for item in items:

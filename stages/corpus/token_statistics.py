@@ -1,15 +1,15 @@
-"""Size and shape of every stored state, and the few dimensions that dwarf all others.
+"""Norm, mean, spread and kurtosis of every stored state, and outlier dimensions of the residual stream.
+
+Residual streams have a few dimensions of very large magnitude, in most tokens and most layers (Kovaleva et
+al. 2021, "BERT Busters"). Dettmers et al. 2022, "LLM.int8()", section 4.1, call a dimension an outlier if its
+magnitude is at least 6 in at least 6 % of the tokens, in at least 25 % of the layers. That threshold has the
+unit of activations and fits the models it was chosen on; a second criterion is scale-free: the mean of the
+dimension lies at least 3 standard deviations from the mean over dimensions (Luo, Kulmizev, Mao 2021,
+"Positional Artefacts Propagate Through Masked Language Model Embeddings").
+
+Counts, sums and maxima per dimension are enough for both, and add up over segments of a corpus.
 
 Border: numpy on labelled states; knows no model and never imports torch.
-
-Residual streams have a few dimensions of enormous magnitude, in most tokens and in most layers (Kovaleva et
-al. 2021, "BERT Busters"). Dettmers et al. 2022, "LLM.int8()", section 4.1, call a dimension an outlier if its
-magnitude is at least 6 in at least 6 % of the tokens, in at least 25 % of the layers. A threshold in the unit
-of the activations suits models of the size it was found on; the other variant asks how far the mean of a
-dimension lies from those of the others, in standard deviations (Luo, Kulmizev, Mao 2021, "Positional
-Artefacts Propagate Through Masked Language Model Embeddings": 3).
-
-What a corpus is summarised by adds up over segments: counts, sums and maxima per dimension.
 
 Axes: layer, token, hidden.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from ...pipeline import Output, stage
 from ...store.errors import ShapeError
-from .state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
+from .state_cells import added, as_layers, by_layer, end_to_end, state_rows, token_labels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,24 +33,23 @@ __all__ = ["dimension_sums", "outlier_dimensions", "token_statistics"]
 TOKEN = ("layer", "token")
 DIMENSION = ("layer", "hidden")
 MAGNITUDE, TOKEN_SHARE, LAYER_SHARE = 6.0, 0.06, 0.25
-"""The criterion of Dettmers et al. 2022."""
+"""Criterion of Dettmers et al. 2022: least magnitude, share of tokens, share of layers."""
 Z = 3.0
+"""Least |z-score| of an outlier, as Luo et al. 2021."""
 
 
 def _added(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Sums of all segments, the largest of the maxima."""
-    first = parts[0]
-    sums = {name: sum(part[name].values for part in parts) for name in ("n", "total", "squares", "above")}
+    """Join the segments of a layer: sums are added, of maxima the largest counts."""
     largest = np.max([part["largest"].values for part in parts], axis=0)
-    data = {name: first[name].copy(data=values) for name, values in (sums | {"largest": largest}).items()}
-    return first.assign(data)
+    sums = added(parts, ("n", "total", "squares", "above"))
+    return sums.assign(largest=sums["largest"].copy(data=largest))
 
 
 @stage(
     version=1,
     inputs={"states": ("layer", "token", "hidden")},
     outputs={
-        "norm": Output(TOKEN, "1", "length of the state"),
+        "norm": Output(TOKEN, "1", "norm of the state"),
         "mean": Output(TOKEN, "1", "mean over dimensions"),
         "std": Output(TOKEN, "1", "standard deviation over dimensions"),
         "kurtosis": Output(TOKEN, "1", "kurtosis over dimensions (3 for normal values)"),
@@ -60,32 +59,38 @@ def _added(parts: list[xr.Dataset]) -> xr.Dataset:
     memory=1.0,
 )
 def token_statistics(states: xr.DataArray) -> xr.Dataset:
-    """Length, mean, spread and kurtosis of every state over its dimensions.
+    """Norm, mean, standard deviation and kurtosis of every state over its dimensions.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.
-    Returns float32 [layer, token], with the labels of the tokens; std and kurtosis are those of the
-    dimensions as they are (no n - 1), kurtosis is not the excess: 3 for normal values, `hidden` for a single
-    dimension that is not zero. NaN for a state whose dimensions are all equal.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+
+    Returns:
+        float32 [layer, token], with the coordinates of the tokens. std divides by n, not n - 1. kurtosis is
+        not the excess: 3 for normal values, about `hidden` if a single dimension is not zero, NaN for a state
+        whose dimensions are all equal.
     """
     import xarray as xr
 
     states = as_layers(states)
     shape = (states.sizes["layer"], states.sizes["token"])
-    found = {name: np.empty(shape, np.float32) for name in ("norm", "mean", "std", "kurtosis")}
+    moments = {name: np.empty(shape, np.float32) for name in ("norm", "mean", "std", "kurtosis")}
     for layer in range(shape[0]):
-        for here, rows in state_rows(states.isel(layer=layer)):
-            wide = rows.astype(np.float64)
+        for tokens, rows in state_rows(states.isel(layer=layer)):
+            wide = rows.astype(np.float64)  # in float32, fourth powers of an outlier round away the others
             mean = wide.mean(axis=1, keepdims=True)
-            found["norm"][layer, here] = np.sqrt(np.einsum("th,th->t", wide, wide))
-            found["mean"][layer, here] = mean[:, 0]
+            moments["norm"][layer, tokens] = np.sqrt(np.einsum("th,th->t", wide, wide))
+            moments["mean"][layer, tokens] = mean[:, 0]
+            # In place: one float64 block in memory instead of three.
             wide -= mean
             np.square(wide, out=wide)
             variance = wide.mean(axis=1)
             fourth = np.einsum("th,th->t", wide, wide) / wide.shape[1]
-            found["std"][layer, here] = np.sqrt(variance)
+            moments["std"][layer, tokens] = np.sqrt(variance)
             with np.errstate(invalid="ignore"):
-                found["kurtosis"][layer, here] = fourth / np.where(variance > 0, variance, np.nan) ** 2
-    return xr.Dataset({name: (TOKEN, values) for name, values in found.items()}, coords=token_labels(states))
+                moments["kurtosis"][layer, tokens] = fourth / np.where(variance > 0, variance, np.nan) ** 2
+    return xr.Dataset(
+        {name: (TOKEN, values) for name, values in moments.items()}, coords=token_labels(states)
+    )
 
 
 @stage(
@@ -103,11 +108,14 @@ def token_statistics(states: xr.DataArray) -> xr.Dataset:
     memory=1.0,
 )
 def dimension_sums(states: xr.DataArray, *, magnitude: float = MAGNITUDE) -> xr.Dataset:
-    """What is needed of each dimension to tell outliers, the cacheable summary of one segment.
+    """Sums per dimension that `outlier_dimensions` needs; those of several segments can be added.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.  magnitude: threshold, in the unit of the
-    activations.
-    Returns n int64 [layer]; total, squares float64, above int64, largest float32 [layer, hidden].
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+        magnitude: least magnitude of an outlier, in the unit of the activations.
+
+    Returns:
+        n int64 [layer]; total, squares float64, above int64, largest float32 [layer, hidden].
     """
     import xarray as xr
 
@@ -121,6 +129,7 @@ def dimension_sums(states: xr.DataArray, *, magnitude: float = MAGNITUDE) -> xr.
             size = np.abs(rows)
             above[layer] += (size >= magnitude).sum(axis=0)
             largest[layer] = np.maximum(largest[layer], size.max(axis=0))
+            # float64: float32 sums over a corpus lose the last digits of most terms.
             squares[layer] += np.einsum("th,th->h", rows, rows, dtype=np.float64)
     sums = {"total": total, "squares": squares, "above": above, "largest": largest}
     data: dict[str, Any] = {name: (DIMENSION, values) for name, values in sums.items()}
@@ -135,7 +144,7 @@ def dimension_sums(states: xr.DataArray, *, magnitude: float = MAGNITUDE) -> xr.
         "share": Output(DIMENSION, "1", "share of tokens in which the magnitude reaches the threshold"),
         "layer_share": Output(("hidden",), "1", "share of layers with enough such tokens"),
         "is_outlier": Output(("hidden",), "1", "outlier by the criterion of Dettmers et al."),
-        "z_score": Output(DIMENSION, "1", "mean of the dimension among those of all, standard deviations"),
+        "z_score": Output(DIMENSION, "1", "z-score of the dimension's mean among all dimensions"),
         "is_far": Output(DIMENSION, "1", "outlier of its layer by z-score"),
         "mean": Output(DIMENSION, "1", "mean over tokens"),
         "root_mean_square": Output(DIMENSION, "1", "root mean square over tokens"),
@@ -151,11 +160,19 @@ def outlier_dimensions(
 ) -> xr.Dataset:
     """Which dimensions of the residual stream are outliers, by magnitude and by z-score.
 
-    sums: of one `dimension_sums` or several added; the magnitude is theirs.  token_share, layer_share: least
-    share of tokens, and of layers with so many of them.  z: least |z-score|.
-    Returns share, z_score, mean, root_mean_square float64, largest float32, is_far bool [layer, hidden];
-    layer_share float64 and is_outlier bool [hidden]. Where all dimensions have one mean, z-scores are 0.
-    Raises ShapeError where no token was summed.
+    Arguments:
+        sums: result of `dimension_sums`, whose magnitude threshold applies.
+        token_share: least share of a layer's tokens in which the dimension reaches that magnitude.
+        layer_share: least share of layers with so many such tokens.
+        z: least |z-score|.
+
+    Returns:
+        share, z_score, mean, root_mean_square float64, largest float32, is_far bool [layer, hidden];
+        layer_share float64 and is_outlier bool [hidden]. If all dimensions have the same mean, z-scores are
+        0.
+
+    Raises:
+        ShapeError: if the sums contain no token.
     """
     import xarray as xr
 
@@ -166,6 +183,7 @@ def outlier_dimensions(
     share = sums["above"].transpose(*DIMENSION).values / n
     layers = (share >= token_share).mean(axis=0)
     spread = mean.std(axis=1, keepdims=True)
+    # Without spread the numerator is 0 as well: a z-score of 0, not NaN.
     score = (mean - mean.mean(axis=1, keepdims=True)) / np.where(spread > 0, spread, 1)
     return xr.Dataset(
         {

@@ -30,7 +30,6 @@ from ..forward.architectures.points import HookPoint
 from .layers.layout import CrosscoderPlace, models_of
 
 if TYPE_CHECKING:
-    import torch
     import xarray as xr
     from torch import Tensor
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "CrosscoderPlace", "place_figures"]
 
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "mizarr crosscoder"
+"""Names of the two files, and the entry `kind` of config.json."""
 EXCLUSIVE = 0.1
 """A feature with a relative norm up to this is exclusive to the first model, from 1 minus this on to the
 second (Minder et al. 2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
@@ -50,6 +50,7 @@ class Crosscoder:
     """Weights of a crosscoder, float32, that apply to states as they are stored."""
 
     places: tuple[CrosscoderPlace, ...]
+    """Models and hook points that are read and written, in the order of the tensors."""
     W_enc: Tensor
     """Encoders [place, feature, width]."""
     b_enc: Tensor
@@ -59,10 +60,16 @@ class Crosscoder:
     b_dec: Tensor
     """Decoder bias [place, width]."""
     activation: Activation
+    """Activation function, with thresholds if it is JumpReLU."""
 
     @classmethod
     def of_joined(cls, features: LayerFeatures, places: Iterable[CrosscoderPlace]) -> Self:
-        """A crosscoder from features that read and write the states of all places joined to one row."""
+        """A crosscoder from features that read and write the states of all places joined to one row.
+
+        Arguments:
+            features: Features with one row [place * width], as training makes them.
+            places: The places, in the order in which their states are joined.
+        """
         place_list = tuple(places)
         W_enc, W_dec, b_dec = features.W_enc, features.W_dec[features.layer], features.b_dec
         assert features.b_enc is not None
@@ -89,13 +96,10 @@ class Crosscoder:
                 f"expected states [row, {len(self.places)} places, {self.W_enc.shape[2]}], found "
                 f"{list(rows.shape)}; the places are {', '.join(map(str, self.places))}"
             )
-        return self._features.encode(rows.flatten(1))
+        return self.features.encode(rows.flatten(1))
 
     @cached_property
-    def _features(self) -> LayerFeatures:
-        return self.features()
-
-    def features(self, device: torch.device | str = "cpu") -> LayerFeatures:
+    def features(self) -> LayerFeatures:
         """The crosscoder as plain features that read all places joined to one row [row, place * width].
 
         Layer number: the last layer that is read. Targets: the layers of the first model.
@@ -103,16 +107,16 @@ class Crosscoder:
         from .layers.layer import LayerFeatures
 
         first_model = [number for number, model in enumerate(models_of(self.places)) if model == 0]
+        # Hook points outside the blocks, such as the embedding, count as layer 0.
         layers = [HookPoint.parse(self.places[number].hook).layer or 0 for number in first_model]
         last_place = layers.index(max(layers))
         return LayerFeatures(
             layer=layers[last_place],
-            W_enc=self.W_enc.transpose(1, 2).flatten(0, 1).T,
+            W_enc=self.W_enc.transpose(1, 2).flatten(0, 1).T,  # [feature, place * width]
             W_dec={layer: self.W_dec[number] for layer, number in zip(layers, first_model, strict=True)},
             activation=self.activation,
             b_enc=self.b_enc,
             b_dec=self.b_dec[first_model[last_place]],
-            device=device,
         )
 
     @plain_torch()
@@ -179,7 +183,7 @@ class Crosscoder:
         folder = Path(folder)
         if folder.exists():
             raise ConfigError(f"expected a new folder, found {str(folder)!r} there already; name another")
-        # Written under another name and renamed, so that a kill leaves no incomplete dictionary.
+        # Renamed when complete: a killed process leaves no folder that looks like a dictionary.
         hidden = folder.with_name(f".{folder.name}.part")
         hidden.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -242,6 +246,7 @@ class Crosscoder:
 
 
 def _activation(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Activation:
+    """Activation function that config.json names; ValueError for an unknown one."""
     from .layers.activations import JumpReLU, ReLU, TopK
 
     name = config["activation"]

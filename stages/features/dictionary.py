@@ -117,7 +117,7 @@ class Dictionary:
         facts = [
             ("kind", layout.kind),
             ("format", layout.format),
-            ("made for", layout.model_name or "not said"),
+            ("made for", layout.model_name or "not stated"),
             ("features of a layer", f"{layout.n_features:,}"),
             ("width read, written", f"{layout.d_in:,}, {layout.d_out:,}"),
             ("linear skip", "yes" if layout.has_skip else "no"),
@@ -132,7 +132,7 @@ class Dictionary:
         body = html.table(["", ""], facts) + html.details(f"{len(self.layers)} layers", layer_table)
         return html.shown(f"Dictionary {self.name}", body)
 
-    # -- what it is
+    # -- properties of the layout
 
     @property
     def name(self) -> str:
@@ -178,6 +178,7 @@ class Dictionary:
         """
         return self._files_identity if self._content is None else self._digest(self._content())
 
+    # Cached, unlike the identity of weights in memory: files are pinned, and a change of them is an error.
     @cached_property
     def _files_identity(self) -> str:
         return self._digest({})
@@ -215,10 +216,12 @@ class Dictionary:
             return DictionaryInMemory(self, self.identity)
         untouched = self._copy()
         if self._opened:
+            # Checked first: files that changed would look like edited weights.
             self.files.pinned.check()
             self._require_unedited(untouched)
+            # The comparison opened layers of the first copy, which the resource would hold in memory.
             untouched = self._copy()
-        # `untouched` is a copy: a user may edit the tensors of this object.
+        # A copy of its own for nodes, because the user may edit the tensors of this object.
         opened = OpenResource(untouched, self.files.pinned)
         return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
@@ -237,6 +240,7 @@ class Dictionary:
         # Compared as text: "cuda" and torch.device("cuda") are the same device.
         if str(device) == str(self.device):
             return self
+        # One copy per device, so that its layers are opened once.
         if str(device) not in self._by_device:
             copy = self._by_device[str(device)] = self._copy()
             copy.device = device
@@ -308,6 +312,7 @@ class Dictionary:
                 f"expected features that write to one model, found the crosscoder {self.name}, whose "
                 "features write to several; take a dictionary of one model"
             )
+        # Not `_checked_layer`: features may write to layers that no feature reads.
         return _point(self.layout.write, layer)
 
     @property
@@ -330,8 +335,16 @@ class Dictionary:
         return self.layout.targets[self._checked_layer(layer)]
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """Raise DictionaryError if the model lacks a layer of this dictionary, or its widths differ."""
-        last = max(self.write_layers)
+        """Check that a model has the layers and widths that this dictionary reads and writes.
+
+        Arguments:
+            config: Architecture of the model.
+            model: Name of the model, for messages.
+
+        Raises:
+            DictionaryError: The model lacks a layer, a width differs, or a module's output is another value.
+        """
+        last = max(self.write_layers)  # features write to the layer they read, or to later ones
         for hook in self.layout.modules:
             require_module_output(hook, config, model)
         if last >= config.num_layers:
@@ -358,7 +371,7 @@ class Dictionary:
         if self._checked_layer(layer) not in self._opened:
             features = self._open_layer(layer)
             is_on_cpu = str(self.device) == "cpu"
-            # Weights stay memory-mapped on the CPU; only the device of the arithmetic changes.
+            # Weights stay memory-mapped; only the rows in use are copied to the device of the arithmetic.
             self._opened[layer] = features if is_on_cpu else replace(features, device=self.device)
         return self._opened[layer]
 
@@ -384,8 +397,11 @@ class Dictionary:
         return feature_id
 
     def decoder_vector(self, feature: FeatureId | tuple[int, int] | str, target: int | None = None) -> Tensor:
-        """Vector that one unit of a feature writes to layer `target` (None: the feature's layer), float32
-        [d_out].
+        """Vector that one unit of a feature writes to a layer, float32 [d_out].
+
+        Arguments:
+            feature: A FeatureId, (layer, index), or text such as "L14:13043".
+            target: Layer that is written; None for the feature's own layer.
 
         Raises:
             DictionaryError: There is no such feature, or it does not write to that layer.
@@ -430,6 +446,7 @@ class Dictionary:
             is_counted = position >= zero_positions
             layer_column = torch.full_like(position[is_counted], layer)
             parts.append((layer_column, position[is_counted], feature[is_counted], value[is_counted]))
+        # Layers ascend, and `active` sorts by row and feature: the order that `Active` promises.
         return Active(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     @plain_torch()
@@ -538,11 +555,12 @@ class DictionaryInMemory:
     """A pinned resource for a dictionary without files, such as a dictionary in training."""
 
     opened: Dictionary
+    """The dictionary; its weights are checked, because there are no files that could be."""
     features: str
     """Its identity when the command was planned."""
 
     def identity(self) -> dict[str, Any]:
-        """See `StoredDictionary`."""
+        """Identity and hook points, as they enter a key."""
         layout = self.opened.layout
         return {"features": self.features, "read": layout.read, "write": layout.write}
 

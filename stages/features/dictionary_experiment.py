@@ -32,6 +32,7 @@ class DictionaryExperiment(Experiment):
 
     def params(self) -> dict[str, Any]:
         """All fields except the dictionary's name."""
+        # A folder may be moved or named otherwise; `features` identifies the content.
         return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
     @property
@@ -46,6 +47,7 @@ class DictionaryExperiment(Experiment):
 
     def opened(self, model: Model) -> Dictionary:
         """The opened dictionary; DictionaryError if it does not fit the model."""
+        # Equal resources share one opened dictionary per process (pipeline/pinned.py).
         dictionary = self.resource.opened
         dictionary.require_fit(model.config, model.name)
         return dictionary

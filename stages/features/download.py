@@ -32,8 +32,10 @@ WEIGHTS = (".safetensors", ".npz", "ae.pt")
 """Endings of weight files."""
 UNUSED = ("sparsity.safetensors",)
 """Weight files that no format reads."""
+# Layers as folders of published dictionaries name them: layer_3, layers.3, blocks.3, L3; or embedding.
 _LAYER = re.compile(r"(?:layers?[._]|blocks\.|(?:^|-)L)(\d{1,9})|(embedding)")
 _SHOWN = 4
+"""Number of files or folders listed in a message."""
 
 
 def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
@@ -54,6 +56,7 @@ def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
             commit, sizes = listed_files(repository, revision)
         sizes_to_fetch = files_to_fetch(sizes, subfolder, str(name))
         fetch_files(repository, revision, commit, sizes_to_fetch, progress=progress)
+    # A config.yaml may list files of other repositories, which the first download does not contain.
     files = resolve(name)
     if recognises(files):
         _fetch_listed(files, progress)
@@ -71,6 +74,7 @@ def files_to_fetch(sizes: Mapping[str, int], subfolder: str, name: str) -> dict[
     Raises:
         DownloadError: There is no dictionary, or there are several of one layer.
     """
+    # With the slash: "layer_1" must not match "layer_12".
     below = f"{subfolder}/" if subfolder else ""
     files_below = {file: size for file, size in sizes.items() if file.startswith(below)}
     configs = {file: size for file, size in files_below.items() if file.rpartition("/")[2] in CONFIGS}
@@ -118,6 +122,7 @@ def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
     for (repository, revision), names in files_by_source.items():
         with hub_errors(repository, revision):
             commit, sizes = listed_files(repository, revision)
+        # Before any download of this repository.
         missing = sorted(names - set(sizes))
         if missing:
             raise DownloadError(
@@ -127,6 +132,7 @@ def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
 
 
 def _is_cached(entry: Reference, folder: Path) -> bool:
+    """Whether the hub's cache has the file of a list entry."""
     try:
         return entry.path(folder).is_file()
     except OSError:

@@ -112,7 +112,7 @@ def _saelens_activation(
 
     activation, is_sae, size = features.activation, dictionary.kind == "sae", dictionary.n_features
     has_skip = features.W_skip is not None
-    tensors = {"W_skip": features.W_skip} if features.W_skip is not None else {}
+    tensors = {} if features.W_skip is None else {"W_skip": features.W_skip}
     config: dict[str, Any] = {}
     names: dict[type, tuple[str | None, str | None]] = {
         ReLU: ("standard", "transcoder"),
@@ -145,6 +145,7 @@ def _saelens_activation(
 
 
 def _saelens_scaling(features: LayerFeatures) -> str:
+    """Value of `normalize_activations` for the scaling of the features."""
     from .layers.scaling import ConstantNorm, InputOnly, LayerNorm
 
     scaling = features.scaling.scaling if isinstance(features.scaling, InputOnly) else features.scaling
@@ -239,6 +240,7 @@ def _circuit_tracer(dictionary: Dictionary, folder: Path, dtype: torch.dtype | N
 
 
 def _clt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None) -> None:
+    """Write the encoder and the decoder file of one layer of a CLT."""
     import torch
 
     from .layers.activations import JumpReLU, ReLU
@@ -256,6 +258,7 @@ def _clt_layer(folder: Path, features: LayerFeatures, dtype: torch.dtype | None)
         f"b_dec_{layer}": _bias(features),
     }
     if isinstance(activation, JumpReLU):
+        # circuit-tracer does not rectify: a negative threshold keeps its negative activations there.
         tensors[f"threshold_{layer}"] = _threshold(activation, size, rectified=False)
     _save(folder / f"W_enc_{layer}.safetensors", tensors, dtype)
     decoders = torch.stack([features.W_dec[target] for target in features.targets], dim=1)
@@ -350,10 +353,12 @@ def _threshold(activation: Any, size: int, *, rectified: bool) -> Tensor:
 
 
 def _bias(features: LayerFeatures) -> Tensor:
+    """Decoder bias [d_out]; zeros without one."""
     return _or_zeros(features.b_dec, next(iter(features.W_dec.values())).shape[1])
 
 
 def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
+    """The bias, or zeros of its size: the formats require one."""
     import torch
 
     return torch.zeros(size) if bias is None else bias
@@ -371,11 +376,13 @@ def _require_as_is(features: LayerFeatures, program: str) -> None:
 
 
 def _require_own_layer(dictionary: Dictionary, program: str) -> None:
+    """Raise DictionaryError for a cross-layer transcoder."""
     if dictionary.kind == "clt":
         raise DictionaryError(f"{program} has no cross-layer transcoders; export to circuit_tracer")
 
 
 def _full_name(dictionary: Dictionary, end: str, layer: int) -> str:
+    """TransformerLens name of the hook point that a layer reads or writes (`end`)."""
     point = dictionary.read_hook(layer) if end == "read" else dictionary.write_hook(layer)
     name = hook_name(point.kind)
     return name if point.layer is None else f"blocks.{layer}.{name}"
@@ -385,6 +392,7 @@ def _full_name(dictionary: Dictionary, end: str, layer: int) -> str:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of this name; None for None. DictionaryError for a name that no format writes."""
     if name is None:
         return None
     import torch
@@ -399,6 +407,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) 
     """Write a safetensors file; every tensor in `dtype`, or in the dtype of the first matrix."""
     from ..forward.capture.harvest import as_numpy
 
+    # The dtype of the matrices: biases and thresholds may be float32 beside bfloat16 matrices.
     kind = dtype or next(tensor.dtype for name, tensor in tensors.items() if tensor.ndim > 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Sorted by name like safetensors' own writer, so that equal weights give equal files. That writer is not
@@ -418,6 +427,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     try:
         place.mkdir()
         yield place
+        # An empty folder is accepted as destination; `rename` replaces one on POSIX, not on Windows.
         if folder.exists():
             folder.rmdir()
         place.rename(folder)

@@ -49,11 +49,22 @@ def set_labels(
 
 
 def labels_of(store: Store | None, dictionary: Dictionary) -> dict[FeatureId, Annotation]:
-    """Latest label of each labelled feature of a dictionary; empty without a store."""
+    """Latest label of each labelled feature of a dictionary.
+
+    Arguments:
+        store: The store; None gives no labels.
+        dictionary: The dictionary of the features.
+    """
     return {} if store is None else labels_under(store, dictionary.identity)
 
 
 def labels_under(store: Store, identity: str) -> dict[FeatureId, Annotation]:
-    """Latest labels under the identity of a dictionary, whose files are not needed."""
+    """Latest labels under the identity of a dictionary, whose files are not needed.
+
+    Arguments:
+        store: The store.
+        identity: `Dictionary.identity`.
+    """
+    # An empty text removes a label: annotations are only ever added.
     annotations = {FeatureId.parse(annotation.item): annotation for annotation in store.annotations(identity)}
     return {feature: annotation for feature, annotation in sorted(annotations.items()) if annotation.text}

@@ -6,7 +6,7 @@ that winds through a few dimensions, so the cosine between the means of c and c 
 grows ("ringing").
 
 Two controls: the same with counts shuffled among tokens, where the curve must vanish; and least squares
-scored on prompts that were not fitted, with expectation 0 if the states do not encode the count.
+scored on held-out prompts, with expectation 0 if the states do not encode the count.
 
 Axes: count (coordinate = characters, 1 to max_count), offset (difference of two counts), component, hidden;
 counts ("true" or "shuffled", to which a read-out was fitted). Needs no model and no tokenizer.
@@ -14,8 +14,8 @@ counts ("true" or "shuffled", to which a read-out was fitted). Needs no model an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,10 @@ import numpy as np
 from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ShapeError
-from .pca import Moments, pca, project_to_pcs, row_blocks
+from ..corpus.state_cells import added, by_layer
+from .components import stack_layers
+from .pca import pca, project_to_pcs
+from .row_moments import Moments, row_blocks
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,27 +36,12 @@ __all__ = ["add_sums", "count_geometry", "count_sums", "decodability", "ringing"
 
 COUNTS = ["true", "shuffled"]
 """Labels of the `counts` axis."""
+MAX_OFFSET = 50
+"""Upper limit on the offsets of `ringing`, in characters."""
 
 
-def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Add the sums of all segments, per layer."""
-    import xarray as xr
-
-    by_layer: dict[Any, list[xr.Dataset]] = {}
-    for part in parts:
-        by_layer.setdefault(tuple(np.atleast_1d(part["layer"].values)) if "layer" in part else (), []).append(
-            part
-        )
-
-    def add(total_so_far: xr.Dataset, part_sums: xr.Dataset) -> xr.Dataset:
-        return total_so_far.assign(
-            total=total_so_far["total"] + part_sums["total"], n=total_so_far["n"] + part_sums["n"]
-        )
-
-    columns = [reduce(add, column) for column in by_layer.values()]
-    if len(columns) == 1:
-        return columns[0]
-    return xr.concat(columns, "layer", data_vars="minimal", coords="minimal", compat="equals", join="exact")
+add_sums = by_layer(partial(added, names=("total", "n")))
+"""Add the sums of all segments, per layer."""
 
 
 @stage(
@@ -75,7 +63,7 @@ def count_sums(
         states: [layer?, token, hidden], any float dtype, lazy or not.
         count: int [token], characters; tokens with a count outside of 1 to max_count are ignored.
         max_count: Largest count.
-        shuffle_seed: Of the control, which shuffles the counts of the segment among its tokens.
+        shuffle_seed: Seed of the control, which shuffles the counts of the segment among its tokens.
 
     Returns:
         total float64 [layer?, counts, count, hidden] and n int64 [count], equal for both.
@@ -84,6 +72,7 @@ def count_sums(
 
     counts = _aligned(states, count)
     in_range = _in_range(counts, max_count)
+    # Count 0 marks tokens to leave out.
     both = [np.where(in_range, c, 0) for c in (counts, shuffled(counts, max_count, shuffle_seed))]
     n = np.bincount(counts[in_range], minlength=max_count + 1)[1:]
     lead = ("layer",) if "layer" in states.dims else ()
@@ -111,7 +100,7 @@ def count_sums(
         "explained_variance_ratio": Output(("layer", "component"), "1", "share of the variance of the means"),
         "projection": Output(("layer", "count", "component"), "1", "means along the components"),
         "cosine": Output(("layer", "count", "other_count"), "1", "cosine between means"),
-        "ringing": Output(("layer", "offset"), "1", "mean cosine of means so many characters apart"),
+        "ringing": Output(("layer", "offset"), "1", "mean cosine of means by distance in characters"),
     },
 )
 def count_geometry(
@@ -130,7 +119,7 @@ def count_geometry(
         counts: "true", or "shuffled" for the control.
         n_components: Number of components.
         min_count: Smallest count to use; leaves out the first positions of a line (candle-mi: pca_n_omit).
-        min_tokens: Leaves out counts with fewer tokens.
+        min_tokens: Fewest tokens of a count; counts with fewer are left out.
         centre: Whether to subtract the mean of the means before projections and cosines. Without it all
             cosines are near 1, because states share a large offset (as in candle-mi). The components are the
             same either way.
@@ -153,6 +142,7 @@ def count_geometry(
             f"expected more than {n_components} character counts to take {n_components} components of, found "
             f"{sums.sizes['count']}; give more text, longer lines, fewer components or a smaller min_tokens"
         )
+    # Each count has the same weight, although small counts, which lines of any width have, have more tokens.
     mean = sums["total"] / sums["n"]
     fitted = pca(mean, n_components=n_components)
     vectors = mean - fitted["mean"] if centre else mean
@@ -171,18 +161,19 @@ def count_geometry(
     )
 
 
-def ringing(cosine: xr.DataArray, *, max_offset: int = 50) -> xr.DataArray:
+def ringing(cosine: xr.DataArray) -> xr.DataArray:
     """Mean cosine between means `offset` characters apart, [layer?, offset]; 1 at offset 0 by definition.
+
+    Offsets are below MAX_OFFSET; an offset without any pair of counts is left out.
 
     Arguments:
         cosine: [layer?, count, other_count].
-        max_offset: Upper limit on the offsets. An offset without any pair of counts is left out.
     """
     import xarray as xr
 
     counts = cosine["count"].values
     distance = np.abs(counts[:, None] - counts[None, :])
-    offsets = [d for d in range(min(max_offset, int(distance.max()) + 1)) if (distance == d).any()]
+    offsets = [d for d in range(min(MAX_OFFSET, int(distance.max()) + 1)) if (distance == d).any()]
     values = cosine.transpose("count", "other_count", ...).values
     means = np.stack([values[distance == d].mean(axis=0) for d in offsets], axis=-1)
     lead = [str(dim) for dim in cosine.dims if dim not in ("count", "other_count")]
@@ -220,7 +211,7 @@ def decodability(
         prompt: int [token], prompt of each token.
         max_count: Largest count; other tokens are ignored.
         ridge: Penalty relative to the mean variance of the states; keeps rank-deficient problems solvable.
-        shuffle_seed: Of the control, which shuffles counts within each half.
+        shuffle_seed: Seed of the control, which shuffles counts within each half.
 
     Returns:
         r2 [layer?, counts]; NaN if a half has only one count.
@@ -228,19 +219,11 @@ def decodability(
     import xarray as xr
 
     if "layer" in states.dims:
-        parts = [
-            decodability(
-                states.isel(layer=i),
-                count,
-                prompt,
-                max_count=max_count,
-                ridge=ridge,
-                shuffle_seed=shuffle_seed,
-            )
+        parameters = {"max_count": max_count, "ridge": ridge, "shuffle_seed": shuffle_seed}
+        return stack_layers(
+            decodability(states.isel(layer=i), count, prompt, **parameters)
             for i in range(states.sizes["layer"])
-        ]
-        stacked: xr.Dataset = xr.concat(parts, dim="layer", coords="minimal", compat="override")
-        return stacked
+        )
     counts, half = _aligned(states, count), _aligned(states, prompt) % 2
     in_range = _in_range(counts, max_count)
     targets = np.stack([counts, np.zeros_like(counts)], axis=1).astype(np.float64)
@@ -263,7 +246,13 @@ def decodability(
 
 
 def shuffled(counts: Array, max_count: int, seed: int) -> Array:
-    """`counts` with those from 1 to max_count permuted among themselves; the others stay where they are."""
+    """Counts permuted among the tokens with a count from 1 to max_count; other counts unchanged.
+
+    Arguments:
+        counts: int [token].
+        max_count: largest count.
+        seed: seed of the permutation.
+    """
     out = counts.copy()
     in_range = _in_range(counts, max_count)
     out[in_range] = np.random.default_rng(seed).permutation(counts[in_range])
@@ -311,11 +300,12 @@ def _cosines(vectors: xr.DataArray) -> xr.DataArray:
     length = (vectors**2).sum("hidden") ** 0.5
     unit = vectors / length.where(length > 0, 1.0)
     cosine: xr.DataArray = xr.dot(unit, unit.rename(count="other_count"), dim="hidden")
+    # Rounding takes the cosine of a vector with itself beyond 1.
     return cosine.clip(-1.0, 1.0).transpose(..., "count", "other_count")
 
 
 def _fold_moments(states: xr.DataArray, targets: Array, selected: Array) -> Moments | None:
-    """Moments of [state, true count, shuffled count] over the chosen tokens; None if all counts are equal."""
+    """Moments of [state, true count, shuffled count] over selected tokens; None if all counts are equal."""
     if len(np.unique(targets[selected, 0])) < 2:
         return None
 
@@ -334,7 +324,7 @@ def _fold_moments(states: xr.DataArray, targets: Array, selected: Array) -> Mome
 
 
 def _score(fit: Moments, test: Moments, ridge: float) -> Array:
-    """R2 on `test` of least squares fitted on `fit`, for both targets; all from the two sets of moments."""
+    """R2 on `test` of ridge regression fitted on `fit`, [counts], from the moments of both halves alone."""
     hidden = len(fit.mean) - 2
     xx, xy = fit.scatter[:hidden, :hidden], fit.scatter[:hidden, hidden:]
     # tiny keeps the system solvable for states that are all 0.

@@ -1,4 +1,4 @@
-"""Helpers of both PCA solvers: argument checks, a reproducible sign, stacking of layers."""
+"""Helpers of both PCA solvers: argument checks, a reproducible sign of components, stacking of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
 
 def check_components(hidden: int, n_components: int, n_omit: int) -> None:
-    """Raise ShapeError unless n_omit + n_components fits the hidden size."""
+    """Check that there are as many components as requested.
+
+    Arguments:
+        hidden: hidden size.
+        n_components: number of components.
+        n_omit: number of leading components to leave out.
+
+    Raises:
+        ShapeError: n_omit + n_components exceeds the hidden size, or one of them is too small.
+    """
     if n_components < 1 or n_omit < 0 or n_omit + n_components > hidden:
         raise ShapeError(
             f"expected n_components >= 1 and n_omit >= 0 with n_omit + n_components <= hidden ({hidden}), "

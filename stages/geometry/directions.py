@@ -12,6 +12,7 @@ Axes: layer, side ("positive", "negative"), token, hidden. Needs no model and no
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ShapeError, StageError
 from ...store.identity import model_of, require_same_model
-from ..corpus.state_cells import as_layers, by_layer, end_to_end, state_rows, token_labels
+from ..corpus.state_cells import added, as_layers, by_layer, end_to_end, state_rows, token_labels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,12 +37,6 @@ _NONE = 1e-10
 """Norm below which a difference of means has no direction."""
 
 
-def _added(parts: list[xr.Dataset]) -> xr.Dataset:
-    first_part = parts[0]
-    sums = {name: sum(part[name].values for part in parts) for name in ("total", "n")}
-    return first_part.assign({name: first_part[name].copy(data=values) for name, values in sums.items()})
-
-
 @stage(
     version=1,
     inputs={"states": ("layer", "token", "hidden"), "side": ("token",)},
@@ -50,7 +45,7 @@ def _added(parts: list[xr.Dataset]) -> xr.Dataset:
         "n": Output(("side",), "tokens", "tokens of each side"),
     },
     cells=("layer", "segment"),
-    combine=by_layer(_added),
+    combine=by_layer(partial(added, names=("total", "n"))),
     memory=1.0,
 )
 def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
@@ -64,7 +59,7 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
         total float64 [layer, side, hidden], n int64 [side].
 
     Raises:
-        ShapeError: Other values in `side`, or another number of them.
+        ShapeError: Another value than 1, -1 and 0 in `side`, or not one value per token.
     """
     import xarray as xr
 
@@ -76,6 +71,7 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
             for number, value in enumerate((POSITIVE, NEGATIVE)):
                 # float64 sums, so that the order of segments changes only their last bits.
                 total[layer, number] += rows[labels[token_range] == value].sum(axis=0, dtype=np.float64)
+    # The same for every layer, so without a layer axis.
     n = [int((labels == value).sum()) for value in (POSITIVE, NEGATIVE)]
     return xr.Dataset(
         {"total": (("layer", "side", "hidden"), total), "n": ("side", np.array(n, np.int64))},
@@ -175,6 +171,7 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
     for number, layer in enumerate(layers):
         layer_contrast = contrast.sel(layer=layer)
         unit = layer_contrast["unit"].values
+        # Both means project to the same distance from the midpoint, so 0 is the threshold between the sides.
         midpoint = layer_contrast["mean"].mean("side").values @ unit
         for token_range, rows in state_rows(states.isel(layer=number)):
             score[number, token_range] = rows @ unit - midpoint

@@ -28,14 +28,12 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = [
-    "Moments",
     "merge_moments",
     "moments",
     "pca",
     "principal_components",
     "project_to_pcs",
     "reconstruct_from_pcs",
-    "row_blocks",
     "scree",
 ]
 
@@ -46,7 +44,7 @@ WIDE = 16384
 
 
 def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Merge the moments of several parts, per layer; the order of parts changes rounding only (float64)."""
+    """Merge the moments of several segments, per layer; their order changes float64 rounding only."""
     parts = list(parts)
     if not parts:
         raise ShapeError("expected the moments of at least one segment, found none")
@@ -152,7 +150,7 @@ def pca(
         solver: "eigh" is exact and needs one pass; "randomized" (randomized_pca.py) needs several passes and
             no hidden x hidden matrix; "auto" takes the latter above a hidden size of 16384, where that matrix
             has 2 GiB.
-        seed: Of the randomised solver.
+        seed: Seed of the randomised solver.
     """
     if solver not in SOLVERS:
         raise ShapeError(f"expected a solver among {', '.join(SOLVERS)}, found {solver!r}")
@@ -169,8 +167,8 @@ def pca(
     outputs={
         "explained_variance": Output(("layer", "component"), "1", "variance along each component"),
         "explained_variance_ratio": Output(("layer", "component"), "1", "share of the total variance"),
-        "cumulative_ratio": Output(("layer", "component"), "1", "share of the leading components together"),
-        "participation_ratio": Output(("layer",), "1", "dimensions that share the variance"),
+        "cumulative_ratio": Output(("layer", "component"), "1", "cumulative share of the leading components"),
+        "participation_ratio": Output(("layer",), "1", "effective number of dimensions"),
     },
 )
 def scree(summary: xr.Dataset) -> xr.Dataset:
@@ -186,7 +184,7 @@ def scree(summary: xr.Dataset) -> xr.Dataset:
     """
     components = principal_components(summary, n_components=summary.sizes["hidden"])
     ratio = components["explained_variance_ratio"]
-    squares = (ratio**2).sum("component")
+    squares = (ratio**2).sum("component")  # 0 without variance, where the ratio is 0 by definition
     result: xr.Dataset = components[["explained_variance", "explained_variance_ratio"]]
     return result.assign(
         cumulative_ratio=ratio.cumsum("component"),
@@ -195,7 +193,13 @@ def scree(summary: xr.Dataset) -> xr.Dataset:
 
 
 def project_to_pcs(states: xr.DataArray, fitted: xr.Dataset, *, centre: bool = True) -> xr.DataArray:
-    """Coordinates [..., component] of states [..., hidden]; `centre` removes the mean first."""
+    """Coordinates [..., component] of states along principal components.
+
+    Arguments:
+        states: [..., hidden].
+        fitted: Result of `pca` or `principal_components`.
+        centre: Whether to subtract the mean of the fitted states first.
+    """
     import xarray as xr
 
     shifted = states - fitted["mean"] if centre else states
@@ -206,8 +210,13 @@ def project_to_pcs(states: xr.DataArray, fitted: xr.Dataset, *, centre: bool = T
 def reconstruct_from_pcs(
     projected: xr.DataArray, fitted: xr.Dataset, *, centred: bool = True
 ) -> xr.DataArray:
-    """States [..., hidden] with these coordinates; `centred` tells whether the projection removed the
-    mean."""
+    """States [..., hidden] with given coordinates along principal components.
+
+    Arguments:
+        projected: [..., component], from `project_to_pcs`.
+        fitted: Result of `pca` or `principal_components`.
+        centred: Whether the projection subtracted the mean, which is then added.
+    """
     import xarray as xr
 
     states: xr.DataArray = xr.dot(projected, fitted["components"], dim="component").transpose(..., "hidden")
@@ -239,7 +248,7 @@ def _eigen(m: Moments, n_omit: int, n_components: int, eps: float) -> tuple[Arra
     is_significant = values > 4 * eps * np.sqrt(hidden) * max(values[0], 0.0)
     # Centring takes one degree of freedom: n points span at most n - 1 dimensions.
     is_significant &= np.arange(hidden) < m.n - 1
-    # else equal rows up to their own rounding
+    # All rows equal up to the rounding of their mean: no direction is significant.
     is_significant &= values[0] > m.n * (eps * np.linalg.norm(m.mean)) ** 2
     values = np.where(is_significant, values, 0.0)
     vectors = with_sign(np.where(is_significant[:, None], vectors, 0.0))

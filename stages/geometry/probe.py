@@ -1,9 +1,8 @@
-"""Linear probes: what a linear map can read from the states of each layer, scored on prompts that were not
-fitted.
+"""Linear probes: targets predicted by a linear map from the states of each layer, scored on held-out prompts.
 
 Fitted with scikit-learn (extra `probing`): logistic regression for labels, ridge regression for numbers
 (Alain and Bengio 2016, "Understanding intermediate layers using linear classifier probes"). A probe with many
-weights may learn the task by itself; its score on shuffled targets tells how much (after Hewitt and Liang
+weights may learn the task by itself; its score on shuffled targets measures how much (after Hewitt and Liang
 2019, "Designing and Interpreting Probes with Control Tasks").
 
 Prompts, not tokens, are split into train and test, because neighbours in one prompt are similar. States are
@@ -34,7 +33,9 @@ __all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
 
 
 KINDS = ("label", "number")
+"""Kinds of targets: classes, or real numbers."""
 TARGETS = ["true", "shuffled"]
+"""Labels of the `targets` axis."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Penalties on the squared weights, relative to the mean loss per example; states are standardised."""
 FEWEST = 3
@@ -55,14 +56,16 @@ used."""
         "high": Output(("layer", "targets"), "1", "97.5% of the bootstrap over test prompts"),
         "penalty": Output(("layer", "targets"), "1", "penalty chosen"),
         "weight": Output(
-            ("layer", "output", "hidden"), "1", "of the probe of the true targets, on states as given"
+            ("layer", "output", "hidden"),
+            "1",
+            "weights of the probe of true targets, for unscaled states",
         ),
-        "bias": Output(("layer", "output"), "1", "of that probe"),
+        "bias": Output(("layer", "output"), "1", "bias of the probe of true targets"),
         "baseline": Output(
-            (), "1", "score of always guessing the commonest label, or the mean, of the train part"
+            (), "1", "score of predicting the most frequent label, or the mean, of the train part"
         ),
-        "n_train": Output((), "1", "examples fitted"),
-        "n_test": Output((), "1", "examples scored"),
+        "n_train": Output((), "1", "number of examples fitted"),
+        "n_test": Output((), "1", "number of examples scored"),
     },
     cells="layer",
     memory=4.0,
@@ -87,9 +90,9 @@ def probe(
         prompt: int [token], prompt of each token.
         kind: "label" or "number".
         test_share: Share of the prompts for the test.
-        penalties: Candidates.
-        resamples: Bootstrap resamples.
-        seed: Of splits, shuffling and bootstrap.
+        penalties: Candidate penalties, of which the validation split selects one.
+        resamples: Number of bootstrap resamples.
+        seed: Seed of splits, shuffling and bootstrap.
 
     Returns:
         float64; states @ weight + bias is the number, the log-odds of class 1 (two classes), or a score per
@@ -103,7 +106,7 @@ def probe(
     import xarray as xr
 
     settings = _Settings(kind, test_share, tuple(penalties), resamples, seed)
-    values, prompt_index = (np.asarray(layer_result.values) for layer_result in (target, prompt))
+    values, prompt_index = np.asarray(target.values), np.asarray(prompt.values)
     if len(values) != states.sizes["token"] or len(prompt_index) != len(values):
         raise ShapeError(
             f"expected one target and prompt per token ({states.sizes['token']}), found {len(values)} and "
@@ -120,10 +123,10 @@ def probe(
         )
         for i in range(states.sizes["layer"])
     ]
-    by_layer = {"weight": ("layer", "output", "hidden"), "bias": ("layer", "output")}
+    axes = {"weight": ("layer", "output", "hidden"), "bias": ("layer", "output")}
     data: dict[str, Any] = {
         name: (
-            by_layer.get(name, ("layer", "targets")),
+            axes.get(name, ("layer", "targets")),
             np.stack([layer_result[name] for layer_result in layer_results]),
         )
         for name in layer_results[0]
@@ -135,11 +138,18 @@ def probe(
 
 @dataclass(frozen=True)
 class _Settings:
+    """Checked parameters of `probe`."""
+
     kind: str
+    """"label" or "number"."""
     test_share: float
+    """Share of the prompts for the test."""
     penalties: tuple[float, ...]
+    """Candidate penalties."""
     resamples: int
+    """Number of bootstrap resamples."""
     seed: int
+    """Seed of splits, shuffling and bootstrap."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -159,11 +169,17 @@ class _Examples:
     """Tokens with a target, as indices of fit, validation and test examples."""
 
     target: Array
+    """Target of each example, int64 for labels, [example]."""
     shuffled: Array
+    """Targets permuted within train and within test, [example]."""
     prompt: Array
+    """Prompt of each example, [example]."""
     fit: Array
+    """Indices of the examples fitted to choose a penalty."""
     validation: Array
+    """Indices of the examples on which the penalty is chosen."""
     test: Array
+    """Indices of the examples scored."""
 
     @classmethod
     def of(cls, target: Array, prompt: Array, settings: _Settings) -> _Examples:
@@ -195,6 +211,7 @@ class _Examples:
         if settings.is_label:
             target = target.astype(np.int64)
         shuffled = target.copy()
+        # Within each part: the shuffled targets keep the label frequencies, so the baseline is the same.
         for part in (np.concatenate(parts[:2]), parts[2]):
             shuffled[part] = rng.permutation(target[part])
         return cls(target, shuffled, prompt, *parts)
@@ -223,7 +240,7 @@ def _probe_layer(states: Array, examples: _Examples, settings: _Settings) -> dic
         probes.append((weight, bias))
         # A class that occurs only in the test part has no output, so its examples count as wrong.
         classes = np.unique(target[examples.train]) if settings.is_label else None
-        predicted = _told(states[examples.test], weight, bias, classes)
+        predicted = _predict(states[examples.test], weight, bias, classes)
         counts = _by_prompt(
             target[examples.test], predicted, examples.prompt[examples.test], settings.is_label
         )
@@ -242,11 +259,12 @@ def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _
     best_score, best_penalty = -np.inf, settings.penalties[0]
     classes = np.unique(target[fit]) if settings.is_label else None
     if classes is not None and len(classes) < 2:
-        # shuffling may leave a single class in the fit split: nothing to compare
+        # Shuffled targets may leave a single class in the fit split, which logistic regression refuses.
         return max(settings.penalties)
+    # From the largest: a later, smaller penalty must be strictly better.
     for penalty in sorted(settings.penalties, reverse=True):
         weight, bias = _fit(states[fit], target[fit], penalty, settings)
-        predicted = _told(states[validation], weight, bias, classes)
+        predicted = _predict(states[validation], weight, bias, classes)
         is_right = predicted == target[validation]
         score = float(is_right.mean()) if settings.is_label else float(_r2(target[validation], predicted))
         if score > best_score:
@@ -281,11 +299,12 @@ def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> t
     return weight, np.atleast_1d(model.intercept_) - weight @ mean
 
 
-def _told(states: Array, weight: Array, bias: Array, classes: Array | None) -> Array:
+def _predict(states: Array, weight: Array, bias: Array, classes: Array | None) -> Array:
     """Prediction for each state: a number, or one of the fitted classes."""
     raw: Array = states @ weight.T + bias
     if classes is None:
         return raw[:, 0]
+    # scikit-learn has one output, the log-odds of the second class, for two classes.
     class_index = (raw[:, 0] > 0).astype(np.int64) if raw.shape[1] == 1 else raw.argmax(1)
     predicted: Array = classes[class_index]
     return predicted
@@ -328,6 +347,7 @@ def _interval(counts: Array, settings: _Settings) -> tuple[float, float]:
     scores = _score(drawn @ counts)
     if np.isnan(scores).all():
         return float("nan"), float("nan")
+    # A resample whose targets are all equal has no R2.
     low, high = np.nanpercentile(scores, (2.5, 97.5))
     return float(low), float(high)
 

@@ -56,8 +56,9 @@ def randomized_components(
         states: [layer?, samples..., hidden], any float dtype, in memory or lazy; read passes + 2 times.
         n_components: Number of components.
         n_omit: Leading components to leave out.
-        seed: Of the random start.
-        passes: More passes separate components of nearly equal variance better.
+        seed: Seed of the random start.
+        passes: Applications of the scatter before the last one; more of them separate components of nearly
+            equal variance better.
 
     Raises:
         ShapeError: n_omit + n_components exceeds the hidden size, or there is no row.
@@ -79,6 +80,7 @@ def randomized_components(
     is_significant = values > 4 * float(np.finfo(np.float32).eps) * np.sqrt(len(mean)) * max(values[0], 0.0)
     is_significant &= np.arange(len(values)) < n - 1
     values = np.where(is_significant, values, 0.0)
+    # The total variance comes from its own pass, as the trace of a scatter that is never formed.
     return xr.Dataset(
         {
             "components": (

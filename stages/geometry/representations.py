@@ -62,9 +62,9 @@ def representation_similarity(
 
     Arguments:
         states: [layer, token, hidden], any float dtype, lazy or not.
-        other: Likewise, of the same tokens in the same order; may differ in width.
+        other: [layer, token, hidden], the same tokens in the same order; may differ in width.
         variance: Share of the variance in the directions that SVCCA uses.
-        seed: Of the permutations.
+        seed: Seed of the permutations.
 
     Returns:
         float64; NaN for a layer without variance.
@@ -90,8 +90,9 @@ def representation_similarity(
         for i, x in zip(x_layers, _cut(0, len(x_layers), widths[0]), strict=True):
             start = len(x_layers) * widths[0]
             for j, y in zip(y_layers, _cut(start, len(y_layers), widths[1]), strict=True):
-                behind = slice(y.start + len(y_layers) * widths[1], y.stop + len(y_layers) * widths[1])
-                for row, y_columns in enumerate((y, behind)):
+                # The permuted copies of all y layers follow the y layers.
+                permuted = slice(y.start + len(y_layers) * widths[1], y.stop + len(y_layers) * widths[1])
+                for row, y_columns in enumerate((y, permuted)):
                     parts = scatter[x, x], scatter[y_columns, y_columns], scatter[x, y_columns]
                     similarities[:, row, i, j] = _measures(*parts, variance)
     return xr.Dataset(
@@ -141,6 +142,7 @@ def _groups(layers: int, n_other: int, width: int) -> Iterator[tuple[range, rang
         n_other: Number of layers of the second set.
         width: Columns per pair: hidden of the first plus twice hidden of the second.
     """
+    # Bytes per entry of the scatter: float64 sum and scatter, 8 each, and a float32 product.
     size = max(1, int((GRAM_BYTES / 20) ** 0.5) // width)
     for start in range(0, layers, size):
         for other_start in range(0, n_other, size):
@@ -151,6 +153,7 @@ def _groups(layers: int, n_other: int, width: int) -> Iterator[tuple[range, rang
 
 
 def _cut(start: int, count: int, width: int) -> list[slice]:
+    """Column ranges of `count` consecutive layers of this width, from column `start` on."""
     return [slice(start + i * width, start + (i + 1) * width) for i in range(count)]
 
 
@@ -160,6 +163,7 @@ def _side_by_side(
     """Yield blocks [token, columns]: layers of the first set, of the second, and of the second with permuted
     tokens."""
     sides = states.isel(layer=list(x_layers)), other.isel(layer=list(y_layers))
+    # `ahead` reads in order on one thread, so every call of `read` draws the same permutation again.
     rng = np.random.default_rng(seed)
     columns = [side.sizes["layer"] * side.sizes["hidden"] for side in sides]
 

@@ -25,7 +25,7 @@ __all__ = ["Moments", "row_blocks"]
 
 BLOCK_BYTES = 1 << 26
 """Bytes of float32 rows per matrix product, within 4k to 32k rows; large blocks mean fewer additions."""
-_TILE = 256
+_TILE = 256  # rows that are widened and shifted together
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +124,12 @@ class _Sums:
 
 
 def row_blocks(states: xr.DataArray, block: int | None = None) -> Iterator[Array]:
-    """Yield rows [row, hidden] of states [samples..., hidden], at most `block` at a time for one sample
-    dimension.
+    """Yield rows [row, hidden] of states, block by block.
 
-    Slices along the first sample dimension only, so that a lazy array reads each stored byte once.
+    Arguments:
+        states: [samples..., hidden], in memory or lazy. Only the first sample dimension is sliced, so that
+            each stored byte of a lazy array is read once.
+        block: Most rows of a block, if there is one sample dimension; None for about 64 MiB of float32.
 
     Raises:
         ShapeError: There is no hidden dimension.

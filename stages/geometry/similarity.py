@@ -46,16 +46,12 @@ def merge_cosines(parts: Sequence[xr.Dataset]) -> xr.Dataset:
 
     n = np.array([int(part["n"]) for part in parts])
 
-    def mean(name: str) -> Array:
-        weighted_mean: Array = np.tensordot(
-            n / n.sum(), np.stack([part[name].values for part in parts]), axes=1
-        )
-        return weighted_mean
-
-    first_part = parts[0]
-    return _cosines(
-        mean("cosine"), mean("mean"), int(n.sum()), xr.Variable("layer", first_part["layer"].values)
+    # Cosines of means do not average, so `_cosines` computes them again from the merged mean.
+    cosine, mean = (
+        np.tensordot(n / n.sum(), np.stack([part[name].values for part in parts]), axes=1)
+        for name in ("cosine", "mean")
     )
+    return _cosines(cosine, mean, int(n.sum()), xr.Variable("layer", parts[0]["layer"].values))
 
 
 @stage(
@@ -79,8 +75,7 @@ def layer_cosine(states: xr.DataArray) -> xr.Dataset:
 
     Returns:
         float64: cosine, cosine_of_means [layer, other_layer], symmetric; mean [layer, hidden]; n tokens. A
-            zero vector
-        has cosine 0 with everything.
+        zero vector has cosine 0 with every vector.
 
     Raises:
         ShapeError: There is no token.
@@ -94,7 +89,7 @@ def layer_cosine(states: xr.DataArray) -> xr.Dataset:
     for rows in _blocks(states, range(layers)):
         sums += rows.sum(axis=1, dtype=np.float64)
         unit = _unit(rows).reshape(layers, -1)
-        total += unit @ unit.T
+        total += unit @ unit.T  # the trace over tokens and dimensions in one product: unit is flattened
     return _cosines(total / n, sums / n, n, states["layer"].variable)
 
 
@@ -125,7 +120,7 @@ def layer_cka(states: xr.DataArray, *, unbiased: bool = False) -> xr.Dataset:
     if n < least:
         raise ShapeError(f"expected at least {least} tokens to compare layers on, found {n}")
     hsic = np.zeros((layers, layers))
-    shift = _first_means(states)
+    shift = _first_means(states)  # HSIC does not depend on a common shift of the states of a layer
     for x_layers, y_layers in _tiles(layers, states.sizes["hidden"]):
         products = _Products.of(states, x_layers, y_layers, shift)
         tile = products.unbiased() if unbiased else products.biased()
@@ -169,6 +164,14 @@ class _Products:
         cls, states: xr.DataArray, x_layers: Sequence[int], y_layers: Sequence[int], shift: Array
     ) -> _Products:
         width, a, b = states.sizes["hidden"], len(x_layers), len(y_layers)
+        """Sum over all tokens, reading each layer of either group once.
+
+        Arguments:
+            states: [layer, token, hidden].
+            x_layers: indices of the layers of group x.
+            y_layers: indices of the layers of group y.
+            shift: approximate mean state of each layer, [layer, hidden], subtracted from all states.
+        """
         layers_read = list(dict.fromkeys([*x_layers, *y_layers]))
         at_x, at_y = [layers_read.index(i) for i in x_layers], [layers_read.index(i) for i in y_layers]
         sums = cls(
@@ -253,6 +256,7 @@ def _blocks(states: xr.DataArray, layers: Sequence[int]) -> Iterator[Array]:
 
     def read(token_range: slice) -> Array:
         rows = read_rows(selected, token_range, np.arange(token_range.stop - token_range.start))
+        # A copy, as callers write into it; contiguous, so that its products are plain BLAS calls.
         return np.array(rows.transpose(1, 0, 2), order="C")
 
     width = len(layers) * states.sizes["hidden"]
@@ -263,6 +267,7 @@ def _blocks(states: xr.DataArray, layers: Sequence[int]) -> Iterator[Array]:
 def _first_means(states: xr.DataArray) -> Array:
     """Approximate mean state of each layer, float32 [layer, hidden], to be subtracted: it would use up the
     mantissa."""
+    # A few hundred tokens suffice, since the shift need not be the exact mean.
     sample = next(token_ranges(states, states.sizes["layer"] * states.sizes["hidden"]))
     values = states.isel(token=slice(sample.start, min(sample.stop, 512))).transpose(
         "layer", "token", "hidden"

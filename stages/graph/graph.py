@@ -1,4 +1,4 @@
-"""The attribution graph of a prompt, as users meet it.
+"""Functions and classes for users: compute, read, prune and save the attribution graph of a prompt.
 
     graph = mizarr.attribution_graph(model, clt, "The capital of France is", store=store)
     graph.adjacency                                # [target, source], lazy where it is large
@@ -92,6 +92,7 @@ def attribution_graph(
             "this machine"
         )
     with tempfile.TemporaryDirectory(prefix="mizarr-graph-") as folder:
+        # No fsync: the folder is deleted below.
         temporary_store = open_store(folder, durability="process")
         run(node, temporary_store, workers=workers, quiet=not progress)
         return AttributionGraph(node.open(temporary_store).load())
@@ -104,9 +105,15 @@ def graph_node(
     prompt: Any,
     **options: Any,
 ) -> GraphNode:
-    """The node of a workflow that computes an attribution graph; arguments are those of `attribution_graph`.
+    """The node of a workflow that computes an attribution graph.
 
     Nothing is computed, and torch is not imported.
+
+    Args:
+        model: a loaded model, its name, or the source that other nodes of the workflow use.
+        dictionary: transcoders made for the model.
+        prompt: as for `attribution_graph`.
+        options: see below.
     """
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource
@@ -123,6 +130,7 @@ def graph_node(
         most=graph_options.max_n_logits,
         probability=graph_options.desired_logit_prob,
     )
+    # circuit-tracer ranks features again after update_interval batches.
     selection = RowSelection(
         graph_options.max_feature_nodes, graph_options.batch_size * graph_options.update_interval
     )
@@ -135,6 +143,7 @@ class AttributionGraph:
     """An attribution graph, computed by `attribution_graph` or read from a file (`from_pt`)."""
 
     def __init__(self, dataset: xr.Dataset) -> None:
+        """Wrap the dataset that `GraphNode` stores, or that `files.torch_file.read` returns."""
         self.dataset = dataset
         """The graph as it is stored; `weights` [target, source] are the edges, rows features, then logits."""
 
@@ -160,7 +169,7 @@ class AttributionGraph:
 
     @cached_property
     def counts(self) -> NodeCounts:
-        """Number of nodes of each kind."""
+        """Number of features, errors, tokens and logits."""
         return counts_of(self.dataset)
 
     @cached_property
@@ -185,36 +194,36 @@ class AttributionGraph:
         scan = self.dataset.attrs.get("scan") or self.dataset.attrs.get("dictionary")
         return scan if scan is None or isinstance(scan, str) else [str(name) for name in scan]
 
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        """Values of a variable of the dataset."""
+        values: npt.NDArray[Any] = self.dataset[name].values
+        return values
+
     @property
     def input_tokens(self) -> npt.NDArray[np.int64]:
         """Token ids of the prompt, including special tokens, int64 [position]."""
-        token_ids: npt.NDArray[Any] = self.dataset["input_tokens"].values
-        return token_ids
+        return self._array("input_tokens")
 
     @property
     def active_features(self) -> npt.NDArray[np.int64]:
         """(layer, position, index) of every active feature, int64 [active, 3], sorted."""
-        features: npt.NDArray[Any] = self.dataset["active_features"].values
-        return features
+        return self._array("active_features")
 
     @property
     def activation_values(self) -> npt.NDArray[np.float32]:
         """Activations of the active features, float32 [active]."""
-        values: npt.NDArray[Any] = self.dataset["activation_values"].values
-        return values
+        return self._array("activation_values")
 
     @property
     def selected_features(self) -> npt.NDArray[np.int64]:
         """Indices into `active_features` of those that are nodes, int64 [selected], ascending."""
-        indices: npt.NDArray[Any] = self.dataset["selected_features"].values
-        return indices
+        return self._array("selected_features")
 
     @property
     def logit_token_ids(self) -> npt.NDArray[np.int64]:
         """Token ids of the logit nodes, int64 [logit]; custom directions have ids from the vocabulary size
         on."""
-        token_ids: npt.NDArray[Any] = self.dataset["logit_token_ids"].values
-        return token_ids
+        return self._array("logit_token_ids")
 
     @property
     def logit_tokens(self) -> list[str]:
@@ -224,8 +233,7 @@ class AttributionGraph:
     @property
     def logit_probabilities(self) -> npt.NDArray[np.float64]:
         """Probabilities of the logit nodes, or weights of custom directions, float64 [logit]."""
-        probabilities: npt.NDArray[Any] = self.dataset["logit_probabilities"].values
-        return probabilities
+        return self._array("logit_probabilities")
 
     # -- edges
 
@@ -248,6 +256,7 @@ class AttributionGraph:
 
             rows = weights.chunk().data if weights.chunks is None else weights.data
             features, logits = rows[: c.features], rows[c.features :]
+            # Errors and tokens have no incoming edges, logits no outgoing ones: blocks of zeros.
             empty = da.zeros((c.sources - c.features, c.sources), np.float32)
             full = da.concatenate([features, empty, logits])
             whole = da.concatenate([full, da.zeros((c.nodes, c.logits), np.float32)], axis=1)
@@ -261,6 +270,7 @@ class AttributionGraph:
 
     # -- what matters
 
+    # Cached: it reads all rows, and influence and both scores need it.
     @cached_property
     def _influence(self) -> Influence:
         return influence(GraphRows.of(self.dataset))
@@ -300,7 +310,7 @@ class AttributionGraph:
     @classmethod
     def from_pt(cls, path: str | Path) -> AttributionGraph:
         """Read a graph that circuit-tracer saved. StageError if the file is no such graph."""
-        from .files.torch_file import read
+        from .files.torch_file import read  # imports torch, as writing does
 
         return cls(read(Path(path)))
 
@@ -324,6 +334,14 @@ class PrunedGraph:
     def __init__(
         self, graph: AttributionGraph, kept: KeptPart, node_threshold: float, edge_threshold: float
     ) -> None:
+        """Result of `AttributionGraph.prune`.
+
+        Arguments:
+            graph: the whole graph.
+            kept: its kept nodes and edges.
+            node_threshold: share of the influence that the kept nodes carry, 0 to 1.
+            edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+        """
         self.graph, self.kept = graph, kept
         self.node_threshold, self.edge_threshold = node_threshold, edge_threshold
 
@@ -386,7 +404,16 @@ class PrunedGraph:
         )
 
     def to_viewer(self, folder: str | Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
-        """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former."""
+        """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former.
+
+        Arguments:
+            folder: folder of the viewer's data.
+            slug: name of the graph, and of its file.
+            scan: names of the transcoders, by which the viewer finds dashboards; None for `self.graph.scan`.
+
+        Raises:
+            StageError: if there is no `scan`, or `slug` is no file name.
+        """
         from .files.viewer import write
 
         return write(self, Path(folder), slug, scan=scan)

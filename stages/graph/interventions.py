@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -114,9 +114,7 @@ def feature_intervention(
     """
     (values,) = split_options("feature_intervention", options, FeatureRunOptions)
     run_options = FeatureRunOptions(**values)
-    require_attention(model.config, model.name)
-    require_transcoders(dictionary, model.config, model.name)
-    tokens = _tokens(model, prompt)
+    tokens = _tokens(model, dictionary, prompt)
     settings = _checked(interventions, dictionary, len(tokens))
     frozen = _frozen(model, dictionary, tokens, settings, run_options)
     taps = FeatureTaps(
@@ -166,9 +164,7 @@ def generate_with_features(
     """
     (values,) = split_options("generate_with_features", options, FeatureRunOptions)
     run_options = FeatureRunOptions(**values)
-    require_attention(model.config, model.name)
-    require_transcoders(dictionary, model.config, model.name)
-    tokens = _tokens(model, prompt)
+    tokens = _tokens(model, dictionary, prompt)
     config = model.config
     if max_new_tokens < 1 or len(tokens) + max_new_tokens > config.context_length:
         raise PromptError(
@@ -196,16 +192,23 @@ def generate_with_features(
             parts.append(_stacked(taps))
         token = sample_token(logits[-1], temperature=temperature, generator=generator)
         token_ids.append(token)
+        # The stop token belongs to the result, and is not run.
         if token in stop:
             break
         # The next pass has one position, the newest token.
-        newest = [_at_newest(setting) for setting in open_ended if _reaches(setting, len(token_ids) - 1)]
+        newest = [
+            replace(setting, position=0) for setting in open_ended if _reaches(setting, len(token_ids) - 1)
+        ]
+        # Nothing is frozen, as the clean pass has no value at this position; no position counts as zero.
         taps = FeatureTaps(dictionary, newest, Frozen(), zero_positions=0, **tap_options)
     activations = torch.cat(parts, dim=1) if run_options.return_activations else None
     return FeatureGeneration(tuple(token_ids), torch.stack(logits), activations)
 
 
-def _tokens(model: Model, prompt: Any) -> list[int]:
+def _tokens(model: Model, dictionary: Dictionary, prompt: Any) -> list[int]:
+    """Token ids of the prompt, after checking that graphs support the model and the dictionary fits it."""
+    require_attention(model.config, model.name)
+    require_transcoders(dictionary, model.config, model.name)
     (tokens,) = model.tokenize([prompt_tokens(prompt, model._tokenizer)])
     return tokens
 
@@ -215,7 +218,7 @@ def _checked(interventions: Sequence[Intervention], dictionary: Dictionary, leng
     settings = []
     for intervention in interventions:
         setting = intervention if isinstance(intervention, SetFeature) else SetFeature(*intervention)
-        dictionary.feature((int(setting.layer), int(setting.feature)))
+        dictionary.feature((int(setting.layer), int(setting.feature)))  # raises if it does not exist
         position, value = setting.position, float(setting.value)
         if not isinstance(position, slice) and not -length <= position < length:
             raise InterventionError(
@@ -249,6 +252,7 @@ def _frozen(
     if not settings or not (constrained or options.freeze_attention):
         return Frozen()
     points = [HookPoint.pattern(layer) for layer in layers]
+    # circuit-tracer freezes norms only if all layers are constrained, and then effects are exactly direct.
     if constrained >= set(layers):
         points += [point for point in model.hook_points if point.kind.endswith("_scale")]
     points += [dictionary.write_hook(layer) for layer in sorted(constrained)]
@@ -261,20 +265,20 @@ def _frozen(
         layer: dictionary.layer(layer).encode(reads[layer])
         for layer in {setting.layer for setting in settings}
     }
+    # As in the graph, features at the first positions count as 0.
     for of_layer in activations.values():
         of_layer[: options.zero_positions] = 0
+    # A linear skip is not frozen: its output follows its input, relative to the clean input.
     skipped = {layer for layer in constrained if dictionary.layer(layer).W_skip is not None}
     return Frozen(values, activations, {layer: reads[layer] for layer in skipped}, constrained)
 
 
 def _stacked(taps: FeatureTaps) -> Tensor:
+    """Kept activations of a pass, [layer, position, feature]."""
     return torch.stack([taps.kept[layer] for layer in sorted(taps.kept)])
 
 
 def _reaches(setting: SetFeature, position: int) -> bool:
+    """Whether an open-ended setting applies at a new position; a negative start lies within the prompt."""
     start = cast("slice", setting.position).start
     return start is None or start < 0 or position >= start
-
-
-def _at_newest(setting: SetFeature) -> SetFeature:
-    return SetFeature(setting.layer, 0, setting.feature, setting.value)

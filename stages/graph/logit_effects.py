@@ -3,7 +3,7 @@
 Computed from the decoder vectors alone (stages/features/effects/words.py); effects through later layers are
 edges of the graph.
 
-Axes: selected = features of the graph, as its selected_features; rank, 0 = strongest.
+Axes: selected = features of the graph, in the order of its selected_features; rank, 0 = strongest.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["logit_effects", "logit_effects_node"]
     inputs={"active_features": ("active", "axis"), "selected_features": ("selected",), "readout": None},
     outputs={
         "raised": Output(("selected", "rank"), "1", "tokens raised most"),
-        "raised_by": Output(("selected", "rank"), "logits", "by so much per unit of activation"),
+        "raised_by": Output(("selected", "rank"), "logits", "increase per unit of activation"),
         "lowered": Output(("selected", "rank"), "1", "tokens lowered most"),
-        "lowered_by": Output(("selected", "rank"), "logits", "by so much per unit of activation"),
+        "lowered_by": Output(("selected", "rank"), "logits", "change per unit of activation"),
     },
     resources=("dictionary",),
 )
@@ -64,6 +64,7 @@ def logit_effects(
     layer_and_index = active_features.values[selected_features.values][:, [0, 2]]
     # A feature that is active at several positions is computed once.
     unique, place = np.unique(layer_and_index, axis=0, return_inverse=True)
+    # numpy 2.0 returned the inverse as [n, 1].
     effects, place = direct_effects(dictionary, unique, readout, top_k), place.reshape(-1)
     return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in effects.items()})
 

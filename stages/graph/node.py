@@ -1,10 +1,9 @@
 """An attribution graph as a node of a workflow, computed and stored in blocks of rows.
 
 A small graph is computed and stored at once. For a larger one, each block of rows is stored as a cell under
-its
-own key, and the blocks are joined on disk at the end: a killed computation continues where it stopped, and
-the matrix need not fit in memory. To continue, the forward pass runs again; it is cheap compared with the
-rows.
+its own key, and the blocks are joined on disk at the end: a killed computation continues where it stopped,
+and the matrix need not fit in memory. To continue, the forward pass runs again; it is cheap compared with
+the rows.
 
 rows/attribute.py computes rows; rows/selection.py chooses them. Planning imports no torch.
 """
@@ -46,8 +45,8 @@ __all__ = ["GraphNode"]
 MEMORY = 1 << 30
 """Default bytes for the computation, in addition to the model."""
 CELL_BYTES = 16 << 20
-"""Bytes of rows stored as one cell: work of a fraction of a second on a small model, of seconds on a
-large."""
+"""Bytes of rows stored as one cell: a fraction of a second of work for a small model, seconds for a large
+one."""
 SMALLEST = 1 << 20
 """Fewest bytes that `memory` may be."""
 
@@ -109,7 +108,8 @@ class GraphNode(ResultNode):
         return f"GraphNode({self.source!r}, {self.dictionary!r}, {len(self.tokens)} tokens)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "dictionary": None}  # workers open it by name
+        # Workers open the dictionary by its name, through `resource`.
+        return {**vars(self), "dictionary": None}
 
     @property
     def pinned(self) -> Sequence[Pinned]:
@@ -123,7 +123,12 @@ class GraphNode(ResultNode):
         return self._key(self.name, {})
 
     def cell_key(self, first: int, count: int) -> ResultKey:
-        """Key of the rows [first, first + count) in the order in which rows are computed."""
+        """Key of a cell of rows.
+
+        Arguments:
+            first: number of its first row, in the order in which rows are computed.
+            count: number of its rows.
+        """
         return self._key(f"{self.name}/cell", {"first": first, "count": count})
 
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
@@ -163,6 +168,7 @@ class GraphNode(ResultNode):
         last = last_timed(self.name, store, has_same_inputs)
         if last is None:
             return None
+        # By tokens: the number of rows is known only once features are computed.
         share = len(self.tokens) / len(last["request"]["params"]["tokens"])
         return round(scaled_seconds(last, share), 3)
 
@@ -179,11 +185,13 @@ class GraphNode(ResultNode):
             rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
             cells = _Cells(self, store, prepared, rows, context)
             task = context.progress.task(self.name, total=rows, unit="rows")
+            # A greedy selection ranks features by the rows computed so far, hence the function.
             visits = self.options.selection.visits(
                 prepared.n_features, prepared.logit_weights, prepared.n_columns, lambda: cells.blocks
             )
             for items in visits:
                 cells.compute(items, task.advance)
+            # Notes describe how a result was made; they are part of no key.
             note = {**self.source.provenance(), "dictionary": self.dictionary.name, **took()}
             self.publish(store, self.key(store), cells.joined(), note)
 
@@ -195,7 +203,13 @@ class GraphNode(ResultNode):
         return prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
 
     def put_rows(self, store: Store, prepared: PreparedGraph, rows: Rows) -> None:
-        """Compute the rows of a cell, and publish them."""
+        """Compute the rows of a cell, and publish them.
+
+        Arguments:
+            store: the store.
+            prepared: nodes and maps of the graph.
+            rows: the cell.
+        """
         import xarray as xr
 
         with measured() as took:
@@ -226,6 +240,7 @@ class _Cells:
     ) -> None:
         self.node, self.store, self.prepared, self.context = node, store, prepared, context
         row_bytes = 4 * prepared.n_columns
+        # A quarter of the memory, as maps and decoder vectors take a quarter each (prepare.py).
         self._size = max(1, min(CELL_BYTES, node.memory // 4) // row_bytes)
         self._is_stored = rows > self._size
         self._first = 0
@@ -233,7 +248,12 @@ class _Cells:
         """(item of each row, weights [row, source]) of each cell so far."""
 
     def compute(self, items: Ints, advance: Any) -> None:
-        """Compute the rows of items, cell by cell. advance: called with the number of rows of each cell."""
+        """Compute rows, cell by cell.
+
+        Arguments:
+            items: item of each row, see `PreparedGraph.rows`.
+            advance: called with the number of rows of each cell.
+        """
         parts = [items[start : start + self._size] for start in range(0, len(items), self._size)]
         if not self._is_stored:
             for part in parts:
@@ -244,6 +264,7 @@ class _Cells:
         if self.context.has_workers:
             self._compute_on_workers(cells)
         for cell in cells:
+            # Missing here: no workers, or a single missing cell.
             if self.store.lookup(cell.key) is None:
                 self.node.put_rows(self.store, self.prepared, cell)
             self.blocks.append((cell.items, self.store.open_result(cell.key)["weights"]))
@@ -268,6 +289,7 @@ class _Cells:
         import dask.array as da
 
         items = np.concatenate([items for items, _ in self.blocks])
+        # Stored blocks are joined lazily: publishing reads them one by one.
         if self._is_stored:
             whole: Any = da.concatenate([block.chunk().data for _, block in self.blocks])
         else:
@@ -278,15 +300,20 @@ class _Cells:
 
 _prepared: list[tuple[str, PreparedGraph]] = []
 """At most one (key digest, prepared graph): the last graph of this worker, whose forward pass runs once."""
-_PREPARING = threading.Lock()
+_PREPARING = threading.Lock()  # two threads of a worker would otherwise run the forward pass twice
 
 
 def compute_rows(node: GraphNode, store: Store, rows: Rows) -> None:
-    """Compute and publish a cell of rows; a task for a worker."""
+    """Compute and publish a cell of rows; a task for a worker.
+
+    Arguments:
+        node: the graph.
+        store: the store.
+        rows: the cell.
+    """
     with _PREPARING:
         key = node.key(store).digest
-        # A dictionary is opened again if its files changed; then features read from the old files are
-        # invalid.
+        # A dictionary whose files changed is opened again, and features of the old files are not used.
         if not (_prepared and _prepared[0][0] == key and _prepared[0][1].dictionary is node.resource.opened):
             _prepared.clear()
             _prepared.append((key, node.prepared()))

@@ -28,6 +28,7 @@ class AttributionOptions:
     max_feature_nodes: int | None = option(
         None, "Number of features with incoming edges, chosen greedily by influence; default all."
     )
+    # Both as circuit-tracer's. Only their product matters here: batches are sized by memory.
     batch_size: int = option(
         512, "With `update_interval`: batch_size * update_interval features between two rankings."
     )
@@ -58,6 +59,7 @@ class GraphOptions:
 
     def params(self) -> dict[str, Any]:
         """JSON values for the key."""
+        # Without memory and device: rows do not depend on their batch.
         return {
             "targets": self.targets.canonical(),
             "selection": self.selection.canonical(),

@@ -1,4 +1,4 @@
-"""Prepares a graph: one forward pass, active features, error vectors, targets, and the maps to compute
+"""Prepares a graph: one forward pass, active features, error vectors, targets, and the maps that compute
 rows."""
 
 from __future__ import annotations
@@ -50,6 +50,17 @@ class PreparedGraph:
         attributor: Attributor,
         zero_positions: int,
     ) -> None:
+        """Combine what `prepare` computes.
+
+        Arguments:
+            model: the model.
+            dictionary: its transcoders.
+            frozen: activations of the prompt.
+            active: active features, sorted by layer, position, index.
+            targets: logits of the graph.
+            attributor: computes rows.
+            zero_positions: number of first positions without features and errors.
+        """
         self.model, self.dictionary, self.frozen = model, dictionary, frozen
         self.active, self.targets, self.attributor = active, targets, attributor
         self.zero_positions = zero_positions
@@ -74,16 +85,19 @@ class PreparedGraph:
         import xarray as xr
 
         selected = np.sort(items[items < self.n_features])
+        # A greedy selection computes logits first; items of logits follow those of features.
         order = np.argsort(items, kind="stable")
         columns = np.concatenate([selected, np.arange(self.n_features, self.n_columns)])
         weights, dropped_share = rows, np.zeros(len(items), np.float32)
         if len(selected) < self.n_features:
+            # Features without a row have no node, so their columns are left out too; the share is recorded.
             magnitude, is_dropped = abs(rows), np.ones(self.n_features, bool)
             is_dropped[selected] = False
             dropped_sum = magnitude[:, : self.n_features][:, is_dropped].sum(1)
-            dropped_share = dropped_sum / magnitude.sum(1).clip(1e-30)
+            dropped_share = dropped_sum / magnitude.sum(1).clip(1e-30)  # an empty row drops nothing
             weights = weights[:, columns]
-        if (order[1:] < order[:-1]).any():  # reordering would copy the matrix
+        # Only if necessary, because indexing copies the matrix.
+        if (order[1:] < order[:-1]).any():
             weights, dropped_share = weights[order], dropped_share[order]
         vocabulary = self.model._tokenizer
         tokens = list(self.frozen.tokens)
@@ -148,6 +162,7 @@ def prepare(
         PlanError: if memory is too small.
     """
     dtype = as_dtype(options.arithmetic)
+    # The forward pass records the patterns of all layers at once; a longer prompt would end out of memory.
     patterns = model.config.num_layers * model.config.axis_sizes["head"] * len(tokens) ** 2
     if patterns * model.dtype.itemsize > memory:
         raise PlanError(
@@ -174,4 +189,5 @@ def prepare(
 def _operations(model: Model, tokens: int) -> float:
     """Approximate number of operations of a forward pass over this many tokens."""
     c = model.config
+    # Four square matrices of attention, three of a gated MLP; two operations per weight and token.
     return 2.0 * tokens * c.num_layers * c.hidden_size * (4 * c.hidden_size + 3 * c.axis_sizes["mlp"])

@@ -66,19 +66,29 @@ class KeptPart:
 
 
 def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> KeptPart:
-    """Prune a graph as the docstring of this module describes. StageError for thresholds outside 0 to 1."""
+    """Prune a graph as the docstring of this module describes.
+
+    Arguments:
+        rows: edges of the graph.
+        node_threshold: share of the influence that the kept nodes carry, 0 to 1.
+        edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+
+    Raises:
+        StageError: for a threshold outside 0 to 1.
+    """
     for name, share in (("node_threshold", node_threshold), ("edge_threshold", edge_threshold)):
         if not 0 <= share <= 1:
             raise StageError(f"expected {name} from 0 to 1, found {share!r}")
     count = rows.counts
     whole = influence(rows)
     nodes = whole.node >= sorted_threshold(whole.node, node_threshold)
-    nodes[count.token_nodes.start :] = True
+    nodes[count.token_nodes.start :] = True  # tokens and logits are always kept
     kept_rows = replace(rows, kept=nodes)
-    part = influence(kept_rows)
+    part = influence(kept_rows)  # rows are normalised again, over the kept nodes alone
     # (I + w)[t] per unit of the row sum that normalises M; 1e-10 as in circuit-tracer.
     target_scores = part.with_logits(rows.logit_weights)[count.target_nodes] / np.maximum(part.row_sum, 1e-10)
 
+    # Read twice from the rows: for the threshold, and for the edges above it. No matrix of scores exists.
     def edge_scores() -> Iterator[tuple[slice, Floats]]:
         for block_rows, block in kept_rows.blocks(slice(0, count.targets)):
             yield block_rows, block * target_scores[block_rows, None]
@@ -97,8 +107,8 @@ def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: f
 
 
 def cumulative_scores(influence: Floats) -> Floats:
-    """Share of the influence carried by the nodes at least as influential as each, [node]; small:
-    important."""
+    """Share of the influence carried by each node and all more influential ones, [node]; small values mark
+    important nodes."""
     order = np.argsort(-influence, kind="stable")
     shares = np.empty(len(influence))
     total = influence.sum()
@@ -114,6 +124,7 @@ def _edges_above(
     parts: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
     for block_rows, block in blocks:
         target, source = np.nonzero(block >= least)
+        # Read again: `blocks` has magnitudes, and edges keep their signs.
         weights = np.asarray(rows.weights[block_rows].values, np.float32)[target, source]
         parts.append((nodes[block_rows][target], source, weights))
     target, source, weight = (np.concatenate([part[i] for part in parts]) for i in range(3))
@@ -133,7 +144,7 @@ def _connected(
     """
     nodes, edges = nodes.copy(), np.ones(len(target), bool)
     while True:
-        before = int(nodes.sum())
+        before = int(nodes.sum())  # a removed node may leave others unconnected
         nodes[:inner] &= np.bincount(source[edges], minlength=len(nodes))[:inner] > 0
         nodes[:features] &= np.bincount(target[edges], minlength=len(nodes))[:features] > 0
         edges &= nodes[target] & nodes[source]

@@ -18,12 +18,18 @@ from ...store.arrays import Floats
 __all__ = ["share_threshold", "sorted_threshold"]
 
 BITS, BINS = 16, 1 << 16
+"""Bits that one pass distinguishes, and its number of bins."""
 SORTED = 1 << 20
-"""Most scores of a bin that is sorted."""
+"""Largest number of scores that is sorted instead of split once more."""
 
 
 def sorted_threshold(scores: Floats, share: float) -> float:
-    """As `share_threshold`, for scores in memory."""
+    """As `share_threshold`, for scores in memory.
+
+    Arguments:
+        scores: non-negative scores of any shape.
+        share: share of the total, 0 to 1.
+    """
     return share_threshold(lambda: [scores], share)
 
 
@@ -36,9 +42,8 @@ def share_threshold(blocks: Callable[[], Iterable[Floats]], share: float) -> flo
         share: share of the total, 0 to 1.
 
     Returns:
-        Threshold: scores >= it sum to at least the share. inf if all scores are zero. Never 0: a share of 1
-            keeps
-        the positive scores and no others.
+        Threshold: scores at or above it sum to at least the share. inf if all scores are zero. Never 0: a
+        share of 1 keeps exactly the positive scores.
     """
     above, prefix, target = 0.0, 0, 0.0
     for level in range(4):
@@ -62,6 +67,7 @@ def share_threshold(blocks: Callable[[], Iterable[Floats]], share: float) -> flo
             break
     in_bin = [values for _, values in _with_prefix(blocks(), prefix, shift)]
     ranked = np.sort(np.concatenate(in_bin))[::-1]
+    # Rounding of the cumulative sum may keep it below the target: then the smallest score of the bin.
     place = int(np.searchsorted(above + np.cumsum(ranked), target))
     return float(ranked[min(place, len(ranked) - 1)])
 
@@ -72,9 +78,9 @@ def _with_prefix(
     """Bits and values of the positive scores whose bits above `shift` are `prefix`."""
     for block in blocks:
         values = np.ascontiguousarray(block, np.float64).ravel()
-        values = values[values > 0]
+        values = values[values > 0]  # zeros add nothing, and most edges are outside the causal cone
         bits = values.view(np.uint64)
-        if shift < 64:
+        if shift < 64:  # the first pass has no prefix yet
             matches = (bits >> np.uint64(shift)) == np.uint64(prefix)
             bits, values = bits[matches], values[matches]
         yield bits, values

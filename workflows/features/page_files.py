@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...stages.features.corpus.examples import window_tokens
 from ...stages.features.layers.layout import FeatureId
-from ...stages.features.pages.windows import window_tokens
 from ...store.arrays import Array, Ints
 from ...store.errors import ConfigError
 from ...store.version import __version__

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ...stages.corpus.positions import words
 from ...stages.logits.lens import format_text, format_token
 from ...store.errors import ConfigError, PromptError
+from ...store.reading.characters import words
 from ..material.answers import encoded, named
 from ..settings import FileSettings, setting
 from ..subject import Subject

@@ -24,6 +24,7 @@ class Candidates:
     """
 
     def __init__(self, places: int) -> None:
+        # At least a block: for small tables one ranking would otherwise follow every few tokens.
         self._enough = max(BLOCK, places)
         self._waiting: list[tuple[Array, ...]] = []
         self._count = 0

@@ -32,9 +32,10 @@ from ....pipeline.context import Selection
 from ....store.errors import DictionaryError, ShapeError
 from ...forward.architectures.points import HookPoint
 from ...options import RunOptions, split_options, takes_options
+from ...training_data.conversion import as_tensor
 from ..dictionary import Dictionary
 from ..layers.layout import models_of
-from .sparse import active_table, join_encoded
+from .sparse import active_table, is_counted, join_encoded
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ BLOCK_BYTES = 1 << 26
 """Bytes of states converted to float32 at a time."""
 
 _OUTPUTS = {
-    "token_ptr": Output(("edge",), "1", "where a token's features begin; the last one is their number"),
-    "feature": Output(("active",), "1", "feature"),
+    "token_ptr": Output(("edge",), "1", "start of each token's features; the last entry is their number"),
+    "feature": Output(("active",), "1", "index of the feature"),
     "value": Output(("active",), "1", "activation"),
 }
 
@@ -141,18 +142,19 @@ def _encoded(
     zero_positions: int,
 ) -> xr.Dataset:
     """Active features for blocks of rows of a layer; `states` gives the token axis and its coordinates."""
-    is_skipped = _first_positions(states, zero_positions)
+    may_be_active = is_counted(states, states.sizes["token"], zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     feature_blocks: list[np.ndarray] = []
     value_blocks: list[np.ndarray] = []
+    # The encoder moves to the device once, not for every block.
     features = dictionary.layer(layer).on(dictionary.device)
     for start, rows in blocks:
-        # Token numbers are relative to the block.
+        # Token numbers are relative to the block. Features ascend within a token, as in every result.
         token, feature, value = (part.cpu().numpy() for part in features.active(rows))
-        is_counted = ~is_skipped[start + token]
-        counts[start : start + len(rows)] = np.bincount(token[is_counted], minlength=len(rows))
-        feature_blocks.append(feature[is_counted].astype(np.int32))
-        value_blocks.append(value[is_counted].astype(np.float32))
+        kept = may_be_active[start + token]
+        counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
+        feature_blocks.append(feature[kept].astype(np.int32))
+        value_blocks.append(value[kept].astype(np.float32))
     return _ragged(
         states, layer, counts, np.concatenate(feature_blocks), np.concatenate(value_blocks)
     ).assign_attrs({"n_features": features.n_features, "zero_positions": zero_positions})
@@ -176,9 +178,15 @@ class LayerPort(Port):
     """One layer of a node's variable, as the input of a stage."""
 
     layer: int = 0
+    """The layer."""
 
     def part(self, store: Store, selection: Selection) -> Part:
-        """A piece of that layer."""
+        """Part of the layer's values.
+
+        Arguments:
+            store: The store that holds the node's result.
+            selection: Selection along other dims.
+        """
         return super().part(store, {**selection, "layer": self.layer})
 
 
@@ -212,11 +220,13 @@ def encode_nodes(
             f"{len(nodes_by_model)}; give the states of a second model as other="
         )
     if dictionary.places:
+        # strict=False: a crosscoder of one model has no port "other".
         ports = dict(zip(("states", "other"), (Port(node, kind) for node in nodes_by_model), strict=False))
         name = _CROSSCODER_FORMS[dictionary.reads()[0][0].dims[-1]] + "_of_two" * (len(nodes_by_model) - 1)
         form = encode_crosscoder.form(name)
         node = form.on(**ports, dictionary=resource, zero_positions=zero_positions)
         return {dictionary.layers[0]: node}
+    # One node per layer: a layer that is added later leaves the results of the others valid.
     nodes = {}
     for layer in dictionary.layers if layers is None else layers:
         point = dictionary.read_hook(layer)
@@ -297,19 +307,14 @@ def encode_corpus(
 
 def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first token, rows [token, width] as float32) for consecutive blocks of tokens."""
-    import torch
-
     width = int(np.prod(states.shape[1:]))
     step = max(1, BLOCK_BYTES // (4 * width))
     # max(…, 1): an empty range still yields one empty block, so that concatenation has an array.
     for start in range(0, max(states.sizes["token"], 1), step):
         values = states.isel(token=slice(start, start + step)).values
         rows = np.ascontiguousarray(values.reshape(len(values), width))
-        # torch cannot read ml_dtypes arrays; the bits are reinterpreted through uint16.
-        if rows.dtype.name == "bfloat16":
-            yield start, torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16).float()
-        else:
-            yield start, torch.from_numpy(rows.astype(np.float32))
+        # A copy of float rows: torch warns of arrays that cannot be written, such as memory maps.
+        yield start, as_tensor(rows if rows.dtype.name == "bfloat16" else rows.astype(np.float32))
 
 
 def _side_by_side(parts: Sequence[xr.DataArray]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -332,24 +337,13 @@ def _require_same_tokens(states: xr.DataArray, other: xr.DataArray) -> None:
         )
 
 
-def _first_positions(states: xr.DataArray, zero_positions: int) -> np.ndarray:
-    """Whether each token is among the first positions of its prompt, bool [token]."""
-    if zero_positions == 0:
-        return np.zeros(states.sizes["token"], bool)
-    if "position" not in states.coords:
-        raise ShapeError(
-            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
-        )
-    is_first: np.ndarray = states["position"].values < zero_positions
-    return is_first
-
-
 def _ragged(
     states: xr.DataArray, layer: int, counts: np.ndarray, feature: np.ndarray, value: np.ndarray
 ) -> xr.Dataset:
     """Dataset of one layer from feature counts [token] and all active features in sequence [active]."""
     import xarray as xr
 
+    # Labels of tokens only: coordinates of hidden dims do not fit features.
     labels = {name: coord for name, coord in states.coords.items() if coord.dims == ("token",)}
     return xr.Dataset(
         {

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline import Output, stage
-from ....store.arrays import Ints
+from ....store.arrays import Bools, Ints
 from ....store.errors import DictionaryError
 from ...logits.ranking import in_order, ranked
 from .candidates import Candidates
-from .sparse import BLOCK, blocks
+from .sparse import BLOCK, blocks, rows_of
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["contexts", "top_examples"]
+__all__ = ["contexts", "top_examples", "window_tokens"]
 
 
 @stage(
@@ -56,8 +56,7 @@ def top_examples(
 
     indices = _feature_indices(encoded, features)
     table = _TopK(len(indices), k, encoded["prompt"].values if one_per_prompt else None)
-    row_of_feature = np.full(int(encoded.attrs["n_features"]), -1, np.int64)
-    row_of_feature[indices] = np.arange(len(indices))
+    row_of_feature = rows_of(indices, int(encoded.attrs["n_features"]))
     for block in blocks(encoded):
         table.add(row_of_feature[block.feature], block.token, block.value)
     table.rank()
@@ -74,13 +73,19 @@ class _TopK:
         self.k, self.prompt = k, prompt
         self.token = np.full((size, k), -1, np.int64)
         self.value = np.zeros((size, k), np.float32)
-        self._threshold = np.full(size + 1, -np.inf, np.float32)  # value to exceed; the last is for row -1
-        # Row -1 stands for features that were not requested: no value enters.
+        # Value to exceed, by row. Row -1, the last, stands for features that were not requested.
+        self._threshold = np.full(size + 1, -np.inf, np.float32)
         self._threshold[-1] = np.inf
         self._candidates = Candidates(self.token.size)
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
-        """Add tokens in ascending order, from call to call too; row -1 is ignored."""
+        """Add candidates of all rows, by ascending token from call to call; row -1 is ignored.
+
+        Arguments:
+            row: Row of each candidate [candidate].
+            token: Its token.
+            value: Its activation.
+        """
         # Equal values rank by token; this token comes later than those in the table, so it loses.
         entering = np.flatnonzero(value > self._threshold[row])
         if self._candidates.add(row[entering], token[entering], value[entering]):
@@ -138,23 +143,35 @@ def contexts(
     at, ids = examples["token"].values, encoded["token_id"].values
     prompt, position = encoded["prompt"].values, encoded["position"].values
     offsets = np.arange(-before, after + 1)
-    window_tokens = at[..., None] + offsets
-    is_inside = (at >= 0)[..., None] & (window_tokens >= 0) & (window_tokens < len(ids))
-    window_tokens = np.where(is_inside, window_tokens, 0)
-    is_inside &= prompt[window_tokens] == prompt[np.maximum(at, 0)][..., None]
-    feature = np.broadcast_to(examples["feature"].values[:, None, None], window_tokens.shape)
-    activation = np.zeros(window_tokens.shape, np.float32)
-    activation[is_inside] = _activations(encoded, window_tokens[is_inside], feature[is_inside])
+    tokens, is_inside = window_tokens(at, offsets, prompt)
+    feature = np.broadcast_to(examples["feature"].values[:, None, None], tokens.shape)
+    activation = np.zeros(tokens.shape, np.float32)
+    activation[is_inside] = _activations(encoded, tokens[is_inside], feature[is_inside])
     dims = ("feature", "rank", "window")
     return xr.Dataset(
         {
-            "token_id": (dims, np.where(is_inside, ids[window_tokens], -1).astype(np.int32)),
+            "token_id": (dims, np.where(is_inside, ids[tokens], -1).astype(np.int32)),
             "activation": (dims, activation),
             "prompt": (dims[:2], np.where(at >= 0, prompt[np.maximum(at, 0)], -1)),
             "position": (dims[:2], np.where(at >= 0, position[np.maximum(at, 0)], -1)),
         },
         coords={"feature": examples["feature"], "rank": examples["rank"], "window": offsets},
     )
+
+
+def window_tokens(token: Ints, window: Ints, prompt: Ints) -> tuple[Ints, Bools]:
+    """Tokens around examples [...], and whether each exists in the example's prompt; both [..., window].
+
+    Arguments:
+        token: Number of each example's token in the corpus; -1 for none.
+        window: Offsets.
+        prompt: Prompt of every token of the corpus.
+    """
+    tokens = token[..., None] + window
+    exists = (token >= 0)[..., None] & (tokens >= 0) & (tokens < len(prompt))
+    tokens = np.where(exists, tokens, 0)
+    exists &= prompt[tokens] == prompt[np.maximum(token, 0)][..., None]
+    return tokens, exists
 
 
 def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray[np.float32]:
@@ -180,6 +197,7 @@ def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray
 
 
 def _feature_indices(encoded: xr.Dataset, features: Sequence[int] | None) -> Ints:
+    """Requested indices, ascending, each once; DictionaryError for one that does not exist."""
     size = int(encoded.attrs["n_features"])
     if features is None:
         return np.arange(size)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....store.arrays import Ints
 from ....store.errors import ShapeError
 from ...corpus.token_blocks import ahead
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded"]
+__all__ = ["ActiveBlock", "active_table", "blocks", "is_counted", "join_encoded", "rows_of"]
 
 BLOCK = 1 << 20
 """Active features read at a time."""
@@ -30,12 +31,20 @@ class ActiveBlock(NamedTuple):
     """Active features of some consecutive tokens; each array is [active]."""
 
     token: npt.NDArray[np.int64]
+    """Number of the token in the corpus, ascending."""
     feature: npt.NDArray[np.int32]
+    """Index of the feature, ascending within a token."""
     value: npt.NDArray[np.float32]
+    """Activation."""
 
 
 def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
-    """Active features of a layer in blocks of about `size`, in order; tokens are not split."""
+    """Active features of a layer, block by block in order; the features of one token stay together.
+
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        size: Number of active features per block, approximately.
+    """
     ptr = encoded["token_ptr"].values
 
     def read(tokens: tuple[int, int]) -> ActiveBlock:
@@ -57,6 +66,40 @@ def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
         stop = min(max(stop, start + 1), len(ptr) - 1)
         yield start, stop
         start = stop
+
+
+def is_counted(
+    labelled: xr.DataArray | xr.Dataset, n_tokens: int, zero_positions: int
+) -> npt.NDArray[np.bool_]:
+    """Whether each token can have features, bool [token]; the first ones of a prompt may be left out.
+
+    Arguments:
+        labelled: States or features with the coordinate `position`.
+        n_tokens: Number of tokens.
+        zero_positions: Number of first positions of each prompt without features.
+
+    Raises:
+        ShapeError: Positions matter, and the coordinate is missing.
+    """
+    if zero_positions == 0:
+        return np.ones(n_tokens, bool)
+    if "position" not in labelled.coords:
+        raise ShapeError(
+            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
+        )
+    return np.asarray(labelled["position"].values >= zero_positions)
+
+
+def rows_of(features: Ints, n_features: int) -> Ints:
+    """Row of each of a layer's features in a result, int64 [n_features].
+
+    Arguments:
+        features: indices of the features of the result, one per row.
+        n_features: number of features of the layer; those without a row get -1.
+    """
+    row = np.full(n_features, -1, np.int64)
+    row[features] = np.arange(len(features))
+    return row
 
 
 def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -109,6 +152,7 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
     if not encoded:
         raise ShapeError("expected at least one encoded layer, found none")
     tables = [_table(layer, encoded[layer]) for layer in sorted(encoded)]
+    # "override": indexes and attributes of the layers are equal, and comparing them would read lazy columns.
     joined: xr.Dataset = xr.concat(
         tables,
         "active",
@@ -122,6 +166,7 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
 
 
 def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
+    """Active features of one layer as a table; lazy if there are more than BLOCK."""
     import dask.array as da
     import xarray as xr
 
@@ -130,6 +175,7 @@ def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
     places = da.arange(size, chunks=BLOCK, dtype=np.int64)
 
     def by_token(values: npt.NDArray[Any]) -> Any:
+        # The token of a place is the last one whose features begin at or before it.
         def look_up(place: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
             token_values: npt.NDArray[Any] = values[np.searchsorted(ptr, place, side="right") - 1]
             return token_values

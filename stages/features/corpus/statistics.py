@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ....pipeline import Output, stage
 from ....store.errors import ShapeError
-from .sparse import blocks
+from .sparse import blocks, is_counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -53,19 +53,19 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
     count = np.zeros(size, np.int64)
     total, largest = np.zeros(size), np.full(size, -np.inf, np.float32)
     for block in blocks(encoded):
-        feature = block.feature.astype(np.int64)  # converted once; bincount and indexing would each convert
+        # Converted once: bincount and indexing would each convert int32 indices.
+        feature = block.feature.astype(np.int64)
         count += np.bincount(feature, minlength=size)
         total += np.bincount(feature, weights=block.value, minlength=size)
-        larger = np.flatnonzero(
-            block.value > largest[feature]
-        )  # maximum.at is slow, so only for larger values
+        # np.maximum.at is slow, so it gets only values above the maximum so far.
+        larger = np.flatnonzero(block.value > largest[feature])
         np.maximum.at(largest, feature[larger], block.value[larger])
     per_token = np.diff(encoded["token_ptr"].values)[counted(encoded)]
     if not len(per_token):
         raise ShapeError(
             "expected at least one token that may have features, found none; encode longer prompts"
         )
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore"):  # log10(0) = -inf marks features that never fire
         frequency = np.log10(count / len(per_token))
     l0 = np.bincount(per_token)
     return xr.Dataset(
@@ -82,9 +82,6 @@ def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
 
 
 def counted(encoded: xr.Dataset) -> npt.NDArray[np.bool_]:
-    """Whether each token can have features, bool [token]."""
+    """Whether each token of an encoded layer can have features, bool [token]."""
     zero_positions = int(encoded.attrs.get("zero_positions", 0))
-    if zero_positions == 0:
-        return np.ones(encoded.sizes["edge"] - 1, bool)
-    is_counted: npt.NDArray[np.bool_] = encoded["position"].values >= zero_positions
-    return is_counted
+    return is_counted(encoded, encoded.sizes["edge"] - 1, zero_positions)

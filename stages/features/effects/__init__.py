@@ -1,1 +1,1 @@
-"""What features do in a prompt: their activity, alignment, injection, sweeps over positions."""
+"""Effects of features in single prompts: activity, alignment, injection, attribution, exchanges, pushes."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ....pipeline import Output
 from ...causal.effects import array, check_tokens
@@ -32,24 +33,18 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["FeatureActivity", "FeatureTrace", "as_rows"]
+__all__ = ["FeatureActivity", "FeatureTrace", "PromptFeatures", "as_rows", "read_states", "traces"]
+
+Floats = npt.NDArray[np.float32]
 
 
-_ROWS = 1024  # decoder rows gathered at a time
+_ROWS = 1024
+"""Decoder rows gathered at a time."""
 
 
 @dataclass(frozen=True)
-class FeatureActivity(DictionaryExperiment):
-    """All active features of a prompt."""
-
-    name: ClassVar[str] = "feature_activity"
-    version: ClassVar[int] = 1
-    outputs: ClassVar[Mapping[str, Output]] = {
-        "activation": Output(("active",), "1", "activation"),
-        "decoder_norm": Output(("active",), "1", "norm of what one unit writes"),
-        "error": Output(("layer", "position"), "1", "mean squared error of the reconstruction"),
-        "size": Output(("layer", "position"), "1", "mean square of the output about its mean over positions"),
-    }
+class PromptFeatures(DictionaryExperiment):
+    """Base class of experiments that encode the states of one prompt, in a single forward pass."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
@@ -57,17 +52,32 @@ class FeatureActivity(DictionaryExperiment):
     """Dictionary name, excluded from the key."""
     features: str
     """Identity of the dictionary."""
-    zero_positions: int = 0
-    """Number of first positions without features, see `Dictionary.encode`."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell: a single forward pass gives all features."""
         check_tokens(self.tokens)
         return [{}]
 
-    def prepare(self, model: Model) -> Dictionary:
+    def prepare(self, model: Model) -> Any:
         """The opened dictionary, shared by all cells."""
         return self.opened(model)
+
+
+@dataclass(frozen=True)
+class FeatureActivity(PromptFeatures):
+    """All active features of a prompt."""
+
+    name: ClassVar[str] = "feature_activity"
+    version: ClassVar[int] = 1
+    outputs: ClassVar[Mapping[str, Output]] = {
+        "activation": Output(("active",), "1", "activation"),
+        "decoder_norm": Output(("active",), "1", "norm of the decoder vectors"),
+        "error": Output(("layer", "position"), "1", "mean squared error of the reconstruction"),
+        "size": Output(("layer", "position"), "1", "mean square of the output about its mean over positions"),
+    }
+
+    zero_positions: int = 0
+    """Number of first positions without features, see `Dictionary.encode`."""
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
         """A run of the prompt that captures the dictionary's read and write hooks."""
@@ -76,11 +86,12 @@ class FeatureActivity(DictionaryExperiment):
 
     def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """Indices, activations and decoder norms of active features, and errors by layer and position."""
-        states = {layer: as_rows(result[prepared.read_hook(layer)][0]) for layer in prepared.layers}
+        states = read_states(prepared, result, prepared.layers)
         active = prepared.encode(states, zero_positions=self.zero_positions)
         rebuilt = prepared.reconstruct(active, states)
         errors, sizes = [], []
         for layer, reconstruction in rebuilt.items():
+            # In the dtype of the arithmetic, float32 or float64, whatever the model's is.
             true = as_rows(result[prepared.write_hook(layer)][0]).to(reconstruction)
             errors.append(array((true - reconstruction).square().mean(-1)))
             # About the mean over positions: a constant offset is not counted as explained variance.
@@ -88,6 +99,7 @@ class FeatureActivity(DictionaryExperiment):
         return {
             "indices": active.indices.cpu().numpy(),
             "value": array(active.value),
+            # By layer, as the active features are sorted.
             "norm": np.concatenate([_norms(prepared, active, layer) for layer in prepared.layers]),
             "error": np.stack(errors),
             "size": np.stack(sizes),
@@ -115,7 +127,7 @@ class FeatureActivity(DictionaryExperiment):
 
 
 @dataclass(frozen=True)
-class FeatureTrace(DictionaryExperiment):
+class FeatureTrace(PromptFeatures):
     """Activations of selected features along a prompt; only layers of these features are read."""
 
     name: ClassVar[str] = "feature_trace"
@@ -124,23 +136,8 @@ class FeatureTrace(DictionaryExperiment):
         "trace": Output(("named", "position"), "1", "activation"),
     }
 
-    tokens: tuple[int, ...]
-    """Token ids of the prompt."""
-    dictionary: str
-    """Dictionary name, excluded from the key."""
-    features: str
-    """Identity of the dictionary."""
     chosen: tuple[tuple[int, int], ...]
     """(layer, index) of each feature."""
-
-    def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell: a single forward pass gives all activations."""
-        check_tokens(self.tokens)
-        return [{}]
-
-    def prepare(self, model: Model) -> Dictionary:
-        """The opened dictionary, shared by all cells."""
-        return self.opened(model)
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
         """A run of the prompt that captures the states read by the features' layers."""
@@ -149,12 +146,8 @@ class FeatureTrace(DictionaryExperiment):
 
     def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> Any:
         """Activations float32 [feature, position], features in the order of `chosen`."""
-        activations = np.zeros((len(self.chosen), len(self.tokens)), np.float32)
-        for layer in {layer for layer, _ in self.chosen}:
-            rows = [i for i, feature in enumerate(self.chosen) if feature[0] == layer]
-            dense = prepared.layer(layer).encode(as_rows(result[prepared.read_hook(layer)][0]))
-            activations[rows] = array(dense[:, [self.chosen[i][1] for i in rows]]).T
-        return activations
+        states = read_states(prepared, result, sorted({layer for layer, _ in self.chosen}))
+        return traces(prepared, self.chosen, states, len(self.tokens))
 
     def dataset(self, prepared: Dictionary, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """trace [named, position], with layer and index of each feature as coordinates."""
@@ -182,6 +175,31 @@ def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
         # Norm over all targets: the square root of the sum of squares by layer.
         norms[block] = array(sum(part.square().sum(1) for part in rows)) ** 0.5
     return norms
+
+
+def read_states(dictionary: Dictionary, result: HookCache, layers: Sequence[int]) -> dict[int, Tensor]:
+    """States that the features of some layers read in a pass over one prompt, [position, d_in], by layer."""
+    return {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in layers}
+
+
+def traces(
+    dictionary: Dictionary, features: Sequence[tuple[int, int]], states: Mapping[int, Tensor], length: int
+) -> Floats:
+    """Activations of features along a prompt, float32 [feature, position].
+
+    Arguments:
+        dictionary: The dictionary of the features.
+        features: (layer, index) of each feature.
+        states: States [position, d_in] that the features of each layer read.
+        length: Number of positions.
+    """
+    activations = np.zeros((len(features), length), np.float32)
+    for layer in {layer for layer, _ in features}:
+        rows = [i for i, feature in enumerate(features) if feature[0] == layer]
+        # All features of the layer are encoded, because those of a TopK compete with each other.
+        dense = dictionary.layer(layer).encode(states[layer])
+        activations[rows] = array(dense[:, [features[i][1] for i in rows]]).T
+    return activations
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["DecoderSearch", "Scored", "align", "align_over_targets"]
+__all__ = ["DecoderSearch", "Scored", "align", "align_over_targets", "ranking_columns"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -52,7 +52,9 @@ class Scored:
     """A feature and its score."""
 
     feature: FeatureId
+    """Layer and index of the feature."""
     score: float
+    """Cosine or dot product with a direction."""
 
 
 @plain_torch()
@@ -92,7 +94,15 @@ def align_over_targets(
     """The features that write most along each direction at any layer.
 
     For each target layer the best `top_k` are found; a feature counts with its best score over these layers.
-    Arguments and errors as `align`.
+
+    Arguments:
+        dictionary: The dictionary of the features.
+        directions: Tensor or array of real numbers [direction, d_out].
+        top_k: Number of features per direction.
+        cosine: Whether scores are cosines; else dot products.
+
+    Raises:
+        ShapeError: Directions have another width, or there are none.
     """
     best: list[dict[FeatureId, float]] = [{} for _ in range(len(directions))]
     for target in dictionary.write_layers:
@@ -107,6 +117,7 @@ def align_over_targets(
 
 
 def _checked(dictionary: Dictionary, directions: Any, cosine: bool) -> Floats:
+    """Directions as float32 [direction, d_out], of norm 1 for cosines; ShapeError for another shape."""
     matrix = np.asarray(array(directions) if hasattr(directions, "detach") else directions, np.float32)
     if matrix.ndim != 2 or not len(matrix) or matrix.shape[1] != dictionary.d_out:
         raise ShapeError(
@@ -147,6 +158,21 @@ def _ranked(layers: Sequence[int], scores: Sequence[Floats], top_k: int) -> list
     return [Scored(FeatureId(int(layer[i]), int(index[i])), float(score[i])) for i in order]
 
 
+def ranking_columns(ranking: Sequence[Scored], meaning: str) -> dict[str, Any]:
+    """Columns score, source_layer and feature [rank] of a ranking, as xarray takes them.
+
+    Arguments:
+        ranking: Features, best first.
+        meaning: `long_name` of the score.
+    """
+    about = {"units": "1", "long_name": meaning}
+    return {
+        "score": ("rank", np.array([scored.score for scored in ranking]), about),
+        "source_layer": ("rank", np.array([scored.feature.layer for scored in ranking], np.int32)),
+        "feature": ("rank", np.array([scored.feature.index for scored in ranking], np.int64)),
+    }
+
+
 @dataclass(frozen=True)
 class DecoderSearch(DictionaryExperiment):
     """Features whose decoder vectors align with a token's embedding.
@@ -157,7 +183,7 @@ class DecoderSearch(DictionaryExperiment):
     name: ClassVar[str] = "decoder_search"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "score": Output(("rank",), "1", "cosine, or product, of what a feature writes with the embedding")
+        "score": Output(("rank",), "1", "cosine or dot product of decoder vector and embedding")
     }
 
     token: int
@@ -203,13 +229,7 @@ class DecoderSearch(DictionaryExperiment):
             (ranking,) = align_over_targets(dictionary, direction, self.top_k, cosine=self.cosine)
         else:
             (ranking,) = align(dictionary, direction, self.target, self.top_k, cosine=self.cosine)
-        meaning = "cosine" if self.cosine else "product"
-        about = {"units": "1", "long_name": f"{meaning} of what a feature writes with the embedding"}
-        return xr.Dataset(
-            {"score": ("rank", np.array([scored.score for scored in ranking]), about)},
-            coords={
-                "rank": np.arange(1, len(ranking) + 1),
-                "source_layer": ("rank", np.array([scored.feature.layer for scored in ranking], np.int32)),
-                "feature": ("rank", np.array([scored.feature.index for scored in ranking], np.int64)),
-            },
-        )
+        meaning = f"{'cosine' if self.cosine else 'dot product'} of decoder vector and embedding"
+        columns = ranking_columns(ranking, meaning)
+        score = columns.pop("score")
+        return xr.Dataset({"score": score}, {"rank": np.arange(1, len(ranking) + 1), **columns})

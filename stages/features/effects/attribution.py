@@ -41,8 +41,9 @@ from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import BLOCK_BYTES, Dictionary
 from ..dictionary_experiment import DictionaryExperiment
+from ..layers.layout import FeatureId
 from .activity import as_rows
-from .injection import added_at
+from .injection import Injection, added, added_at
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -65,6 +66,7 @@ class PairAttribution:
     """The difference of the clean and the corrupted run, split into features and remainders."""
 
     dictionary: Dictionary
+    """The dictionary of the features."""
     heads: int | None
     """Number of attention heads; None for models without heads."""
     clean: Floats
@@ -91,9 +93,14 @@ class PairAttribution:
         return self.of_feature(layer, feature, float(self.change[cell]))
 
     def of_feature(self, layer: int, feature: int, amount: float) -> dict[int, Tensor]:
-        """Vectors that `amount` units of a feature write: layer -> float32 [d_out]."""
-        targets = self.dictionary.targets(layer)
-        return {m: amount * self.dictionary.decoder_vector((layer, feature), m) for m in targets}
+        """Vectors that a feature writes: layer -> float32 [d_out].
+
+        Arguments:
+            layer: Layer of the feature.
+            feature: Its index.
+            amount: Units of the feature.
+        """
+        return added(self.dictionary, [Injection(FeatureId(layer, feature), amount)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,9 @@ class PromptPairExperiment(DictionaryExperiment):
     metric: Metric
     """A differentiable metric, or `Recovery` of one."""
     dictionary: str
+    """Dictionary name, excluded from the key."""
     features: str
+    """Identity of the dictionary."""
     at: int = -1
     """Position whose next-token logits are read."""
     seed: int = 0
@@ -123,20 +132,36 @@ class PromptPairExperiment(DictionaryExperiment):
         return {**super().params(), "metric": self.metric.canonical()}
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The metric of one run before rescaling."""
+        """The metric of one run before rescaling.
+
+        Arguments:
+            logits: Wanted logits of the run.
+            clean: Wanted logits of the clean run, to which some metrics compare.
+        """
         return float(read_metrics((self.metric,), logits, clean)[0])
 
     def run_with(self, attribution: PairAttribution, position: int, vectors: Mapping[int, Tensor]) -> Run:
-        """The corrupted run with vectors added at a position; vectors: layer -> [d_out]."""
+        """The corrupted run with vectors added at a position.
+
+        Arguments:
+            attribution: Gives the dictionary and the number of heads.
+            position: The position.
+            vectors: Layer -> vector [d_out].
+        """
         rows = {layer: {position: vector} for layer, vector in vectors.items()}
         return Run(self.corrupted, added_at(attribution.dictionary, rows, attribution.heads), self.want)
 
     def effects(self, attribution: PairAttribution, values: Any) -> Floats:
-        """Differences of metric values from the corrupted run's, rescaled by the metric."""
+        """Differences of metric values from the corrupted run's, rescaled by the metric.
+
+        Arguments:
+            attribution: Gives the logits of the clean and the corrupted run.
+            values: Metric values before rescaling.
+        """
         clean, corrupted = (
             self.value(logits, attribution.clean) for logits in (attribution.clean, attribution.corrupted)
         )
-        # Differences: a rescaled metric moves by as much less as it is scaled.
+        # A rescaled metric is affine in the value, so effects are differences of rescaled values.
         baseline = self.metric.scaled(np.array(corrupted), clean, corrupted)
         return self.metric.scaled(np.asarray(values, np.float64), clean, corrupted) - baseline
 
@@ -149,20 +174,20 @@ class FeatureAttribution(PromptPairExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "estimate": Output(("cell",), "as the metric", "first-order effect of the cell's clean value"),
-        "change": Output(("cell",), "1", "clean less corrupted activation; of a rest its norm"),
-        "layer": Output(("cell",), "1", "layer a feature reads, or a rest is written at"),
-        "position": Output(("cell",), "1", "its position"),
-        "feature": Output(("cell",), "1", "its index, -1 for the rest"),
-        "chosen_cell": Output(("check",), "1", "cell that is run exactly"),
-        "sort": Output(("check",), "1", "whether among the largest estimates or drawn at random"),
-        "exact": Output(("check",), "as the metric", "effect of the cell's clean value, by a run"),
+        "change": Output(("cell",), "1", "clean minus corrupted activation; norm of a remainder"),
+        "layer": Output(("cell",), "1", "layer that a feature reads, or a remainder is written to"),
+        "position": Output(("cell",), "1", "position of the cell"),
+        "feature": Output(("cell",), "1", "index of the feature; -1 for a remainder"),
+        "chosen_cell": Output(("check",), "1", "cell checked by an exact run"),
+        "sort": Output(("check",), "1", "reason of the check: largest estimate, or drawn at random"),
+        "exact": Output(("check",), "as the metric", "effect of the cell's clean value in an exact run"),
         "random": Output(
-            ("check",), "as the metric", "effect of a random direction as long; NaN for cells drawn at random"
+            ("check",), "as the metric", "effect of a random direction of the same norm; NaN for random cells"
         ),
         "correlation": Output(("chosen",), "1", "Pearson correlation of estimates and exact effects"),
-        "rank_correlation": Output(("chosen",), "1", "Spearman correlation of the two"),
-        "worst_miss": Output(("chosen",), "as the metric", "largest difference of the two"),
-        "unpatched": Output(("run",), "as the metric", "metric of the runs nothing was patched in"),
+        "rank_correlation": Output(("chosen",), "1", "Spearman correlation of estimates and exact effects"),
+        "worst_miss": Output(("chosen",), "as the metric", "largest difference of estimate and exact effect"),
+        "unpatched": Output(("run",), "as the metric", "metric of the unpatched clean and corrupted run"),
     }
 
     verify: int = 0
@@ -195,7 +220,7 @@ class FeatureAttribution(PromptPairExperiment):
         cotangent = cotangent_of_pair(self.metric, self.want)
         rows = [self.clean, self.corrupted]
         logits, captured = model.backward(rows, model.bind(spec), self.want, cotangent)
-        # Both runs are one batch: the clean row is needed for activations, the corrupted row for gradients.
+        # Both prompts are one batch: one pass gives the clean activations and the corrupted gradients.
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (_CLEAN, _CORRUPTED))
         return self._attribution(model, dictionary, captured, clean, corrupted)
 
@@ -303,6 +328,7 @@ class FeatureAttribution(PromptPairExperiment):
         # Stable, so that equal estimates give the same cells on every machine.
         order = np.argsort(-np.abs(prepared.effect), kind="stable")
         count = min(self.verify, len(order))
+        # Drawn from the other cells, so that the check also covers small estimates.
         random_cells = np.random.default_rng(self.seed).permutation(order[count:])[:count]
         return np.concatenate([order[:count], random_cells]), count
 
@@ -336,18 +362,18 @@ def _effects(
     import torch
 
     effect = np.zeros(len(place))
+    step = max(1, BLOCK_BYTES // (4 * dictionary.d_out))
     for layer in dictionary.layers:
         cells_of_layer = np.flatnonzero(place[:, 0] == layer)
-        for start in range(
-            0, len(cells_of_layer), block_size := max(1, BLOCK_BYTES // (4 * dictionary.d_out))
-        ):
-            block = cells_of_layer[start : start + block_size]
+        for start in range(0, len(cells_of_layer), step):
+            block = cells_of_layer[start : start + step]
             position, feature = (torch.from_numpy(place[block, axis]) for axis in (1, 2))
             amount = torch.from_numpy(change[block])
             for target in dictionary.targets(layer):
                 rows = dictionary.layer(layer).decoder_rows(feature, target).double()
                 written = amount.to(rows)[:, None] * rows
-                remainder = rests[target]  # on the model's device, which may differ from the dictionary's
+                # On the model's device, which may differ from the dictionary's.
+                remainder = rests[target]
                 remainder.index_add_(0, position.to(remainder.device), -written.to(remainder))
                 effect[block] += (written * gradients[target].to(rows)[position]).sum(1).cpu().numpy()
     return effect

@@ -41,7 +41,15 @@ class Dose:
         return dict(vars(self))
 
     def at(self, strength: float, dictionary: Dictionary) -> Injection:
-        """The injection at one strength; InterventionError if a feature of norm 0 must be scaled."""
+        """The injection at one strength of the run.
+
+        Arguments:
+            strength: Strength of the run.
+            dictionary: The dictionary, whose decoder norms scale a dose with `like`.
+
+        Raises:
+            InterventionError: A feature that writes nothing must be scaled.
+        """
         feature, amount = FeatureId(self.layer, self.index), self.fixed + self.factor * strength
         if self.like is not None:
             norm = written_norm(dictionary, feature, self.from_layer)
@@ -50,6 +58,7 @@ class Dose:
                     f"expected {feature} to write as much as {self.like}, found that it writes nothing; "
                     "draw others: another seed"
                 )
+            # Both norms over the layers that are written in this exchange.
             amount *= written_norm(dictionary, self.like, self.from_layer) / norm
         return Injection(feature, amount, self.from_layer)
 
@@ -75,10 +84,14 @@ def random_like(
 
 
 def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Dose]:
-    """Doses in which random features of the same layer replace all features; features of `doses` are never
-    drawn.
+    """Doses in which random features of the same layer replace all features.
 
-    Several doses of a feature get the same replacement.
+    Features of `doses` are never drawn. Several doses of a feature get the same replacement.
+
+    Arguments:
+        doses: Doses of one exchange.
+        n_features: Number of features per layer.
+        seed: Seed of the draw.
 
     Raises:
         InterventionError: A layer has too few features.

@@ -51,10 +51,12 @@ _MEASURES: Mapping[str, Output] = {
     "logit": Output(("word",), "logits", "logit of a word"),
     "logprob": Output(("word",), "nats", "log-probability of a word"),
     "top_id": Output((), "1", "most likely next token"),
-    "top_logprob": Output((), "nats", "its log-probability"),
+    "top_logprob": Output((), "nats", "log-probability of the most likely token"),
     "kl": Output((), "nats", "KL(untouched || changed) of the next token"),
     "distance": Output((), "logits", "L2 distance of all logits from the untouched run"),
-    "attention": Output(("layer", "head"), "1", "attention from the end to the place", is_optional=True),
+    "attention": Output(
+        ("layer", "head"), "1", "attention from the last position to the place", is_optional=True
+    ),
 }
 """Measurements of one run at the last position of its prompt."""
 _COMPARISONS = ("kl", "distance")
@@ -62,6 +64,7 @@ _COMPARISONS = ("kl", "distance")
 
 
 def _outputs() -> dict[str, Output]:
+    """Outputs of an exchange: every measurement by strength, place and exchange, and its untouched value."""
     outputs = {}
     for name, output in _MEASURES.items():
         outputs[name] = replace(output, dims=("strength", "place", "exchange", *output.dims))
@@ -122,6 +125,7 @@ class FeatureExchanges(DictionaryExperiment):
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
         """Opens the dictionary and measures an untouched run per place."""
         dictionary = self.opened(model)
+        # Once per prompt: several places may be positions of the same prompt.
         untouched = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.places)
@@ -141,6 +145,7 @@ class FeatureExchanges(DictionaryExperiment):
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
         """The same runs with vectors of zeros, for planning; only headers of the dictionary are read."""
+        # Zeros suffice: the plan depends on hook points and positions, not on the vectors.
         dictionary = self.resource.opened
         zeros = np.zeros(dictionary.d_out, np.float32)
         written = [
@@ -169,10 +174,17 @@ class FeatureExchanges(DictionaryExperiment):
         return self.measure_run(prepared, cell, 0, result)
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
-        """Measurements of run `number`, compared with the untouched run of its place."""
+        """Measurements of a run, compared with the untouched run of its place.
+
+        Arguments:
+            prepared: Result of `prepare`.
+            cell: The cell.
+            number: Number of the run in `runs`.
+            result: Its logits and captures.
+        """
         place = number // len(self.exchanges)
         measured, untouched = self._read(result, self.places[place][1]), prepared[1][place]
-        logits = measured.pop("logits")
+        logits = measured.pop("logits")  # [vocab], needed for the comparison and not stored
         measured["kl"] = float(kl_divergence(untouched["logits"], logits))
         measured["distance"] = float(np.linalg.norm(logits - untouched["logits"]))
         return measured
@@ -188,6 +200,7 @@ class FeatureExchanges(DictionaryExperiment):
         for name in measured[0]:
             values = np.stack([run[name] for run in measured])
             variables[name] = self.outputs[name].variable(values.reshape(*shape, *values.shape[1:]))
+            # Relative to itself the untouched run has no comparison.
             if name not in _COMPARISONS:
                 baseline_name, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
                 variables[baseline_name] = self.outputs[baseline_name].variable(untouched)

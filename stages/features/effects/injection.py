@@ -51,11 +51,16 @@ class Injection:
 
     def __post_init__(self) -> None:
         if isinstance(self.feature, str):
+            # The dataclass is frozen, so the parsed id is set past it.
             object.__setattr__(self, "feature", FeatureId.parse(self.feature))
 
 
 def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, Tensor]:
     """Sum of the vectors that injections add at each layer: layer -> float32 [d_out], layers ascending.
+
+    Arguments:
+        dictionary: The dictionary of the features.
+        injections: Features with their strengths.
 
     Raises:
         DictionaryError: There is no such feature, or it writes to no layer from `from_layer` on.
@@ -78,8 +83,12 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
 
 @plain_torch()
 def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: int | None = None) -> float:
-    """Norm of one feature unit's decoder vectors, summed in quadrature over layers from `from_layer` on
-    (None: all layers).
+    """Norm of all that one unit of a feature writes, over several layers together.
+
+    Arguments:
+        dictionary: The dictionary of the feature.
+        feature: A FeatureId, or text such as "L14:13043".
+        from_layer: First layer that counts; None for all layers that the feature writes to.
 
     Raises:
         DictionaryError: As for `added`.
@@ -145,7 +154,7 @@ def clamped(
     for name, value in values.items():
         feature = FeatureId.parse(name) if isinstance(name, str) else name
         for position in positions:
-            # Clamping adds the difference to the activation that the feature has without interventions.
+            # Relative to the activation without interventions: earlier clamps may change it in this run.
             missing = value - _activation(active, feature, position)
             for layer, vector in added(dictionary, [Injection(feature, missing)]).items():
                 vectors = rows.setdefault(layer, {})
@@ -154,6 +163,7 @@ def clamped(
 
 
 def _require_some(features: Sized, positions: Sequence[int]) -> None:
+    """Raise InterventionError if there is no feature or no position."""
     if not len(features) or not len(positions):
         missing = "position" if len(features) else "feature"
         raise InterventionError(f"expected at least one {missing} to inject at, found none")
@@ -170,7 +180,16 @@ def _activation(active: Active, feature: FeatureId, position: int) -> float:
 def added_at(
     dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None = None
 ) -> HookSpec:
-    """A spec that adds vectors [d_out], by layer and position, where the dictionary writes."""
+    """A spec that adds vectors where the dictionary writes.
+
+    Arguments:
+        dictionary: The dictionary, which states the hook points.
+        rows: Layer -> position -> vector [d_out].
+        heads: Number of attention heads of the model; required if features write to heads.
+
+    Raises:
+        InterventionError: The number of heads is missing, or does not divide d_out.
+    """
     spec = HookSpec()
     for layer, vectors in rows.items():
         point = dictionary.write_hook(layer)

@@ -47,6 +47,11 @@ def written(dictionary: Dictionary, feature: Feature, n_layers: int) -> Array:
     """Vector that one unit of a feature writes to each layer, float32 [layer, hidden]; zero where it writes
     nothing.
 
+    Arguments:
+        dictionary: The dictionary of the feature.
+        feature: (layer, index) of the feature.
+        n_layers: Number of layers of the model.
+
     Raises:
         InterventionError: The feature does not write to the residual stream.
     """
@@ -74,11 +79,13 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         **ContrastiveVectors.outputs,
-        "vector": Output(("layer", "hidden"), "activation", "what one unit of the feature writes"),
-        "norm": Output(("layer",), "activation", "length of that"),
+        "vector": Output(("layer", "hidden"), "activation", "decoder vector of the feature"),
+        "norm": Output(("layer",), "activation", "norm of the decoder vector"),
     }
 
+    # Dataclass fields after one with a default need defaults too; only `negative` is left empty.
     negative: PromptTokens = ()
+    """Empty: a feature needs no contrast."""
     dictionary: str = ""
     """Dictionary name, excluded from the key."""
     features: str = ""
@@ -123,13 +130,19 @@ class _FeatureDirection(DictionaryExperiment):
     """Common base of pushes along a feature and of their null; a second base defines the measurement."""
 
     positive: PromptTokens = ()
+    """Empty: the direction comes from the dictionary."""
     negative: PromptTokens = ()
+    """Empty, likewise."""
     dictionary: str = ""
+    """Dictionary name, excluded from the key."""
     features: str = ""
+    """Identity of the dictionary."""
     feature: Feature = (0, 0)
+    """(layer, index) of the feature."""
 
     def params(self) -> dict[str, Any]:
         """All parameters except the dictionary's name and the layers."""
+        # Layers are labels of cells: further layers leave stored cells valid.
         return {name: value for name, value in super().params().items() if name != "layers"}
 
 
@@ -160,6 +173,7 @@ class _PreparedPushes(Undisturbed):
     """The dictionary, in addition to the undisturbed run and the vectors."""
 
     dictionary: Dictionary
+    """The dictionary from which random features are drawn."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +200,7 @@ class RandomFeaturePushes(_FeatureDirection, RandomPushes):
     @property
     def baseline(self) -> Hashable:
         """All fields that determine the undisturbed run: without draw, strengths and layers."""
+        # The feature as well: `Undisturbed` holds its vectors.
         return (self.tokens, self.position, self.features, self.feature)
 
     def prepare(self, model: Model) -> _PreparedPushes:
@@ -210,6 +225,7 @@ class RandomFeaturePushes(_FeatureDirection, RandomPushes):
                 f"expected {FeatureId(layer, self.draw)} to write where {FeatureId(*self.feature)} does, "
                 "found that it writes nothing; draw others: another seed"
             )
+        # Layers to which neither feature writes stay zero.
         scaled: Array = np.divide(
             drawn * target_norms, drawn_norms, out=np.zeros_like(drawn), where=drawn_norms > 0
         )
@@ -228,6 +244,7 @@ def vectors_of(pushes: FeaturePushes | RandomFeaturePushes) -> FeatureVectors:
 
 
 def _check_layers(pushes: FeaturePushes | RandomFeaturePushes) -> None:
+    """Raise InterventionError unless the feature writes to all layers of the pushes."""
     dictionary = pushes.resource.opened
     feature = dictionary.feature(pushes.feature)
     targets = dictionary.targets(feature.layer)

@@ -49,6 +49,7 @@ class CauseFeatures:
     """The feature under test and those drawn."""
 
     attributed: PairAttribution
+    """Attribution of the pair of prompts."""
     place: Ints
     """Layer, position and index [cause, 3]."""
     change: Floats
@@ -72,12 +73,12 @@ class RandomAttribution(PromptPairExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "estimate": Output(("cause",), "as the metric", "first-order effect of the feature"),
-        "exact": Output(("cause",), "as the metric", "its effect, by a run"),
-        "layer": Output(("cause",), "1", "layer it reads"),
-        "position": Output(("cause",), "1", "its position"),
-        "feature": Output(("cause",), "1", "its index"),
-        "change": Output(("cause",), "1", "units that are added of it"),
-        "candidates": Output((), "1", "features it was chosen among"),
+        "exact": Output(("cause",), "as the metric", "effect of the feature in an exact run"),
+        "layer": Output(("cause",), "1", "layer that the feature reads"),
+        "position": Output(("cause",), "1", "position of the feature"),
+        "feature": Output(("cause",), "1", "index of the feature"),
+        "change": Output(("cause",), "1", "units of the feature that are added"),
+        "candidates": Output((), "1", "number of features among which the largest was selected"),
     }
 
     draws: int = 50
@@ -118,6 +119,7 @@ class RandomAttribution(PromptPairExperiment):
             _ExchangedFeatures(attributed, place[place[:, 0] == layer], change[place[:, 0] == layer], rng)
             for layer in np.unique(place[:, 0]).tolist()
         ]
+        # As the feature under test: the largest over all layers together.
         drawn = [
             max((features.largest(rng) for features in exchanged), key=lambda candidate: abs(candidate[2]))
             for _ in range(self.draws)
@@ -178,6 +180,7 @@ class _ExchangedFeatures:
     def __init__(
         self, attributed: PairAttribution, place: Ints, change: Floats, rng: np.random.Generator
     ) -> None:
+        # Norms of the pool and of the active features are read once, for all draws.
         self.layer, self.place = int(place[0, 0]), place
         dictionary = attributed.dictionary
         active = np.unique(place[:, 2])

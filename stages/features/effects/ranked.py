@@ -25,9 +25,8 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
-from ..dictionary_experiment import DictionaryExperiment
-from .activity import as_rows
-from .alignment import Scored, align, align_over_targets
+from .activity import PromptFeatures, read_states, traces
+from .alignment import Scored, align, align_over_targets, ranking_columns
 from .doses import Dose, in_place_of
 from .exchanges import FeatureExchanges
 
@@ -42,19 +41,14 @@ __all__ = ["RankedExchanges", "RankedTrace"]
 
 BINS = 32
 """Number of bins of each histogram."""
-_ALL: CellLabels = {}
+_MEANING = "cosine with the embedding"
+"""Meaning of the coordinate `score`."""
 
 
 @dataclass(frozen=True)
-class _RankedFeatures(DictionaryExperiment):
+class _RankedFeatures(PromptFeatures):
     """Common fields of both experiments."""
 
-    tokens: tuple[int, ...]
-    """Token ids of the prompt."""
-    dictionary: str
-    """Dictionary name, excluded from the key."""
-    features: str
-    """Identity of the dictionary."""
     word: int
     """Token id whose embedding is the direction."""
     target: int
@@ -67,7 +61,7 @@ class _RankedFeatures(DictionaryExperiment):
             raise InterventionError(
                 f"expected a target layer in 0..{config.num_layers - 1}, found {self.target}"
             )
-        return [_ALL]
+        return [{}]
 
     def _opened(self, model: Model) -> tuple[Dictionary, Any]:
         """The dictionary, and the word's embedding as directions [1, hidden]."""
@@ -94,6 +88,7 @@ class RankedExchanges(_RankedFeatures):
     """Injected feature: "" for none, "ranked" for the best feature of the ranking, "same_layer" for the best
     feature at layer `target`. A feature that is also suppressed cancels out."""
     strength: float = 10.0
+    """Strength of suppression and injection, in units of the decoder vectors."""
     words: tuple[int, ...] = ()
     """Token ids followed."""
     positions: tuple[int, ...] | None = None
@@ -123,6 +118,7 @@ class RankedExchanges(_RankedFeatures):
     def _ranking(self, model: Model) -> tuple[Dictionary, list[Scored], list[Dose]]:
         """The dictionary, suppressed features followed by the injected feature, and their doses."""
         dictionary, direction = self._opened(model)
+        # At least one: it may be injected although nothing is suppressed.
         (ranked_at_target,) = align(dictionary, direction, self.target, max(self.suppress, 1))
         ranked = ranked_at_target
         if self.over_targets:
@@ -150,14 +146,21 @@ class RankedExchanges(_RankedFeatures):
         return self.measure_run(prepared, cell, 0, result)
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
-        """Measurements of run `number`; see `FeatureExchanges`."""
+        """Measurements of a run; see `FeatureExchanges`.
+
+        Arguments:
+            prepared: Result of `prepare`.
+            cell: The cell.
+            number: Number of the run in `runs`.
+            result: Its logits and captures.
+        """
         return prepared[0].measure_run(prepared[1], self._cell, number, result)  # type: ignore[no-any-return]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The result of `FeatureExchanges`, with the ranked features."""
         exchanges, state, exchanged = prepared
         dataset: xr.Dataset = exchanges.dataset(state, self._cell, measured)
-        return dataset.assign_coords(_features(exchanged))
+        return dataset.assign_coords(ranking_columns(exchanged, _MEANING))
 
     @property
     def _cell(self) -> CellLabels:
@@ -171,11 +174,11 @@ class RankedTrace(_RankedFeatures):
     name: ClassVar[str] = "ranked_trace"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "vector": Output(("rank", "hidden"), "1", "what a unit writes to the target"),
+        "vector": Output(("rank", "hidden"), "1", "decoder vector for the target layer"),
         "trace": Output(("rank", "position"), "1", "activation"),
         "edge": Output(("window_layer", "edge_index"), "1", "edge between two bins"),
         "count": Output(("window_layer", "bin"), "1", "pre-activations in the bin"),
-        "skip_projection": Output((), "1", "linear skip along the word's embedding"),
+        "skip_projection": Output((), "1", "linear skip projected on the word's embedding"),
     }
 
     top_k: int = 20
@@ -194,19 +197,16 @@ class RankedTrace(_RankedFeatures):
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """Activations, histograms of pre-activations, and the skip's projection on the direction."""
         dictionary, direction, ranked = prepared
-        states = {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in dictionary.layers}
-        trace = np.zeros((len(ranked), len(self.tokens)), np.float32)
-        for layer in {scored.feature.layer for scored in ranked}:
-            ranks = [i for i, scored in enumerate(ranked) if scored.feature.layer == layer]
-            dense = dictionary.layer(layer).encode(states[layer])
-            trace[ranks] = array(dense[:, [ranked[i].feature.index for i in ranks]]).T
+        states = read_states(dictionary, result, dictionary.layers)
+        features = [(scored.feature.layer, scored.feature.index) for scored in ranked]
+        trace = traces(dictionary, features, states, len(self.tokens))
         # The target and its neighbours, as far as the dictionary reads them.
         window = [layer for layer in range(self.target - 1, self.target + 2) if layer in states]
         histograms = [
             np.histogram(array(dictionary.layer(n).preactivations(states[n])), BINS) for n in window
         ]
         part = dictionary.layer(self.target)
-        skip = float("nan")
+        skip = float("nan")  # of transcoders without a linear skip
         if part.W_skip is not None:
             unit = direction.to(part.W_skip.device).float()
             skip = float(part.skip(states[self.target][-1:])[0].float() @ unit / unit.norm())
@@ -225,20 +225,8 @@ class RankedTrace(_RankedFeatures):
         return xr.Dataset(
             {name: output.variable(value) for (name, output), value in arrays},
             coords={
-                **_features(ranked),
+                **ranking_columns(ranked, _MEANING),
                 "position": np.arange(len(self.tokens)),
                 "window_layer": result["window"],
             },
         )
-
-
-def _features(ranked: Sequence[Scored]) -> dict[str, Any]:
-    return {
-        "score": ("rank", np.array([scored.score for scored in ranked]), _about("cosine with the embedding")),
-        "source_layer": ("rank", np.array([scored.feature.layer for scored in ranked], np.int32)),
-        "feature": ("rank", np.array([scored.feature.index for scored in ranked], np.int64)),
-    }
-
-
-def _about(meaning: str) -> dict[str, str]:
-    return {"units": "1", "long_name": meaning}

@@ -24,7 +24,7 @@ from ....pipeline import Output, stage
 from ....pipeline.ambient import plain_torch, steps_in_plain_torch
 from ....store.arrays import Ints
 from ....store.errors import ShapeError
-from ...logits.ranking import top_columns
+from ...logits.ranking import ranked as ranked_cells, top_columns
 from ...logits.readout import require_linear
 from ..dictionary import Dictionary
 
@@ -46,7 +46,7 @@ BLOCK_BYTES = 1 << 26
 """Bytes of logits [feature, vocab] computed at a time."""
 WORDS = {
     "raised": Output(("named", "rank"), "1", "tokens raised most"),
-    "raised_by": Output(("named", "rank"), "logits", "by so much per unit of activation"),
+    "raised_by": Output(("named", "rank"), "logits", "increase per unit of activation"),
 }
 
 
@@ -75,6 +75,7 @@ def direct_effects(
     }
     results |= {name: np.empty((len(features), k), np.float32) for name in ("raised_by", "lowered_by")}
     for rows, effects in effects_in_blocks(dictionary, features, readout):
+        # The most lowered tokens are the largest of the negated effects.
         for name, sign in (("raised", 1), ("lowered", -1)):
             columns = top_columns(sign * effects, k)
             results[name][rows] = columns
@@ -105,6 +106,7 @@ def effects_in_blocks(
             f"expected a readout of width {dictionary.d_out}, as {dictionary.name} writes, found "
             f"{readout.sizes['hidden']}"
         )
+    # Float32 [vocab, hidden], computed once for all blocks.
     read_out = _directions(readout)
     step = max(1, block_bytes // (4 * len(read_out)))
     for layer in np.unique(features[:, 0]).tolist():
@@ -118,7 +120,14 @@ def effects_in_blocks(
 def feature_words(
     readout: xr.Dataset, *, dictionary: Dictionary, chosen: Sequence[Sequence[int]], top_k: int = 3
 ) -> xr.Dataset:
-    """Tokens that the features in `chosen`, (layer, index) pairs, raise most."""
+    """Tokens that some features raise most.
+
+    Arguments:
+        readout: Final norm and unembedding.
+        dictionary: The dictionary of the features.
+        chosen: (layer, index) of each feature.
+        top_k: Number of tokens per feature.
+    """
     return _words(dictionary, np.array(chosen, np.int64).reshape(-1, 2), readout, top_k)
 
 
@@ -126,7 +135,14 @@ def feature_words(
 def words_of_ranked(
     ranked: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
 ) -> xr.Dataset:
-    """Tokens that the features of a ranking (source_layer, feature along one axis) raise most."""
+    """Tokens that the features of a ranking raise most.
+
+    Arguments:
+        ranked: Dataset with source_layer and feature of each rank.
+        readout: Final norm and unembedding.
+        dictionary: The dictionary of the features.
+        top_k: Number of tokens per feature.
+    """
     pairs = np.stack([ranked[name].values for name in ("source_layer", "feature")], axis=1)
     return _words(dictionary, pairs, readout, top_k)
 
@@ -154,11 +170,10 @@ def words_of_active(
     columns = ("active_layer", "active_position", "active_feature")
     layer, place, feature = (active[name].values.astype(np.int64) for name in columns)
     rows = np.arange(len(layer)) if position is None else np.flatnonzero(place == position)
-    order = rows[np.lexsort((feature[rows], -active["activation"].values[rows], place[rows], layer[rows]))]
-    group = np.stack([layer[order], place[order]], axis=1)
-    starts = np.flatnonzero(np.any(np.diff(group, axis=0, prepend=-1), axis=1))
-    within = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
-    strongest = order[within < most]
+    # The strongest features of each layer and position: one group of cells per pair of both.
+    group = layer * (int(place.max(initial=0)) + 1) + place
+    order, _ = ranked_cells(group[rows], feature[rows], active["activation"].values[rows], most)
+    strongest = rows[order]
     return _words(dictionary, np.stack([layer[strongest], feature[strongest]], axis=1), readout, top_k)
 
 
@@ -168,9 +183,13 @@ def words_of_attribution(
 ) -> xr.Dataset:
     """Tokens raised by the exactly verified features and by the feature with the largest estimate.
 
-    attribution: Result of `feature_attribution`.
+    Arguments:
+        attribution: Result of `feature_attribution`.
+        readout: Final norm and unembedding.
+        dictionary: The dictionary of the features.
+        top_k: Number of tokens per feature.
     """
-    is_feature = attribution["feature"].values >= 0
+    is_feature = attribution["feature"].values >= 0  # -1 marks remainders
     size = np.where(is_feature, np.abs(attribution["estimate"].values), -1.0)
     cells = np.append(attribution["chosen_cell"].values, size.argmax())
     pairs = np.stack([attribution[name].values[cells] for name in ("layer", "feature")], axis=1)

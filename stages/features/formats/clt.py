@@ -8,7 +8,6 @@ layer 0 has a threshold, else ReLU.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
 from ..layers.files import CONFIG_YAML, DictionaryFiles
@@ -16,9 +15,6 @@ from ..layers.layer import LayerFeatures
 from ..layers.layout import DictionaryLayout, Opened
 from .fields import apply_fields
 from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["read", "recognises"]
 
@@ -36,11 +32,21 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders as one dictionary; all headers are checked, no weights are read."""
+    """The transcoders as one dictionary; all headers are checked, no weights are read.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
+    Raises:
+        DictionaryError: A file or tensor is missing, or shapes do not fit together.
+    """
     apply_fields("clt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "cross_layer_transcoder")
     layers = numbered(files, _ENCODER)
     kinds = hooks_of(files, read, write)
+    # The encoder of layer 0 states sizes and activation, which all other layers must share.
     first_shapes = require_shapes(files, "W_enc_0.safetensors", {"W_enc_0": (None, None)})
     size, width = first_shapes["W_enc_0"]
     is_jump = "threshold_0" in first_shapes
@@ -57,6 +63,7 @@ def read(
         decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
         decoders = require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
         for part, shapes in (("enc", encoders), ("dec", decoders)):
+            # Tensor names contain the layer; the table of fields does not.
             names = {name.removesuffix(f"_{layer}"): shape for name, shape in shapes.items()}
             apply_fields("clt tensors", names, files.path(f"W_{part}_{layer}.safetensors"))
     layout = DictionaryLayout(

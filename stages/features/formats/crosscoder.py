@@ -18,9 +18,8 @@ from ..crosscoder import CONFIG, KIND, WEIGHTS, Crosscoder
 from ..layers.files import DictionaryFiles
 from ..layers.layout import CrosscoderPlace, DictionaryLayout, Opened, models_of
 from ..layers.names import hook_kind
-from .fields import apply_fields
+from .fields import apply_fields, to_float
 from .layered import require_shapes
-from .single import to_float
 
 if TYPE_CHECKING:
     from ..layers.layer import LayerFeatures
@@ -41,6 +40,11 @@ def read(
 ) -> Opened:
     """The crosscoder as a dictionary; the header is checked, no weights are read.
 
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
     Raises:
         DictionaryError: `read` or `write` is another hook kind than that of the places, or places do not fit
             together.
@@ -60,6 +64,7 @@ def read(
             f"{files.path(CONFIG)}, found {', '.join(map(str, places))}"
         )
     size, width = _sizes(files, len(places), config)
+    # One set of features for all places is filed under the last layer that it reads.
     last_layer = max(layers[0])
     layout = DictionaryLayout(
         format="crosscoder",
@@ -84,12 +89,13 @@ def read(
     )
 
     def open_layer(_: int) -> LayerFeatures:
-        return Crosscoder.load(files.directory).features()
+        return Crosscoder.load(files.directory).features
 
     return Opened(files, layout, open_layer)
 
 
 def _places(files: DictionaryFiles, entries: Any) -> tuple[CrosscoderPlace, ...]:
+    """Places that config.json lists; DictionaryError for other entries."""
     where = files.path(CONFIG)
     if not isinstance(entries, list) or not entries:
         raise DictionaryError(f"expected a list of places in {where}, found {entries!r}")

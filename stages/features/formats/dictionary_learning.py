@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError, nearest
 from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
-from .fields import apply_fields
-from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
+from .fields import apply_fields, to_whole
+from .single import LayerByLayer, OneLayer, StatedHooks, config_beside, files_named, layer_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,17 +37,14 @@ CLASSES = {
     "BatchTopKSAE": ("jumprelu", True),
     "MatryoshkaBatchTopKSAE": ("jumprelu", True),
 }
+# Prefix of trainer.submodule_name -> hook kind.
 SUBMODULES = {"resid_post": "resid_post", "mlp_out": "mlp_post", "attention_out": "attn_out"}
 _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder. name: its weight file."""
-    folder, slash, _ = name.rpartition("/")
-    config = f"{folder}{slash}{CONFIG}"
-    if config not in files.listing:
-        raise DictionaryError(f"expected {CONFIG} beside {files.path(name)}, found none; fetch it again")
-    place, config_fields = files.path(config), files.json(config)
+    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    place, config_fields = config_beside(files, name, CONFIG)
     apply_fields("dictionary_learning", config_fields, place)
     trainer, buffer = config_fields.get("trainer"), config_fields.get("buffer") or {}
     if not isinstance(trainer, dict) or not isinstance(buffer, dict):
@@ -63,10 +60,13 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
             + (f"; nearest is {near!r}" if near else "")
         )
     # Sizes come from the configuration: reading the pickle would load all weights.
-    layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
+    layer, d_in, size = (
+        to_whole(trainer.get(field), f"trainer.{field}", place, least=0)
+        for field in ("layer", "activation_dim", "dict_size")
+    )
     hooks = layer_hooks(files, _stated_hooks(trainer, layer), read, write)
     activation, centred = CLASSES[label]
-    k = _whole(trainer, "k", place) if activation == "topk" else 0
+    k = to_whole(trainer.get("k"), "trainer.k", place, least=0) if activation == "topk" else 0
 
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures
@@ -85,7 +85,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         )
 
     return OneLayer(
-        where=folder or name,
+        where=name.rpartition("/")[0] or name,
         hooks=hooks,
         n_features=size,
         d_in=d_in,
@@ -110,6 +110,7 @@ def _stated_hooks(trainer: Mapping[str, Any], layer: int) -> StatedHooks:
 
 
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
+    """The state dict in a file; DictionaryError for one with other values than tensors."""
     import torch
 
     state = load_pickled(files.path(name), DictionaryError)
@@ -149,6 +150,7 @@ def _matrices(
 def _activation(
     name: str, k: int, tensors: Mapping[str, Tensor], files: DictionaryFiles, file: str
 ) -> Activation:
+    """Activation function with its tensors; DictionaryError if one is missing."""
     from ..layers.activations import Gated, JumpReLU, ReLU, TopK
 
     needed = {"jumprelu": ["threshold"], "gated": ["gate_bias", "mag_bias", "r_mag"]}.get(name, [])
@@ -162,10 +164,3 @@ def _activation(
     if name == "gated":
         return Gated(tensors["gate_bias"], tensors["mag_bias"], tensors["r_mag"])
     return TopK(k) if name == "topk" else ReLU()
-
-
-def _whole(trainer: Mapping[str, Any], field: str, place: Any) -> int:
-    value = trainer.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise DictionaryError(f"expected trainer.{field} to be a whole number in {place}, found {value!r}")
-    return value

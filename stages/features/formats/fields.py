@@ -16,7 +16,7 @@ from typing import Any
 
 from ....store.errors import DictionaryError, nearest
 
-__all__ = ["FIELDS", "HONOURED", "UNUSED", "Only", "apply_fields"]
+__all__ = ["FIELDS", "HONOURED", "UNUSED", "Only", "apply_fields", "to_float", "to_whole"]
 
 HONOURED, UNUSED = "honoured", "unused"
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")
@@ -247,3 +247,38 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def to_float(value: Any, field: str, place: object) -> float:
+    """A number of a configuration as a float.
+
+    Arguments:
+        value: Value of the field.
+        field: Name of the field, for messages.
+        place: File that holds it, for messages.
+
+    Raises:
+        DictionaryError: The value is no number.
+    """
+    # bool is a subclass of int.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DictionaryError(f"expected {field} to be a number in {place}, found {value!r}")
+    return float(value)
+
+
+def to_whole(value: Any, field: str, place: object, *, least: int = 1) -> int:
+    """A whole number of a configuration.
+
+    Arguments:
+        value: Value of the field.
+        field: Name of the field, for messages.
+        place: File that holds it, for messages.
+        least: Smallest value, 0 or 1.
+
+    Raises:
+        DictionaryError: The value is no whole number, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        kind = "positive" if least else "whole"
+        raise DictionaryError(f"expected {field} to be a {kind} number in {place}, found {value!r}")
+    return value

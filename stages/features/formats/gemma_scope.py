@@ -20,6 +20,7 @@ from ....store.errors import DictionaryError
 from ....store.exchange.tensors import npz_array, npz_layouts
 from ..layers.files import DictionaryFiles
 from .fields import apply_fields
+from .layered import check_shapes
 from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file. layer: its layer, if known; None: the path states it."""
+    """The dictionary in one file; arguments as `LayerByLayer.part`. layer: None if the path states it."""
     place = files.path(name)
-    path = f"{files.directory.as_posix()}/{name}" if name not in files.links else place.as_posix()
+    path = place.as_posix()
+    # The innermost folder counts: a parent of the download may be named like a layer too.
     matches = [(m[1], m[2]) for m in _PLACE.finditer(path)]
     is_embedding = bool(matches and matches[-1][1])
     if layer is None:
@@ -59,7 +61,9 @@ def part(
         layer = 0 if is_embedding else int(matches[-1][0])
     hooks = layer_hooks(files, StatedHooks(layer, *_stated_hooks(path, is_embedding)), read, write)
     shapes = _shapes(place)
-    size, d_in, d_out = _sizes(shapes, place)
+    d_in, size = check_shapes(shapes, place, {"W_enc": (None, None)})["W_enc"]
+    d_out = check_shapes(shapes, place, {"W_dec": (size, None)})["W_dec"][1]
+    check_shapes(shapes, place, {"b_enc": (size,), "b_dec": (d_out,)}, {"threshold": (size,)})
     repository = _REPOSITORY.search(path)
 
     def open_layer() -> LayerFeatures:
@@ -101,6 +105,7 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(path: str, is_embedding: bool) -> tuple[str | None, str | None]:
+    """Hook kinds read and written, which the name of the repository in a path states."""
     if is_embedding:
         return "embed", "embed"
     repository = _REPOSITORY.search(path)
@@ -119,28 +124,3 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
     shapes = {name: layout.shape for name, layout in layouts.items()}
     apply_fields("gemma_scope tensors", shapes, place)
     return shapes
-
-
-def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:
-    """(features, width read, width written); DictionaryError if arrays are missing or do not fit."""
-    missing = [name for name in ("W_enc", "W_dec", "b_enc", "b_dec") if name not in shapes]
-    if missing:
-        raise DictionaryError(
-            f"expected W_enc, W_dec, b_enc and b_dec in {place}, found {', '.join(sorted(shapes))}; "
-            f"{missing[0]} is missing"
-        )
-    if len(shapes["W_enc"]) != 2 or len(shapes["W_dec"]) != 2:
-        raise DictionaryError(f"expected matrices W_enc and W_dec in {place}, found shapes {shapes}")
-    (d_in, size), d_out = shapes["W_enc"], shapes["W_dec"][1]
-    expected = {
-        "W_dec": (size, d_out),
-        "b_enc": (size,),
-        "b_dec": (d_out,),
-        **({"threshold": (size,)} if "threshold" in shapes else {}),
-    }
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise DictionaryError(
-                f"expected {name!r} of shape {list(shape)} in {place}, found {list(shapes[name])}"
-            )
-    return size, d_in, d_out

@@ -53,7 +53,16 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The dictionaries of all layers: one per layer, or one cross-layer transcoder."""
+    """The dictionaries of all layers: one per layer, or one cross-layer transcoder.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
+    Raises:
+        DictionaryError: A layer of a cross-layer transcoder is missing, or shapes do not fit together.
+    """
     names = [name for name in files.listing if _FILE.search(name)]
     if is_cross_layer(files, names[0]):
         by_layer = {_layer(files, name): name for name in names}
@@ -69,7 +78,7 @@ def read(
 
 
 def is_cross_layer(files: DictionaryFiles, name: str) -> bool:
-    """Whether the features of a file write to several layers."""
+    """Whether the features of a file write to several layers: decoders have a third axis, the target."""
     return len(files.shapes(name).get("w_dec", ())) == 3
 
 
@@ -86,27 +95,12 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file. layer: its layer, if known; None: the path states it."""
+    """The dictionary in one file; arguments as `LayerByLayer.part`. layer: None if the path states it."""
     layer_number = _layer(files, name) if layer is None else layer
     hooks = layer_hooks(files, StatedHooks(layer_number, *_stated_hooks(files, name)), read, write)
     (d_in, size), shapes = _sizes(files, name)
     d_out = require_shapes(files, name, {"w_dec": (size, None)})["w_dec"][1]
     _require_biases(files, name, size, d_in, d_out)
-
-    def open_layer() -> LayerFeatures:
-        from ..layers.activations import JumpReLU
-        from ..layers.layer import LayerFeatures
-
-        tensors = files.tensors(name)
-        return LayerFeatures(
-            layer=layer_number,
-            W_enc=tensors["w_enc"].T,
-            W_dec={layer_number: tensors["w_dec"]},
-            activation=JumpReLU(tensors["threshold"]),
-            b_enc=tensors["b_enc"],
-            b_dec=tensors["b_dec"],
-            W_skip=tensors["affine_skip_connection"].T if "affine_skip_connection" in tensors else None,
-        )
 
     return OneLayer(
         where=name.rpartition("/")[0] or name,
@@ -115,7 +109,7 @@ def part(
         d_in=d_in,
         d_out=d_out,
         files=(name,),
-        open=open_layer,
+        open=lambda: _features(files, name, layer_number),
         model_name=_config(files, name).get("model_name"),
         has_skip="affine_skip_connection" in shapes,
     )
@@ -127,7 +121,14 @@ def read_clt(
     read: str | None,
     write: str | None,
 ) -> Opened:
-    """The cross-layer transcoder in these files, one per layer from 0 on."""
+    """The cross-layer transcoder in some files.
+
+    Arguments:
+        files: Files of the dictionary.
+        names: Names of the files, one per layer from 0 on.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+    """
     hooks = layer_hooks(files, StatedHooks(0, *_stated_hooks(files, names[0])), read, write)
     (width, size), _ = _sizes(files, names[0])
     layers = tuple(range(len(names)))
@@ -153,23 +154,27 @@ def read_clt(
         zero_positions=zero_positions(model),
     )
 
-    def open_layer(layer: int) -> LayerFeatures:
-        from ..layers.activations import JumpReLU
-        from ..layers.layer import LayerFeatures
+    return Opened(files, layout, lambda layer: _features(files, names[layer], layer))
 
-        tensors = files.tensors(names[layer])
-        return LayerFeatures(
-            layer=layer,
-            W_enc=tensors["w_enc"].T,
-            # The file has columns for all layers; those of earlier layers are not used.
-            W_dec={target: tensors["w_dec"][:, target] for target in layers[layer:]},
-            activation=JumpReLU(tensors["threshold"]),
-            b_enc=tensors["b_enc"],
-            b_dec=tensors["b_dec"],
-            W_skip=tensors["affine_skip_connection"].T if "affine_skip_connection" in tensors else None,
-        )
 
-    return Opened(files, layout, open_layer)
+def _features(files: DictionaryFiles, name: str, layer: int) -> LayerFeatures:
+    """The features in one file, memory-mapped."""
+    from ..layers.activations import JumpReLU
+    from ..layers.layer import LayerFeatures
+
+    tensors = files.tensors(name)
+    decoder, skip = tensors["w_dec"], tensors.get("affine_skip_connection")
+    # A cross-layer file has columns for all layers; those of earlier layers are not used.
+    targets = [layer] if decoder.ndim == 2 else range(layer, decoder.shape[1])
+    return LayerFeatures(
+        layer=layer,
+        W_enc=tensors["w_enc"].T,
+        W_dec={target: decoder if decoder.ndim == 2 else decoder[:, target] for target in targets},
+        activation=JumpReLU(tensors["threshold"]),
+        b_enc=tensors["b_enc"],
+        b_dec=tensors["b_dec"],
+        W_skip=None if skip is None else skip.T,  # files have [in, out]
+    )
 
 
 def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
@@ -181,19 +186,16 @@ def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str
 def _require_biases(
     files: DictionaryFiles, name: str, size: int, d_in: int, d_out: int
 ) -> dict[str, tuple[int, ...]]:
+    """Check biases, threshold and skip of a file; returns the shapes of all tensors."""
     expected = {"b_enc": (size,), "b_dec": (d_out,), "threshold": (size,)}
     shapes = require_shapes(files, name, expected, {"affine_skip_connection": (d_in, d_out)})
     apply_fields("gemma_scope_2 tensors", shapes, files.path(name))
     return shapes
 
 
-def _path(files: DictionaryFiles, name: str) -> str:
-    """Full path of a file; names of its repository and folders state its contents."""
-    return files.links[name].as_posix() if name in files.links else f"{files.directory.as_posix()}/{name}"
-
-
 def _layer(files: DictionaryFiles, name: str) -> int:
-    numbers = _LAYER.findall(_path(files, name))
+    """Layer that the path of a parameter file states; DictionaryError without one."""
+    numbers = _LAYER.findall(files.path(name).as_posix())
     if not numbers:
         raise DictionaryError(
             f"expected layer_<number> in the path of {files.path(name)}, which states the layer; keep "
@@ -218,9 +220,11 @@ def _stated_hooks(files: DictionaryFiles, name: str) -> tuple[str | None, str | 
     folder's name."""
     config = _config(files, name)
     reads, writes = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
+    # Names in a configuration win over those of folders, which a user may have renamed.
     if reads is not None:
         return reads, writes
-    folders = _path(files, name).split("/")[-4:-1]
+    # The innermost three only: folders above them are the user's.
+    folders = files.path(name).as_posix().split("/")[-4:-1]
     for word, kinds in FOLDERS.items():
         if any(folder == word or folder.startswith(f"{word}_") for folder in folders):
             return kinds

@@ -14,11 +14,15 @@ from ....store.errors import DictionaryError, nearest
 from ..layers.files import CONFIG_YAML, DictionaryFiles, parse_reference
 from ..layers.names import HOOKS_ADVICE, hook_kind
 
-__all__ = ["hooks_of", "numbered", "require_kind", "require_shapes", "scan_of"]
+__all__ = ["check_shapes", "hooks_of", "numbered", "require_kind", "require_shapes", "scan_of"]
 
 
 def numbered(files: DictionaryFiles, pattern: str) -> tuple[int, ...]:
-    """Layers of the files in the root folder that match `pattern`, whose group is the layer number.
+    """Layers that have a file in the root folder.
+
+    Arguments:
+        files: Files of the dictionary.
+        pattern: Regular expression of the file names, whose group is the layer number.
 
     Raises:
         DictionaryError: A layer between 0 and the last is missing.
@@ -34,13 +38,19 @@ def numbered(files: DictionaryFiles, pattern: str) -> tuple[int, ...]:
 
 
 def hooks_of(files: DictionaryFiles, read: str | None, write: str | None) -> tuple[str, str]:
-    """Hook kinds that are read and written: as given, or else as config.yaml states.
+    """Hook kinds that are read and written.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Name of the hook point that is read; None for that in config.yaml.
+        write: Name of the hook point that is written, likewise.
 
     Raises:
         DictionaryError: They are stated nowhere; they are not guessed from the layout.
     """
     config = files.yaml
     names = (read or config.get("feature_input_hook"), write or config.get("feature_output_hook"))
+    # Not guessed from the layout of files: resid_mid and mlp_pre have the same width.
     for name, field in zip(names, ("feature_input_hook", "feature_output_hook"), strict=True):
         if not isinstance(name, str):
             raise DictionaryError(
@@ -86,7 +96,29 @@ def require_shapes(
     Raises:
         DictionaryError: A tensor is missing or has another shape.
     """
-    shapes, place = files.shapes(name), files.path(name)
+    return check_shapes(files.shapes(name), files.path(name), expected, optional)
+
+
+def check_shapes(
+    shapes: dict[str, tuple[int, ...]],
+    place: object,
+    expected: Mapping[str, Sequence[int | None]],
+    optional: Mapping[str, Sequence[int | None]] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """As `require_shapes`, for tensors of any file.
+
+    Arguments:
+        shapes: Shapes of all tensors of the file.
+        place: The file, for messages.
+        expected: Shapes of required tensors.
+        optional: Shapes of tensors that may be missing.
+
+    Returns:
+        `shapes`.
+
+    Raises:
+        DictionaryError: A tensor is missing or has another shape.
+    """
     for tensor, shape in {**expected, **(optional or {})}.items():
         if tensor not in shapes:
             if tensor in expected:

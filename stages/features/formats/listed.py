@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ....store.errors import DictionaryError, ModelNotFound
@@ -29,12 +29,10 @@ from .fields import apply_fields
 from .layered import hooks_of
 from .single import OneLayer, join
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["Reference", "read", "recognises", "references"]
 
 LONGEST_LIST, LARGEST_FILE = 1024, 1 << 20
+"""Limits on the number of entries, and on the bytes of config.yaml, which comes from the hub."""
 _LAYER = re.compile(r"layer_(\d{1,9})")
 
 
@@ -75,7 +73,17 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders of the list as one dictionary; all headers are checked, no weights are read."""
+    """The transcoders of the list as one dictionary; all headers are checked, no weights are read.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
+    Raises:
+        DictionaryError: The list is invalid, or files do not fit together.
+        ModelNotFound: A listed file is missing.
+    """
     apply_fields("listed", files.yaml, files.path(CONFIG_YAML))
     entries = references(files)
     kinds = hooks_of(files, read, write)
@@ -120,6 +128,7 @@ def references(files: DictionaryFiles) -> Sequence[Reference]:
 
 
 def _entry(item: Any, layer: int, place: Path) -> Reference:
+    """Reference of one list entry; DictionaryError for another layer, or another kind of value."""
     if isinstance(item, Mapping):  # the oldest layout: {id, layer, filepath}
         if item.get("layer", layer) != layer:
             raise DictionaryError(

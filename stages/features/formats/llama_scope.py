@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.names import layer_in
-from .fields import apply_fields
+from .fields import apply_fields, to_float
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, StatedHooks, files_beside, layer_hooks, to_float
+from .single import LayerByLayer, OneLayer, StatedHooks, files_beside, layer_hooks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ VARIANTS = {
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder. name: its configuration file."""
+    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its configuration file."""
     folder, slash, file = name.rpartition("/")
     weights = f"{folder}{slash}{VARIANTS[file]}"
     config, place = files.json(name), files.path(name)
@@ -45,6 +45,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     layer = hooks.layer
     size, d_in = require_shapes(files, weights, {"encoder.weight": (None, None)})["encoder.weight"]
     expected: dict[str, tuple[int | None, ...]] = {"encoder.bias": (size,), "decoder.weight": (None, size)}
+    # The two variants differ in the threshold: one number in the configuration, or a tensor of logarithms.
     is_scalar = file == "hyperparams.json"
     if not is_scalar:
         expected["log_jumprelu_threshold"] = (size,)

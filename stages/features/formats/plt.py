@@ -45,7 +45,16 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders as one dictionary; all headers are checked, no weights are read."""
+    """The transcoders as one dictionary; all headers are checked, no weights are read.
+
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
+    Raises:
+        DictionaryError: A layer or tensor is missing, or shapes do not fit together.
+    """
     apply_fields("plt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)
@@ -57,14 +66,24 @@ def read(
 
 
 def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -> OneLayer:
-    """The transcoder of one layer. read, write: hook kinds."""
+    """The transcoder of one layer.
+
+    Arguments:
+        files: Files of the dictionary.
+        file: The layer's file.
+        read: Kind of the hook point that features read.
+        write: Kind of the hook point that they write to.
+        layer: The layer.
+    """
     name, k = _stated_activation(files)
+    # An entry of mizarr's own exports, which circuit-tracer ignores.
     rectified = bool(files.yaml.get("rectified", False))
     size, d_in = require_shapes(files, file, {"W_enc": (None, None)})["W_enc"]
     _, d_out = require_shapes(files, file, {"W_dec": (size, None)})["W_dec"]
     expected = {"b_enc": (size,), "b_dec": (d_out,)}
     if name == "jumprelu":
         expected[_THRESHOLD] = (size,)
+    # Without a stated activation, the threshold decides between JumpReLU and ReLU.
     optional = {"W_skip": (d_out, d_in), _THRESHOLD: (size,)}
     shapes = require_shapes(files, file, expected, optional)
     apply_fields("plt tensors", shapes, files.path(file))
@@ -102,6 +121,7 @@ def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
     """(name, k) stated by config.yaml; the name is None if the tensors decide."""
     name, k = files.yaml.get("activation"), files.yaml.get("k", 0)
     if name is None:
+        # By prefix: a reference may end with a subfolder or a revision.
         k_of_repository = next(
             (k for repository, k in TOP_K.items() if files.name.startswith(repository)), None
         )
@@ -114,6 +134,7 @@ def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
 
 
 def _activation_of(name: str | None, k: int, rectified: bool, tensors: dict[str, Tensor]) -> Activation:
+    """Activation function: as config.yaml states, else JumpReLU if there is a threshold, else ReLU."""
     from ..layers.activations import JumpReLU, ReLU, TopK
 
     if name == "topk":

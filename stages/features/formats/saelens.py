@@ -20,7 +20,15 @@ from ..layers.files import CFG_JSON, DictionaryFiles
 from .fields import apply_fields
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
-from .single import LayerByLayer, LayerHooks, OneLayer, StatedHooks, files_beside, layer_hooks
+from .single import (
+    LayerByLayer,
+    LayerHooks,
+    OneLayer,
+    StatedHooks,
+    config_beside,
+    files_beside,
+    layer_hooks,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +49,12 @@ _FOLDED_VALUES = ("v", "z", "result")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder. name: its weight file."""
-    folder, slash, _ = name.rpartition("/")
-    cfg = f"{folder}{slash}{CFG_JSON}"
-    config = SaeLensConfig.parse(files.json(cfg), files.path(cfg))
+    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    place, fields = config_beside(files, name, CFG_JSON)
+    config = SaeLensConfig.parse(fields, place)
     hooks = layer_hooks(files, _stated_hooks(config), read, write)
     layer = hooks.layer
-    _require_unprocessed(config, hooks, files.path(cfg))
+    _require_unprocessed(config, hooks, place)
     shapes = require_shapes(files, name, _expected(config, files.shapes(name)))
     d_out = shapes["W_dec"][1]
     if "W_skip" in shapes:
@@ -72,7 +79,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
         )
 
     return OneLayer(
-        where=folder or name,
+        where=name.rpartition("/")[0] or name,
         hooks=hooks,
         n_features=config.d_sae,
         d_in=config.d_in,
@@ -112,8 +119,8 @@ def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) 
 
 
 def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:
-    size, d_in = config.d_sae, config.d_in
-    d_out = config.d_out
+    """Shapes of the tensors that a file must have, given the names it has."""
+    size, d_in, d_out = config.d_sae, config.d_in, config.d_out
     expected: dict[str, tuple[int | None, ...]] = {
         "W_enc": (d_in, size),
         "W_dec": (size, d_out),
@@ -135,6 +142,7 @@ def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict
 
 
 def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation:
+    """Activation function with its thresholds or gates."""
     from ..layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
     if config.activation == "jumprelu":
@@ -150,6 +158,7 @@ def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation
 
 
 def _scaling(config: SaeLensConfig) -> Scaling:
+    """Scaling of the input; a transcoder's output is not scaled back, as in SAELens."""
     from ..layers.scaling import AsIs, ConstantNorm, InputOnly, LayerNorm
 
     scalings: dict[str, Any] = {"constant_norm_rescale": ConstantNorm, "layer_norm": LayerNorm}
@@ -174,5 +183,6 @@ def _row_norms(W_dec: Tensor) -> Tensor:
     """Norms of decoder rows [feature], float32; rows are converted block by block."""
     import torch
 
+    # The clamp avoids a division by 0 for features that write nothing.
     norms = [rows.float().norm(dim=-1) for rows in W_dec.split(_NORM_ROWS)]
     return torch.cat(norms).clamp(min=1e-8)

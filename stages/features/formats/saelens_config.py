@@ -14,7 +14,7 @@ from typing import Any
 
 from ....store.errors import DictionaryError, nearest
 from ..layers.names import layer_in
-from .fields import FIELDS, apply_fields
+from .fields import FIELDS, apply_fields, to_whole
 
 __all__ = ["ARCHITECTURES", "SaeLensConfig"]
 
@@ -47,20 +47,33 @@ class SaeLensConfig:
     """The fields of cfg.json that affect results, named as in SAELens."""
 
     architecture: str
+    """Key of `ARCHITECTURES`."""
     d_in: int
+    """Width of the states that are read."""
     d_sae: int
+    """Number of features."""
     d_out: int
+    """Width of the states that are written."""
     apply_b_dec_to_input: bool
+    """Whether b_dec is subtracted from the input."""
     normalize_activations: str
+    """Scaling of the input: "none", "expected_average_only_in", "constant_norm_rescale" or "layer_norm"."""
     reshape_activations: str
+    """"hook_z" if heads are put side by side, else "none"."""
     rescale_acts_by_decoder_norm: bool
+    """Whether pre-activations are multiplied by the norms of decoder rows, and rows divided by them."""
     finetuning_scaling_factor: bool
+    """Whether the file has factors of decoder rows from fine-tuning."""
     k: int
     """Number of active features; 0 for architectures without it."""
     hook_name: str | None
+    """Name of the hook point that is read; None if not stated."""
     hook_name_out: str | None
+    """Name of the hook point that a transcoder writes to; None if not stated."""
     hook_layer: int | None
+    """Layer; None if not stated."""
     model_name: str | None
+    """Name of the model; None if not stated."""
     processing: frozenset[str]
     """Processing of the model's weights in training: "fold_ln", "fold_value_biases"."""
 
@@ -76,7 +89,11 @@ class SaeLensConfig:
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any], place: Path) -> SaeLensConfig:
-        """Parse the fields of the cfg.json at `place`.
+        """Parse a cfg.json of any version.
+
+        Arguments:
+            fields: Its fields.
+            place: Its path, for messages.
 
         Raises:
             DictionaryError: An architecture or setting is not supported, or a size is missing.
@@ -97,20 +114,20 @@ class SaeLensConfig:
                 f"{place} is about head {metadata['hook_head_index']} of {metadata.get('hook_name')} alone; "
                 "dictionaries of single heads cannot be read"
             )
-        d_in = _size(config, "d_in", place)
+        d_in = to_whole(config.get("d_in"), "d_in", place)
         is_transcoder = ARCHITECTURES[architecture][0]
         needs_k = ARCHITECTURES[architecture][1] in ("topk", "abstopk")
         return cls(
             architecture=architecture,
             d_in=d_in,
-            d_sae=_size(config, "d_sae", place),
-            d_out=_size(config, "d_out", place) if is_transcoder and "d_out" in config else d_in,
+            d_sae=to_whole(config.get("d_sae"), "d_sae", place),
+            d_out=to_whole(config["d_out"], "d_out", place) if is_transcoder and "d_out" in config else d_in,
             apply_b_dec_to_input=bool(config.get("apply_b_dec_to_input", True)) and not is_transcoder,
             normalize_activations=config["normalize_activations"],
             reshape_activations=config["reshape_activations"],
             rescale_acts_by_decoder_norm=bool(config.get("rescale_acts_by_decoder_norm", False)),
             finetuning_scaling_factor=bool(config.get("finetuning_scaling_factor", False)),
-            k=_size(config, "k", place) if needs_k else 0,
+            k=to_whole(config.get("k"), "k", place) if needs_k else 0,
             hook_name=metadata.get("hook_name"),
             hook_name_out=metadata.get("hook_name_out"),
             hook_layer=_layer(metadata, place),
@@ -130,6 +147,7 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
     config_fields = {name: value for name, value in config.items() if name not in flat}
     apply_fields("saelens", config_fields, place)
     apply_fields("saelens metadata", {**flat, **metadata}, place)
+    # Files of versions before 6, and files without a version, are flat.
     if not re.match(r"([6-9]|\d\d)\.", version):
         config["metadata"] = {**flat, **metadata}
         _read_activation(config, place)
@@ -137,6 +155,7 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
             config["reshape_activations"] = "hook_z"
     else:
         config["metadata"] = metadata
+    # Old versions have a flag, whose True means one factor for all inputs.
     if isinstance(config.get("normalize_activations"), bool):
         config["normalize_activations"] = (
             "expected_average_only_in" if config["normalize_activations"] else "none"
@@ -186,10 +205,3 @@ def _one_of(field: str, value: Any, supported: Any, place: Path) -> None:
         raise DictionaryError(
             f"expected {field} to be one of {', '.join(supported)} in {place}, found {value!r}{hint}"
         )
-
-
-def _size(config: Mapping[str, Any], field: str, place: Path) -> int:
-    value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DictionaryError(f"expected {field} to be a positive number in {place}, found {value!r}")
-    return value

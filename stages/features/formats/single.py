@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....store.errors import DictionaryError
@@ -27,11 +28,11 @@ __all__ = [
     "LayerHooks",
     "OneLayer",
     "StatedHooks",
+    "config_beside",
     "files_beside",
     "files_named",
     "layer_hooks",
     "join",
-    "to_float",
 ]
 
 _SHOWN = 6
@@ -54,8 +55,11 @@ class LayerHooks(NamedTuple):
     """Kinds of the hook points that the features of one layer read and write."""
 
     layer: int
+    """Layer that the features read."""
     read: str
+    """Kind of the hook point that they read."""
     write: str
+    """Kind of the hook point that they write to."""
     modules: tuple[NamedHook, ...] = ()
     """Hook points that stand for modules of transformers, as in `DictionaryLayout`."""
 
@@ -79,7 +83,9 @@ class OneLayer:
     open: Callable[[], LayerFeatures]
     """Returns its features with memory-mapped weights."""
     model_name: str | None = None
+    """Name of the model in its configuration; None if not stated."""
     has_skip: bool = False
+    """Whether there is a linear skip from input to output."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Entries of its configuration that change numbers, as plain values."""
 
@@ -103,7 +109,8 @@ class LayerByLayer:
     names_of: Callable[[DictionaryFiles], Sequence[str]]
     """Lists the file names that represent one layer each."""
     part: Callable[..., OneLayer]
-    """Describes one of them: (files, name, read, write) -> OneLayer."""
+    """Describes one of them: (files, name, read, write) -> OneLayer. read and write: hook points given by the
+    caller in place of those in the files, or None."""
 
     def recognises(self, files: DictionaryFiles) -> bool:
         """Whether a folder holds files of this format."""
@@ -116,7 +123,16 @@ class LayerByLayer:
         read: str | None = None,
         write: str | None = None,
     ) -> Opened:
-        """Read all layers and join them; DictionaryError if a layer occurs twice."""
+        """Read all layers and join them.
+
+        Arguments:
+            files: Files of the dictionary.
+            read: Hook point that features read, in place of that in the files; None for that in the files.
+            write: Hook point that features write to, likewise.
+
+        Raises:
+            DictionaryError: A layer occurs twice, or layers differ in size or hook points.
+        """
         parts = [self.part(files, name, read, write) for name in self.names_of(files)]
         return join(files, self.name, parts)
 
@@ -126,8 +142,31 @@ def files_named(files: DictionaryFiles, file_name: str) -> list[str]:
     return [name for name in files.listing if name.rpartition("/")[2] == file_name]
 
 
+def config_beside(files: DictionaryFiles, name: str, config: str) -> tuple[Path, dict[str, Any]]:
+    """Path and contents of the JSON file that describes a weight file.
+
+    Arguments:
+        files: Files of the dictionary.
+        name: The weight file.
+        config: Name of the JSON file in the same folder.
+
+    Raises:
+        DictionaryError: There is no such file.
+    """
+    folder, slash, _ = name.rpartition("/")
+    beside = f"{folder}{slash}{config}"
+    if beside not in files.listing:
+        raise DictionaryError(f"expected {config} beside {files.path(name)}, found none; fetch it again")
+    return files.path(beside), files.json(beside)
+
+
 def files_beside(files: DictionaryFiles, mates: Mapping[str, str]) -> list[str]:
-    """Paths of files named by a key of `mates` whose folder also holds the file named by the value."""
+    """Paths of files with a partner in the same folder.
+
+    Arguments:
+        files: Files of the dictionary.
+        mates: Name of the file -> name of its partner.
+    """
     listing, paths = set(files.listing), []
     for name in files.listing:
         folder, slash, file = name.rpartition("/")
@@ -148,6 +187,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
     Raises:
         DictionaryError: Two are of the same layer, or they differ in size or hook points.
     """
+    # By folder within a layer: the message about duplicates is the same on every file system.
     ordered = sorted(parts, key=lambda part: (part.layer, part.where))
     _require_one_each(files, ordered)
     reference = ordered[0]
@@ -177,6 +217,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
         model_name=reference.model_name,
         scan=scan_of(files),
         has_skip=any(part.has_skip for part in ordered),
+        # Per layer, as layers may differ in k or threshold; keys are strings, as in JSON.
         settings={"layers": {str(part.layer): dict(part.settings) for part in ordered}},
         zero_positions=zero_positions,
         modules=tuple(hook for part in ordered for hook in part.hooks.modules),
@@ -185,6 +226,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
 
 
 def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None:
+    """Raise DictionaryError if two parts are of the same layer."""
     for layer in {part.layer for part in parts}:
         duplicates = [part.where for part in parts if part.layer == layer]
         if len(duplicates) > 1:
@@ -234,12 +276,5 @@ def layer_hooks(
 
 
 def _named(name: str | NamedHook | None) -> NamedHook | None:
+    """Hook point of a name, if it is one."""
     return parse_hook(name) if isinstance(name, str) else name
-
-
-def to_float(value: Any, field: str, place: Any) -> float:
-    """A number of a configuration as a float; DictionaryError for other values."""
-    # bool is a subclass of int.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DictionaryError(f"expected {field} to be a number in {place}, found {value!r}")
-    return float(value)

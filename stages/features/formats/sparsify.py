@@ -11,14 +11,14 @@ Border: folders and tensors. The name of a folder is a module of the model, whic
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
 from ..layers.names import module_hook
-from .fields import apply_fields
+from .fields import apply_fields, to_whole
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, StatedHooks, files_named, layer_hooks
+from .single import LayerByLayer, OneLayer, StatedHooks, config_beside, files_named, layer_hooks
 
 if TYPE_CHECKING:
     from ..layers.layer import LayerFeatures
@@ -30,18 +30,17 @@ _NUMBERED = re.compile(r"(?:\w+\.)*?(?:layers|h)[._](\d{1,9})(?:\..+)?")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder. name: its weight file."""
-    folder, slash, _ = name.rpartition("/")
-    cfg = f"{folder}{slash}{CFG_JSON}"
-    if cfg not in files.listing:
-        raise DictionaryError(f"expected {CFG_JSON} beside {files.path(name)}, found none; fetch it again")
-    config = files.json(cfg)
-    apply_fields("sparsify", config, files.path(cfg))
+    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    folder = name.rpartition("/")[0]
+    place, config = config_beside(files, name, CFG_JSON)
+    apply_fields("sparsify", config, place)
+    # The module's name states the hook point: "layers.12.mlp".
     module = folder.rpartition("/")[2] or files.directory.name
     is_transcoder = bool(config.get("transcode", False))
     hooks = layer_hooks(files, _stated_hooks(module, is_transcoder), read, write)
     layer = hooks.layer
-    k, activation = _sparsity(config, files, cfg)
+    # A missing entry has sparsify's default.
+    k, activation = to_whole(config.get("k", 32), "k", place), config.get("activation", "topk")
     size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
     d_out = require_shapes(files, name, {"W_dec": (size, None)})["W_dec"][1]
     expected = {"encoder.bias": (size,), "b_dec": (d_out,)}
@@ -50,7 +49,7 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     shapes = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
     apply_fields("sparsify tensors", shapes, files.path(name))
     if activation == "groupmax" and size % k:
-        raise DictionaryError(f"expected k to divide the {size} features of {files.path(cfg)}, found k {k}")
+        raise DictionaryError(f"expected k to divide the {size} features of {place}, found k {k}")
 
     def open_layer() -> LayerFeatures:
         from ..layers.activations import GroupMax, TopK
@@ -92,11 +91,3 @@ def _stated_hooks(module: str, is_transcoder: bool) -> StatedHooks:
     numbered = _NUMBERED.fullmatch(module)
     ends = ("input", "output") if is_transcoder else ("output", "output")
     return StatedHooks(numbered and int(numbered[1]), *(module_hook(module, end) for end in ends))
-
-
-def _sparsity(config: dict[str, Any], files: DictionaryFiles, cfg: str) -> tuple[int, str]:
-    """(k, activation) of a configuration, with sparsify's defaults."""
-    k, activation = config.get("k", 32), config.get("activation", "topk")
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise DictionaryError(f"expected k to be a positive number in {files.path(cfg)}, found {k!r}")
-    return k, activation

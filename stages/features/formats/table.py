@@ -1,22 +1,20 @@
 """Table of file formats, and detection of the format of a dictionary's files.
 
-A format is a module with `recognises(files)` and `read(files, ...)`; they are tried in table order. Detection
-uses a configuration if it states the format, else the file names; no weight file is opened.
+A format is a module with two functions, `recognises(files) -> bool` and `read(files, read=..., write=...) ->
+Opened`; modules are tried in table order. Detection uses a configuration if it states the format, else the
+file names; no weight file is opened.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.layer import layers_text
 from ..layers.layout import Opened
 from ..layers.names import hook_name, parse_hook
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["FORMATS", "open_files"]
 
@@ -37,18 +35,6 @@ _LISTED = 6
 """Number of files listed in a message."""
 
 
-class Format(Protocol):
-    """Protocol of the module of a format."""
-
-    def recognises(self, files: DictionaryFiles) -> bool:
-        """Whether the files have this format."""
-        ...
-
-    def read(self, files: DictionaryFiles, *, read: str | None, write: str | None) -> Opened:
-        """Open the files as a dictionary; DictionaryError if files contradict each other."""
-        ...
-
-
 def open_files(
     files: DictionaryFiles,
     *,
@@ -57,10 +43,16 @@ def open_files(
 ) -> Opened:
     """Detect the format of a dictionary's files and read their layout.
 
+    Arguments:
+        files: Files of the dictionary.
+        read: Hook point that features read, in place of that in the files; None for that in the files.
+        write: Hook point that features write to, likewise.
+
     Raises:
         DictionaryError: No format recognises the files; the message lists them.
     """
     for module, _ in FORMATS.values():
+        # Imported when it is tried, so that planning with one format does not load the others.
         module_of_format: Any = importlib.import_module(module, __package__)
         if module_of_format.recognises(files):
             opened: Opened = module_of_format.read(files, read=read, write=write)
@@ -79,6 +71,7 @@ def _require_layer(opened: Opened, read: str | None, write: str | None) -> None:
     """Raise DictionaryError if the caller names another layer than the files."""
     for argument, name in (("read", read), ("write", write)):
         layer = parse_hook(name).layer if name else None
+        # A layer in the name is for files that do not state theirs; it cannot move features.
         if layer is not None and opened.layout.layers != (layer,):
             raise DictionaryError(
                 f"expected {argument}= at {layers_text(opened.layout.layers)}, as the files in "

@@ -32,7 +32,12 @@ class Activation(Protocol):
         ...
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
-        """Activations of pre-activations [..., feature]; `features`: which features these are."""
+        """Activations of pre-activations.
+
+        Arguments:
+            pre: Pre-activations [..., feature].
+            features: Range of the dictionary's features to which `pre` belongs.
+        """
         ...
 
 
@@ -70,6 +75,7 @@ class TopK:
     """The k largest values of each row, 0 elsewhere; all values if there are at most k."""
 
     k: int
+    """Number of values that are kept."""
     rectified: bool = True
     """Whether negative values among them become 0 (SAELens, sparsify); circuit-tracer keeps them."""
 
@@ -86,6 +92,7 @@ class AbsTopK:
     """The k values of largest magnitude of each row, with their signs, 0 elsewhere (SAELens)."""
 
     k: int
+    """Number of values that are kept."""
 
     per_row = True
 
@@ -115,8 +122,11 @@ class Gated:
     """(z + b_gate > 0) * relu(z * exp(r_mag) + b_mag) of z = x W_enc'; all three [feature]."""
 
     b_gate: Tensor
+    """Bias of the gate."""
     b_mag: Tensor
+    """Bias of the magnitude."""
     r_mag: Tensor
+    """Logarithm of the magnitude's encoder, relative to the gate's."""
 
     per_row = False
 
@@ -127,7 +137,12 @@ class Gated:
 
 
 def to_device(activation: Activation, device: torch.device | str) -> Activation:
-    """The activation function with its thresholds and gates on a device."""
+    """The activation function with its thresholds and gates on a device.
+
+    Arguments:
+        activation: An activation function.
+        device: The device.
+    """
     from torch import Tensor
 
     fields = {name: value.to(device) for name, value in vars(activation).items() if isinstance(value, Tensor)}
@@ -136,18 +151,22 @@ def to_device(activation: Activation, device: torch.device | str) -> Activation:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Mask of the k largest values of the last axis; ties go to low indices, unlike in `topk`."""
+    """Mask of the k largest values of the last axis; ties go to low indices.
+
+    `torch.topk` leaves open which of several equal values it returns.
+    """
     import torch
 
     if k >= values.shape[-1]:
         return torch.ones_like(values, dtype=torch.bool)
     if k <= 0:
         return torch.zeros_like(values, dtype=torch.bool)
-    # The k-th largest value; ties at this value are resolved below by index.
+    # Only the k-th largest value is taken from topk, which does not depend on the order of ties.
     least = values.topk(k, dim=-1).values[..., -1:]
     above = values > least
     level = values == least
     room = k - above.sum(-1, keepdim=True)
-    if bool((level.sum(-1, keepdim=True) <= room).all()):  # no ties to break, as a rule
+    # Usually there are no ties, and the cumulative sum over all features is saved.
+    if bool((level.sum(-1, keepdim=True) <= room).all()):
         return above | level
     return above | (level & (level.cumsum(-1) <= room))

@@ -44,6 +44,7 @@ class Active:
         if not len(self):
             return self
         # Two stable sorts: by value, then by group; ties keep ascending feature indices.
+        # Integer that identifies the layer and position of each active feature, ascending.
         group = self.layer * (self.position.max() + 1) + self.position
         order = torch.argsort(self.value, descending=True, stable=True)
         order = order[torch.argsort(group[order], stable=True)]

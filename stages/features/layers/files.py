@@ -77,8 +77,8 @@ class DictionaryFiles:
             if path.is_file() or (path.is_symlink() and not path.exists())
         ]
         for path in paths:
-            # A dangling link in a hub snapshot is a file whose download is missing.
-            if path.suffix in _READ and not path.is_file():  # dangling links of other files do not matter
+            # Only files that some format reads: a missing README does not matter.
+            if path.suffix in _READ and not path.is_file():
                 require_content(path, DictionaryError)
         return tuple(sorted(path.relative_to(self.directory).as_posix() for path in paths))
 
@@ -101,18 +101,15 @@ class DictionaryFiles:
             raise DictionaryError(
                 f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
             ) from error
-        return self._mapping(parsed, CONFIG_YAML)
+        if not isinstance(parsed, dict):
+            raise DictionaryError(
+                f"expected names and values in {self.directory / CONFIG_YAML}, found {type(parsed).__name__}"
+            )
+        return parsed
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file, parsed. DictionaryError if it is not an object."""
         return json_object(self.path(name), DictionaryError)
-
-    def _mapping(self, parsed: Any, name: str) -> dict[str, Any]:
-        if not isinstance(parsed, dict):
-            raise DictionaryError(
-                f"expected names and values in {self.directory / name}, found {type(parsed).__name__}"
-            )
-        return parsed
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor of a safetensors file, from its header.
@@ -161,7 +158,12 @@ class DictionaryReference:
     def parse(
         cls, text: str | Path, read: str | None = None, write: str | None = None
     ) -> DictionaryReference:
-        """Parse "NAME[?read=HOOK][&write=HOOK]"; hook points may also be given as arguments.
+        """Parse "NAME[?read=HOOK][&write=HOOK]".
+
+        Arguments:
+            text: The name, with or without hook points.
+            read: Hook point that features read, if the name does not state it.
+            write: Hook point that features write to, likewise.
 
         Raises:
             DictionaryError: There are other fields, or the same hook point is given twice with different
@@ -173,6 +175,7 @@ class DictionaryReference:
                     f"expected {end}= as the name of a hook point, found {hook!r}; write 'hook_resid_mid'"
                 )
         name, mark, query = str(text).partition("?")
+        # A folder's name may contain a question mark.
         if not mark or _is_folder(text):
             return cls(text, read, write)
         hooks = dict(parse_qsl(query, keep_blank_values=True))
@@ -196,14 +199,11 @@ class DictionaryReference:
 
 
 def _is_folder(name: str | Path) -> bool:
+    """Whether a directory has this name; False for names that no path can have."""
     try:
         return Path(name).expanduser().is_dir()
     except (OSError, RuntimeError, TypeError, ValueError):  # too long; no home of that user; no text
         return False
-
-
-def _hub_snapshot(repository: str, revision: str) -> Path:
-    return snapshot_folder(hub_cache() / f"models--{repository.replace('/', '--')}", revision)
 
 
 def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
@@ -228,6 +228,7 @@ def is_shipped(name: str | Path) -> bool:
 
 
 def _shipped_folder(name: str) -> Path:
+    """Folder of a dictionary that ships with mizarr; ModelNotFound for an unknown name."""
     folders = {f"{SPECIMEN}/{path.name}": path for path in sorted(SPECIMEN_FOLDER.iterdir()) if path.is_dir()}
     if name in folders:
         return folders[name]
@@ -261,7 +262,7 @@ def resolve(name: str | Path) -> DictionaryFiles:
     if is_folder:
         return DictionaryFiles(str(name), folder)
     repository, subfolder, revision = parse_reference(name)
-    snapshot = _hub_snapshot(repository, revision or "main")
+    snapshot = snapshot_folder(hub_cache() / f"models--{repository.replace('/', '--')}", revision or "main")
     if not snapshot.is_dir():
         cached = [
             path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*")

@@ -43,6 +43,7 @@ class LayerFeatures:
     W_dec: Mapping[int, Tensor]
     """Decoder [feature, d_out] for each target layer; may be a strided view."""
     activation: Activation
+    """Activation function, with its thresholds or gates."""
     b_enc: Tensor | None = None
     """Encoder bias [feature]."""
     b_dec: Tensor | None = None
@@ -91,9 +92,11 @@ class LayerFeatures:
 
     @plain_torch()
     def preactivations(self, x: Tensor, features: slice | Tensor = slice(None)) -> Tensor:
-        """Pre-activations [..., feature] of inputs [..., d_in], of all features or the given ones.
+        """Pre-activations [..., feature]; for gated dictionaries, before the biases of gate and magnitude.
 
-        For gated dictionaries, the product with the encoder before the gate's bias.
+        Arguments:
+            x: Inputs [..., d_in].
+            features: Range or indices of the features; all by default.
         """
         rows = self._prepared(x)
         return self._products(rows, self.W_enc[features].to(rows), features)
@@ -126,7 +129,8 @@ class LayerFeatures:
 
         parts = [part for features in self._feature_blocks(x) for part in self._active(x, features)]
         row, feature, value = (torch.cat([part[i] for part in parts]) for i in range(3))
-        if not bool(value.isfinite().all()):  # NaN compares unequal to 0, so it is among the active values
+        # NaN compares unequal to 0, so it is among the active values.
+        if not bool(value.isfinite().all()):
             raise self._not_finite(x, "activations")
         # Blocks of features come one after the other, so rows are interleaved again here.
         order = torch.argsort(row * self.n_features + feature)
@@ -137,9 +141,8 @@ class LayerFeatures:
         step = max(1, BLOCK_BYTES // (max(x.element_size(), 4) * (features.stop - features.start)))
         for start in range(0, max(len(x), 1), step):
             rows = self._prepared(x[start : start + step])
-            encoder = (
-                self.W_enc[features].to(rows) if encoder is None else encoder
-            )  # converted once for all blocks
+            # Converted to the dtype of the rows once, for all blocks of rows.
+            encoder = self.W_enc[features].to(rows) if encoder is None else encoder
             values = self.activation(self._products(rows, encoder, features), features)
             row, feature = values.nonzero(as_tuple=True)
             yield row + start, feature + features.start, values[row, feature]
@@ -157,9 +160,11 @@ class LayerFeatures:
 
     @plain_torch()
     def decode(self, activations: Tensor, target: int | None = None) -> Tensor:
-        """Contribution of dense activations [..., feature] to a layer, without bias: [..., d_out].
+        """Contribution of features to a layer, without bias: [..., d_out].
 
-        target: the layer; None for the layer that is read.
+        Arguments:
+            activations: Dense activations [..., feature].
+            target: Layer that is written; None for the layer that is read.
         """
         decoder = self._decoder(self.layer if target is None else target)
         if self.unit is not None:
@@ -169,20 +174,24 @@ class LayerFeatures:
 
     @plain_torch()
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """Output at the layer from the features' contributions y [..., d_out]: bias, scale and skip are
-        added.
+        """Output at the layer: the features' contributions with bias, skip and the scale of the input.
 
-        x [..., d_in]: the states that were read at this layer.
+        Arguments:
+            y: Sum of the features' contributions [..., d_out].
+            x: States that were read at this layer [..., d_in].
         """
         x = self._arithmetic(x)
         _, undo = self.scaling(x)
+        # The gain multiplies the input, so bias and features' contributions are divided by it.
         return undo(y if self.b_dec is None else y + self.b_dec.to(y) / self.gain) + self.skip(x)
 
     @plain_torch()
     def reconstruct(self, activations: Tensor, x: Tensor) -> Tensor:
-        """Output of a per-layer dictionary for inputs x [..., d_in]: [..., d_out].
+        """Output of a per-layer dictionary, [..., d_out].
 
-        activations: dense [..., feature], from `encode`.
+        Arguments:
+            activations: Dense activations [..., feature], from `encode`.
+            x: Inputs [..., d_in].
         """
         return self.finish(self.decode(activations), x)
 
@@ -229,6 +238,7 @@ class LayerFeatures:
     # -- helpers
 
     def _prepared(self, x: Tensor) -> Tensor:
+        """Rows [..., d_in] that the encoder multiplies: scaled, and centred if the dictionary is."""
         x = self._arithmetic(x)
         if x.shape[-1] != self.W_enc.shape[1]:
             raise DictionaryError(
@@ -240,6 +250,7 @@ class LayerFeatures:
         return rows - self.b_dec.to(rows) if self.centred and self.b_dec is not None else rows
 
     def _not_finite(self, x: Tensor, quantity: str) -> DictionaryError:
+        """Error that names the cause of activations that are not finite: the states or the encoder."""
         source = "the encoder holds" if bool(x.isfinite().all()) else "the states it read hold"
         return DictionaryError(
             f"the {quantity} of layer {self.layer} are not finite: {source} numbers that are not; check "
@@ -247,6 +258,7 @@ class LayerFeatures:
         )
 
     def _arithmetic(self, x: Tensor) -> Tensor:
+        """x as float32, or float64 if it is float64, on the device of the arithmetic."""
         import torch
 
         # Products in bfloat16 could change which features fire.
@@ -254,6 +266,7 @@ class LayerFeatures:
         return x.to(device=self.device, dtype=dtype)
 
     def _decoder(self, target: int) -> Tensor:
+        """Decoder [feature, d_out] for a layer; DictionaryError if the features do not write to it."""
         if target not in self.W_dec:
             raise DictionaryError(
                 f"features of layer {self.layer} write to {layers_text(self.targets)}, not to layer {target}"

@@ -31,11 +31,14 @@ class FeatureId:
     """One feature: layer and index; its text form is "L14:13043"."""
 
     layer: int
+    """Layer that the feature reads."""
     index: int
+    """Index within the layer."""
 
     def __post_init__(self) -> None:
         for name in ("layer", "index"):
             value = getattr(self, name)
+            # numpy integers would not be JSON values, and bool is a subclass of int.
             if type(value) is not int:
                 object.__setattr__(self, name, as_index(value, f"a feature's {name}", DictionaryError))
 
@@ -56,7 +59,9 @@ class CrosscoderPlace:
     """One place where a crosscoder reads and writes: a model and a hook point."""
 
     model: str
+    """Name of the model."""
     hook: str
+    """Hook point, such as "blocks.3.hook_resid_post"."""
     scale: float
     """Multiplier that normalises states, so that states have equal size at all places."""
 
@@ -70,6 +75,7 @@ def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
     Model names cannot be used, since a model may be compared with itself: a repeated hook point belongs to
     the next model.
     """
+    # The n-th occurrence of a hook point is that of model n.
     previous_hooks: list[str] = []
     numbers = []
     for place in places:
@@ -122,6 +128,8 @@ class Opened(NamedTuple):
     """Files of a dictionary with their layout."""
 
     files: DictionaryFiles
+    """Files of the dictionary."""
     layout: DictionaryLayout
+    """Kind, hook points, layers and sizes."""
     open_layer: Callable[[int], LayerFeatures]
     """Returns the features that read a layer, with memory-mapped weights."""

@@ -41,6 +41,7 @@ HOOKS_ADVICE = (
 # Names that only circuit-tracer has. hook_mlp_in (also in older files) is TransformerLens's copy of
 # resid_mid.
 _CIRCUIT_TRACER_NAMES = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
+# Names that start so are complete; all others are inside a block.
 _OUTSIDE = ("blocks.", "hook_embed", "ln_final.")
 _BLOCK = re.compile(r"^blocks\.(\d{1,9})\.(.+)$")
 # Module of a layer, as named by transformers -> (hook at input, at output). Left out are names that mean
@@ -129,9 +130,14 @@ def parse_hook(name: str) -> NamedHook:
 
 
 def module_hook(name: str, end: str) -> NamedHook | None:
-    """Hook point at the input or output (`end`) of a module of transformers such as "model.layers.12.mlp".
+    """Hook point at the input or output of a module of transformers.
 
-    None if the name is no such module, or no hook point has its value.
+    Arguments:
+        name: Name of the module, such as "model.layers.12.mlp".
+        end: "input" or "output".
+
+    Returns:
+        None if the name is no such module, or no hook point has its value.
     """
     match = _MODULE.fullmatch(name)
     if not match or match[1] not in _STACKS or name.startswith("blocks.") or (match[3] or "") not in MODULES:
@@ -147,12 +153,19 @@ def layer_in(name: str | None) -> int | None:
 
 
 def require_module_output(hook: NamedHook, config: Architecture, model: str) -> None:
-    """Raise DictionaryError if the module's output differs in this model from the hook point that stands for
-    it.
+    """Check that a module's output is, in this model, the hook point that stands for it.
 
     attn_out and mlp_post are the values added to the residual stream: after the norm of attention's output,
     which is outside of the module in Gemma 2, and after a residual multiplier (Granite). Modules of BLOOM add
     the stream themselves.
+
+    Arguments:
+        hook: Hook point derived from the name of a module.
+        config: Architecture of the model.
+        model: Name of the model, for messages.
+
+    Raises:
+        DictionaryError: The output differs.
     """
     if hook.kind not in ("attn_out", "mlp_post"):
         return
@@ -178,6 +191,7 @@ def hook_name(kind: str) -> str:
         DictionaryError: Other programs have no name for it.
     """
     for name, own_kind in _CIRCUIT_TRACER_NAMES.items():
+        # Of the two names of resid_mid the common one is written.
         if own_kind == kind and name != "hook_mlp_in":
             return name
     if not BY_NAME[kind].per_layer:

@@ -57,6 +57,7 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the inverse."""
         mean = x.mean(dim=-1, keepdim=True)
+        # torch's std divides by n - 1, as SAELens computes it.
         spread = (x - mean).std(dim=-1, keepdim=True)
         return (x - mean) / (spread + _EPS), lambda y: y * spread + mean
 
@@ -66,6 +67,7 @@ class InputOnly:
     """A scaling without inverse: a transcoder's output is at another hook point, with another scale."""
 
     scaling: Scaling
+    """Scaling of the input."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the identity."""

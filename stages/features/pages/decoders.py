@@ -36,12 +36,12 @@ ALIGNED = 3
     version=1,
     inputs={"blocks": ("block", "slot")},
     outputs={
-        "neighbour": Output(("feature", "rank"), "1", "features that write most alike; -1: none"),
-        "cosine": Output(("feature", "rank"), "1", "cosine of what they write; 0: none"),
-        "norm": Output(("feature",), "1", "norm of what a unit writes"),
-        "dim": Output(("feature", "largest"), "1", "dims it writes most to"),
-        "part": Output(("feature", "largest"), "1", "what a unit writes there"),
-        "l1_share": Output(("feature", "largest"), "1", "of the sum of magnitudes over all dims"),
+        "neighbour": Output(("feature", "rank"), "1", "features with the closest decoder vectors; -1: none"),
+        "cosine": Output(("feature", "rank"), "1", "cosine of the decoder vectors; 0: none"),
+        "norm": Output(("feature",), "1", "norm of the decoder vector"),
+        "dim": Output(("feature", "largest"), "1", "dims of largest magnitude in the decoder vector"),
+        "part": Output(("feature", "largest"), "1", "entry of the decoder vector in the dim"),
+        "l1_share": Output(("feature", "largest"), "1", "share of the sum of magnitudes over all dims"),
     },
     cells="block",
     combine=join_features,
@@ -63,7 +63,7 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     import xarray as xr
 
     features = features_of(blocks, dictionary.n_features)
-    k = min(k, dictionary.n_features - 1)
+    k = min(k, dictionary.n_features - 1)  # a feature is no neighbour of itself
     target = max(dictionary.targets(layer))
     all_features = torch.arange(dictionary.n_features)
     # All decoder rows of a layer are in memory here: n_features x d_out float32.

@@ -24,6 +24,7 @@ __all__ = ["Numbers", "feature_numbers", "mixed", "token_numbers"]
 
 Numbers = npt.NDArray[np.uint64]
 
+# Increment of SplitMix64: 2^64 divided by the golden ratio, odd.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 LABELS = ("prompt", "position", "token_id")
 """Coordinates required for every token."""
@@ -44,6 +45,10 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
 
     Equal for tokens at the same position of prompts with the same ids.
 
+    Arguments:
+        encoded: Encoded layer, from `encode_features`.
+        seed: Seed of the numbers.
+
     Raises:
         ShapeError: Coordinates of tokens are missing.
     """
@@ -54,14 +59,14 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
             "from token ids or texts, and encode that"
         )
     prompt, position, ids = (encoded[name].values for name in LABELS)
+    # prompt[0] below needs a token.
     if not len(prompt):
         return np.empty(0, np.uint64)
     position_terms = position.astype(np.uint64) * _STEP
     # Start of each prompt; `prepend` makes the first token a start.
     starts = np.flatnonzero(np.diff(prompt, prepend=prompt[0] - 1))
-    sums = np.add.reduceat(
-        mixed(mixed(ids.astype(np.int64)) + position_terms), starts
-    )  # uint64 sums wrap around on purpose
+    # A hash of each prompt: the sum over its tokens of a hash of id and position. uint64 wraps around.
+    sums = np.add.reduceat(mixed(mixed(ids.astype(np.int64)) + position_terms), starts)
     prompt_sums = np.repeat(sums, np.diff([*starts, len(prompt)]))
     return mixed(prompt_sums + position_terms + np.uint64(seed) * np.uint64(0xD1342543DE82EF95))
 

@@ -18,7 +18,7 @@ from ....store.errors import DictionaryError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["feature_blocks", "features_of", "join_features", "rows_of"]
+__all__ = ["feature_blocks", "features_of", "join_features"]
 
 
 def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
@@ -39,9 +39,8 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
             f"expected features, each once, in blocks of at least one, found {len(indices)} features, "
             f"{len(np.unique(indices))} of them different, and blocks of {size}"
         )
-    size = -(
-        -len(indices) // -(-len(indices) // size)
-    )  # blocks of equal size run in parallel for equal times
+    # Blocks of equal size take equal times in parallel. -(-a // b) rounds a / b up.
+    size = -(-len(indices) // -(-len(indices) // size))
     # -1 fills the last block, because the array is rectangular.
     padded = np.full(-(-len(indices) // size) * size, -1, np.int64)
     padded[: len(indices)] = indices
@@ -50,19 +49,20 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
 
 
 def features_of(blocks: xr.DataArray, n_features: int) -> Ints:
-    """The features of some blocks in sequence. Raises DictionaryError for an index that does not exist."""
+    """The features of some blocks in sequence.
+
+    Arguments:
+        blocks: Blocks from `feature_blocks`, -1 for empty slots.
+        n_features: Number of features of the layer.
+
+    Raises:
+        DictionaryError: An index does not exist.
+    """
     indices: Ints = blocks.values.ravel()
     indices = indices[indices >= 0]
     if indices.max(initial=0) >= n_features:
         raise DictionaryError(f"expected features from 0 to {n_features - 1}, found {indices.max()}")
     return indices
-
-
-def rows_of(features: Ints, n_features: int) -> Ints:
-    """Row of each of a layer's features among `features`, -1 for other features: [n_features]."""
-    row = np.full(n_features, -1, np.int64)
-    row[features] = np.arange(len(features))
-    return row
 
 
 def join_features(parts: Sequence[xr.Dataset]) -> xr.Dataset:

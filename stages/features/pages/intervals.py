@@ -22,9 +22,9 @@ from ....store.arrays import Array, Ints
 from ....store.errors import StageError
 from ...logits.ranking import in_order, ranks
 from ..corpus.candidates import Candidates
-from ..corpus.sparse import blocks as blocks_of
+from ..corpus.sparse import blocks as blocks_of, rows_of
 from .draws import Numbers, feature_numbers, mixed, token_numbers
-from .feature_blocks import features_of, join_features, rows_of
+from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -126,11 +126,19 @@ class _SmallestNumbers:
         self.number = np.full((groups, k), np.iinfo(np.uint64).max, np.uint64)
         self.token = np.full((groups, k), -1, np.int64)
         self.value = np.zeros((groups, k), np.float32)
-        self._threshold = self.number[:, -1].copy()  # contiguous copy: it is read for every activation
+        # A contiguous copy, because it is read for every activation.
+        self._threshold = self.number[:, -1].copy()
         self._candidates = Candidates(self.token.size)
 
     def add(self, group: Ints, token: Ints, value: Array, number: Numbers) -> None:
-        """Add members; tokens must ascend, from call to call too."""
+        """Add members of all groups, by ascending token from call to call.
+
+        Arguments:
+            group: Group of each member [member].
+            token: Its token.
+            value: Its activation.
+            number: Its pseudorandom number.
+        """
         entering = np.flatnonzero(number < self._threshold[group])
         if self._candidates.add(group[entering], token[entering], value[entering], number[entering]):
             self.draw()
@@ -140,8 +148,8 @@ class _SmallestNumbers:
         if not len(self._candidates):
             return
         group, token, value, number = self._candidates.take_with(self.token, self.value, self.number)
-        # Sort key of group and the leading bits of the number; the remaining bits seldom decide.
-        # 63 bits, because sort keys are signed.
+        # One integer sort instead of a lexsort: the key has the group and the leading bits of the number; the
+        # remaining bits seldom decide. 63 bits, because sort keys are signed.
         bits = 63 - int(self.token.shape[0]).bit_length()
         key = (group << bits) | (number >> np.uint64(64 - bits)).astype(np.int64)
         order = in_order(key, number, token)

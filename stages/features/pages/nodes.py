@@ -88,7 +88,7 @@ def page_nodes(
     indices = tuple(dictionary.feature((layer, feature)).index for feature in sorted(features))
     # Blocks are of the sorted features: the same set in another order has the same keys.
     blocks = feature_blocks(indices or dictionary.n_features, settings.block)
-    resource = dictionary.as_resource()
+    resource = dictionary.as_resource()  # computing the identity reads weights, so once for all nodes
     statistics = feature_statistics.on(encoded=encoded)
     strongest = top_examples.on(encoded=encoded, k=settings.strongest, features=indices or None)
     intervals = feature_intervals.on(

@@ -133,9 +133,13 @@ class _Sample:
     """Active features of the sampled tokens: token by token (ptr), features ascending."""
 
     ptr: Ints
+    """Start of each token's features, and their total number at the end [token + 1]."""
     feature: Array
+    """Index of each active feature, int32 [active]."""
     value: Array
+    """Its activation, float32 [active]."""
     size: int
+    """Number of features of the layer."""
 
     @classmethod
     def of(cls, encoded: xr.Dataset, tokens: int, seed: int) -> _Sample:

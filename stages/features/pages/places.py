@@ -30,12 +30,12 @@ __all__ = ["place_norms"]
     version=1,
     inputs={"blocks": ("block", "slot")},
     outputs={
-        "norm": Output(("place", "feature"), "1", "norm of what a unit writes, in units of the states"),
+        "norm": Output(("place", "feature"), "1", "norm of the decoder vector, in units of the states"),
         "relative_norm": Output(
-            ("feature",), "1", "the second model's share of the norms of both", is_optional=True
+            ("feature",), "1", "second model's share of the decoder norms of both", is_optional=True
         ),
         "decoder_cosine": Output(
-            ("feature",), "1", "cosine of what is written to both models", is_optional=True
+            ("feature",), "1", "cosine of the decoder vectors of both models", is_optional=True
         ),
     },
     cells="block",
@@ -55,6 +55,7 @@ def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
     """
     import xarray as xr
 
+    # The plain features of a dictionary have the decoders of the first model only.
     crosscoder, layer = Crosscoder.load(dictionary.files.directory), dictionary.layers[0]
     features = features_of(blocks, dictionary.n_features)
     models = models_of(crosscoder.places)
@@ -69,6 +70,7 @@ def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
             "place_layer": ("place", [point.layer or 0 for point in points]),
         },
     )
+    # Two models; places of a single model are compared by their norms alone.
     if max(models) == 1:
         figures["relative_norm"] = ("feature", crosscoder.relative_norm()[features].numpy())
         figures["decoder_cosine"] = ("feature", crosscoder.decoder_cosine()[features].numpy())

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....pipeline import Output, stage
-from ....store.arrays import Array, Bools, Ints
+from ....store.arrays import Array, Ints
+from ..corpus.examples import window_tokens
 from ..corpus.sparse import ActiveBlock, blocks as blocks_of
 from .feature_blocks import features_of, join_features
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["example_windows", "window_tokens"]
+__all__ = ["example_windows"]
 
 
 @stage(
@@ -74,24 +75,10 @@ def example_windows(
     )
 
 
-def window_tokens(token: Ints, window: Ints, prompt: Ints) -> tuple[Ints, Bools]:
-    """Tokens around examples [...], and whether each exists in the example's prompt; both [..., window].
-
-    Arguments:
-        token: Number of each example's token in the corpus; -1 for none.
-        window: Offsets.
-        prompt: Prompt of every token of the corpus.
-    """
-    tokens = token[..., None] + window
-    exists = (token >= 0)[..., None] & (tokens >= 0) & (tokens < len(prompt))
-    tokens = np.where(exists, tokens, 0)
-    exists &= prompt[tokens] == prompt[np.maximum(token, 0)][..., None]
-    return tokens, exists
-
-
 def _fill(activation: Array, token: Ints, features: Ints, window: Ints, encoded: xr.Dataset) -> None:
     """Write activations around the examples into `activation`, block by block of the corpus."""
     prompt, size = encoded["prompt"].values, int(encoded.attrs["n_features"])
+    # Examples by token, so that those near a block are one range. -1 (no example) comes first.
     flat, out = token.ravel(), activation.reshape(-1, len(window))
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]

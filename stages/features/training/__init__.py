@@ -10,5 +10,5 @@ evaluate     L0, FVU, dead features, densities
 replacement  loss of a model that reads reconstructions in place of its activations
 
 Border: reads stored activations and writes dictionary files; the caller chooses prompts and model. Importing
-this package does not import torch. Design decisions: DESIGN.md.
+this package does not import torch. The order of batches: stages/training_data/DESIGN.md.
 """

@@ -26,7 +26,12 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint; replaces the previous one atomically."""
+    """Write a checkpoint; replaces the previous one atomically.
+
+    Arguments:
+        folder: Folder of the training, created if missing.
+        state: Plain values and tensors.
+    """
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,6 +54,12 @@ def load(folder: Path) -> dict[str, Any] | None:
 
 def require_same(folder: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, Any], data: str) -> None:
     """Compare a checkpoint with the requested settings and data.
+
+    Arguments:
+        folder: Folder of the training, for messages.
+        checkpoint: The checkpoint.
+        settings: Requested settings as plain values.
+        data: Identity of the requested data.
 
     Raises:
         ConfigError: They differ; the message names the first difference.
@@ -102,4 +113,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _text(values: Mapping[str, Any]) -> str:
+    """One line of the log."""
     return json.dumps(values) + "\n"

@@ -65,10 +65,12 @@ def random_features(
             layer: _unfitted(features, layers[layer], samples[layer], generator)
             for layer, features in drawn.items()
         }
+    # One regression for all layers: the features of several layers write to the same target.
     offsets, total = {}, 0
     for layer, features in drawn.items():
         offsets[layer] = slice(total, total + features.n_features)
         total += features.n_features
+    # Sums in float64: the normal equations square the condition number of the activations.
     gram = torch.zeros(total + 1, total + 1, dtype=torch.float64)
     moments = {
         layer: torch.zeros(total + 1, features.W_dec[layer].shape[1]).double()
@@ -112,6 +114,7 @@ def _drawn(trained: LayerFeatures, rows: Tensor, generator: torch.Generator) -> 
     )
     n_active = int((trained.encode(rows) != 0).sum())
     pre = unthresholded.preactivations(rows).flatten()
+    # JumpReLU keeps values above the threshold, so exactly n_active values pass.
     threshold = pre.kthvalue(len(pre) - n_active).values
     return replace(
         unthresholded, activation=JumpReLU(torch.full((trained.n_features,), float(threshold)).clamp(min=0))

@@ -66,6 +66,10 @@ def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, A
     """The figures of `measure`, and of `replacement_loss`, as JSON values.
 
     Per layer: fvu, cosine, l0, dead, very_dense (share of features active in more than a tenth of the rows).
+
+    Arguments:
+        measured: Result of `measure`.
+        lost: Result of `replacement_loss`; None if the loss was not measured.
     """
     by_layer = {
         "fvu": measured.fvu.values,
@@ -87,6 +91,7 @@ def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, A
 
 
 def _place(lost: xr.Dataset) -> dict[str, float]:
+    """Losses and recovered shares of one place, rounded."""
     values = {f"ce_{variant}": float(lost.ce.sel(way=variant)) for variant in lost.way.values}
     shares = {
         f"{name}_recovered_{ablation}": float(lost[f"{name}_recovered"].sel(ablation=ablation))
@@ -186,6 +191,7 @@ def decoder_likeness(features: LayerFeatures) -> Tensor:
     maxima = []
     for start in range(0, len(rows), _BLOCK):
         cosines = rows[start : start + _BLOCK] @ rows.T
+        # A feature is no duplicate of itself.
         cosines[torch.arange(len(cosines)), torch.arange(start, start + len(cosines))] = -torch.inf
         maxima.append(cosines.max(1).values)
     return torch.cat(maxima)

@@ -71,6 +71,7 @@ def loss(
     active = {layer: _activate(model, layer, p, k) for layer, p in pre.items()}
     rebuilt = model.decode(active, inputs)
     errors = {layer: rebuilt[layer] - outputs[layer] for layer in rebuilt}
+    # Outputs are scaled to variance 1 per entry, so the mean squared error is the FVU.
     fvu = {layer: error.square().mean() for layer, error in errors.items()}
     total = torch.stack(list(fvu.values())).sum()
     # Matryoshka: each prefix of the features must reconstruct alone, with the same biases.
@@ -92,12 +93,14 @@ def loss(
 
 
 def _activate(model: DictionaryModel, layer: int, pre: Tensor, k: int) -> Tensor:
+    """Activations of one layer in training [batch, feature]."""
     settings = model.settings
     if settings.activation == "relu":
         return pre.relu()
     if settings.activation == "jumprelu":
         return jump_relu(pre, model.threshold(layer), settings.bandwidth)
     if settings.activation == "topk":
+        # As in exported files: SAELens rectifies the k largest values, circuit-tracer does not.
         largest = pre * _is_largest(pre, k)
         return largest.relu() if settings.is_autoencoder else largest
     return _batch_top(model, layer, pre.relu(), k)
@@ -165,9 +168,8 @@ def _auxiliary(
             masked = p.masked_fill(~dead[layer], -torch.inf)
             revived[layer] = torch.where(_is_largest(masked, min(half, count)), p, 0.0)
     rebuilt = model.decode(revived)
-    parts = [
-        (rebuilt[m] + errors[m].detach()).square().mean() for m in rebuilt
-    ]  # error = reconstruction - target
+    # Plus, because error = reconstruction - target: dead features should write its negative.
+    parts = [(rebuilt[m] + errors[m].detach()).square().mean() for m in rebuilt]
     # Fewer dead features than d_in / 2 cannot explain the whole error, so the loss is scaled down.
     return torch.stack(parts).sum() * min(1.0, max(counts) / half)
 
@@ -220,6 +222,12 @@ def jump_relu(pre: Tensor, threshold: Tensor, width: float) -> Tensor:
 
 
 def step_function(pre: Tensor, threshold: Tensor, width: float) -> Tensor:
-    """1 where p > threshold, else 0, with a straight-through gradient to the threshold; see `jump_relu`."""
+    """1 where p > threshold, else 0, with a straight-through gradient to the threshold.
+
+    Arguments:
+        pre: Pre-activations [batch, feature].
+        threshold: Threshold [feature].
+        width: Width of the band around the threshold in which it gets gradients.
+    """
     steps: Tensor = _Step.apply(pre, threshold, width)  # type: ignore[no-untyped-call]
     return steps

@@ -120,8 +120,11 @@ class DictionaryModel(nn.Module):
         """Initialise weights from samples: feature i of a layer reads the direction of row i, and writes the
         direction of the outputs at the same token.
 
-        inputs, outputs: rows [row, width] as stored, by layer. Features beyond the number of rows keep their
-        random weights.
+        Features beyond the number of rows keep their random weights.
+
+        Arguments:
+            inputs: Rows [row, width] as stored, by layer that is read.
+            outputs: Rows at the same tokens, by layer that is written.
         """
         for layer in self.layers:
             name = str(layer)
@@ -134,7 +137,12 @@ class DictionaryModel(nn.Module):
     # -- arithmetic, on scaled rows
 
     def preactivations(self, layer: int, x: Tensor) -> Tensor:
-        """Pre-activations [batch, feature] of scaled rows [batch, d_in]."""
+        """Pre-activations [batch, feature].
+
+        Arguments:
+            layer: Layer that is read.
+            x: Scaled rows [batch, d_in].
+        """
         pre: Tensor = nn.functional.linear(x, self.W_enc[str(layer)], self.b_enc[str(layer)])
         return pre
 
@@ -146,13 +154,17 @@ class DictionaryModel(nn.Module):
     def decode(
         self, activations: Mapping[int, Tensor], inputs: Mapping[int, Tensor] | None = None
     ) -> dict[int, Tensor]:
-        """Reconstructions from the activations of all layers: target -> scaled rows [batch, d_out].
+        """Reconstructions: target -> scaled rows [batch, d_out].
 
-        inputs: scaled rows, for biases and the linear part; None for the features' contributions only.
+        Arguments:
+            activations: Activations [batch, feature] by layer.
+            inputs: Scaled rows by layer, for the linear part; None for the features' contributions only,
+                without biases.
         """
         written: dict[int, Tensor] = {}
         for layer, a in activations.items():
             targets = self.targets(layer)
+            # One product for all targets of a layer.
             contributions = (a @ self.W_dec[str(layer)].flatten(1)).unflatten(1, (len(targets), self.d_out))
             for number, target in enumerate(targets):
                 contribution = contributions[:, number]
@@ -164,6 +176,7 @@ class DictionaryModel(nn.Module):
         }
 
     def _finished(self, target: int, contribution: Tensor, inputs: Mapping[int, Tensor]) -> Tensor:
+        """Reconstruction of one target: contributions, bias and linear part."""
         out: Tensor = contribution + self.b_dec[str(target)]
         return out + inputs[target] @ self.W_skip[str(target)].T if self.settings.skip else out
 
@@ -189,6 +202,7 @@ class DictionaryModel(nn.Module):
         for decoder in self.W_dec.values():
             assert decoder.grad is not None
             rows, slope = decoder.flatten(1), decoder.grad.flatten(1)
+            # In place on a view of the gradient.
             slope -= (slope * rows).sum(1, keepdim=True) * rows
 
     # -- export
@@ -225,11 +239,6 @@ class DictionaryModel(nn.Module):
             b_dec=b_dec if skip is None else b_dec - skip @ into.mean,
             W_skip=skip,
         )
-
-
-def scales(statistics: Mapping[int, RowStatistics], layers: Sequence[int]) -> dict[int, Normaliser]:
-    """Normaliser of the rows of each layer."""
-    return {layer: Normaliser.of(statistics[layer]) for layer in layers}
 
 
 def _unit(rows: Tensor) -> Tensor:

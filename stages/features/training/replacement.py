@@ -85,7 +85,7 @@ def replacement_loss(
     ce, kl = (np.zeros((len(places), len(_VARIANTS))) for _ in range(2))
     clean_ce, count = 0.0, 0
     for ids in batches:
-        clean = runs.forward(ids, HookSpec().capture(*runs.read_points.values()))
+        clean = model.forward(ids, HookSpec().capture(*runs.read_points.values()))
         reference = runs.log_probabilities(clean)
         clean_ce += runs.cross_entropy(reference, ids)
         count += reference.shape[0] * reference.shape[1]
@@ -96,12 +96,13 @@ def replacement_loss(
                     spec = runs.closed_loop(ids) if place == ALL else runs.alone(int(place), clean)
                 else:
                     spec = runs.ablated(replaced_layers, ids, means if variant == "mean" else None)
-                log_probabilities = runs.log_probabilities(runs.forward(ids, spec))
+                log_probabilities = runs.log_probabilities(model.forward(ids, spec))
                 ce[i, j] += runs.cross_entropy(log_probabilities, ids)
                 kl[i, j] += float((reference.exp() * (reference - log_probabilities)).sum())
     ce, kl, clean_ce = ce / count, kl / count, clean_ce / count
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = (ce[:, 1:] - ce[:, :1]) / (ce[:, 1:] - clean_ce)
+        # KL of the clean model from itself is 0, so its share needs no clean term.
         kl_shares = 1 - kl[:, :1] / kl[:, 1:]
     return xr.Dataset(
         {
@@ -134,10 +135,6 @@ class ReconstructionRuns:
         self.read_points = {layer: HookPoint(read, layer) for layer in layers}
         self.write_points = {layer: HookPoint(write, layer) for layer in layers}
 
-    def forward(self, ids: list[list[int]], spec: HookSpec) -> HookCache:
-        """Logits and captures of one forward pass with the interventions of `spec`."""
-        return self.model.forward(ids, spec)
-
     @plain_torch()
     def log_probabilities(self, cache: HookCache) -> Tensor:
         """Log-probabilities of next tokens [prompt, position, vocab], at the counted positions."""
@@ -147,7 +144,13 @@ class ReconstructionRuns:
 
     @plain_torch()
     def cross_entropy(self, log_probabilities: Tensor, ids: list[list[int]]) -> float:
-        """Cross-entropy in nats, summed over prompts and positions."""
+        """Cross-entropy in nats, summed over prompts and positions.
+
+        Arguments:
+            log_probabilities: Log-probabilities of next tokens [prompt, position, vocab].
+            ids: Token ids of prompts of equal length.
+        """
+        # The log-probabilities at position p are of the token at p + 1.
         next_tokens = torch.tensor(ids, device=log_probabilities.device)[:, self.skip + 1 :, None]
         return -float(log_probabilities.gather(-1, next_tokens).sum())
 
@@ -157,7 +160,7 @@ class ReconstructionRuns:
         sums: dict[int, Tensor] = {}
         count = 0
         for ids in batches:
-            cache = self.forward(ids, HookSpec().capture(*self.write_points.values()))
+            cache = self.model.forward(ids, HookSpec().capture(*self.write_points.values()))
             for layer, point in self.write_points.items():
                 rows = self._rows(point, cache).double()
                 sums[layer] = sums.get(layer, 0.0) + rows.sum((0, 1))
@@ -167,7 +170,13 @@ class ReconstructionRuns:
     def ablated(
         self, replaced_layers: Sequence[int], ids: list[list[int]], means: Mapping[int, Tensor] | None
     ) -> HookSpec:
-        """Intervention that sets these layers' written activations to zero (`means` None) or to means."""
+        """Intervention that sets the activations where layers write to zero, or to means.
+
+        Arguments:
+            replaced_layers: The layers.
+            ids: Token ids of prompts of equal length.
+            means: Mean activation by layer; None for zeros.
+        """
         spec = HookSpec()
         for layer in replaced_layers:
             width = self.layers[layer].W_dec[layer].shape[1]
@@ -177,7 +186,12 @@ class ReconstructionRuns:
         return spec
 
     def alone(self, layer: int, clean: HookCache) -> HookSpec:
-        """Intervention that reconstructs one layer's activations from the unchanged model's states."""
+        """Intervention that reconstructs one layer's activations from the unchanged model's states.
+
+        Arguments:
+            layer: The layer that is replaced.
+            clean: Captured states of the unchanged model, at all hook points that are read.
+        """
         rebuilt = self._decoded({m: self._encoded(m, clean) for m in self.layers if m <= layer}, layer)
         return HookSpec().intervene(*self._change(layer, self._finished(layer, rebuilt, clean), Replace))
 
@@ -226,19 +240,23 @@ class ReconstructionRuns:
             yield layer, rebuilt, cache
 
     def _encoded(self, layer: int, cache: HookCache) -> Tensor:
+        """Activations of one layer's features [prompt, counted position, feature]."""
         return self.layers[layer].encode(self._states(layer, cache))
 
     def _states(self, layer: int, cache: HookCache) -> Tensor:
+        """States that one layer's features read [prompt, counted position, width]."""
         return self._rows(self.read_points[layer], cache)
 
     def _rows(self, point: HookPoint, cache: HookCache) -> Tensor:
         """Activations [prompt, counted position, width], heads side by side."""
         states = cache[point]
-        if "d_head" in point.dims:  # heads before positions
+        # [prompt, head, position, d_head]: features read the heads of a position side by side.
+        if "d_head" in point.dims:
             states = states.transpose(1, 2).flatten(2)
         return states[:, self.skip :]
 
     def _decoded(self, active: Mapping[int, Tensor], target: int) -> Tensor:
+        """Sum of what the features of all layers write to one layer."""
         parts = [
             self.layers[layer].decode(a, target)
             # A CLT's output at a layer also sums the features of lower layers.
@@ -248,6 +266,7 @@ class ReconstructionRuns:
         return torch.stack(parts).sum(0)
 
     def _finished(self, layer: int, rebuilt: Tensor, cache: HookCache) -> Tensor:
+        """Reconstruction of one layer: contributions with bias, scale and skip."""
         return self.layers[layer].finish(rebuilt, self._states(layer, cache))
 
     def _change(

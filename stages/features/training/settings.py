@@ -15,6 +15,7 @@ from ....store.arrays import as_count
 from ....store.digest import LARGEST
 from ....store.errors import ConfigError, nearest
 from ...forward.architectures.points import BY_NAME
+from ...options import option
 from ..layers.names import hook_kind
 
 __all__ = ["TrainingSettings"]
@@ -27,10 +28,6 @@ PENALTIES = {"relu": ("l1", "tanh"), "jumprelu": ("step", "tanh"), "topk": (), "
 """Sparsity penalties that each activation function allows; the first is the default."""
 
 
-def _setting(default: Any, description: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": description})
-
-
 @dataclass(frozen=True)
 class TrainingSettings:
     """Settings of one training. Hook points are named inside a block: "hook_resid_post".
@@ -39,59 +36,56 @@ class TrainingSettings:
         ConfigError: Values contradict each other; the message names the one to change.
     """
 
-    kind: str = _setting(
+    kind: str = option(
         "sae",
         "sae (writes what it reads), plt (a transcoder per layer), clt (cross-layer) or crosscoder (one set "
         "of features for all layers, or models)",
     )
-    read: str = _setting("hook_resid_post", "hook point that is read")
-    write: str | None = _setting(None, "hook point that is written; default, the one that is read")
-    layers: tuple[int, ...] | None = _setting(None, "layers; default, all that are stored")
-    features: int = _setting(4096, "features of each layer")
-    activation: str = _setting("batchtopk", "topk, batchtopk, jumprelu or relu")
-    k: int = _setting(32, "active features per token and layer (topk, batchtopk)")
-    penalty: str | None = _setting(None, "of relu: l1 or tanh; of jumprelu: step or tanh")
-    sparsity: float = _setting(
+    read: str = option("hook_resid_post", "hook point that is read")
+    write: str | None = option(None, "hook point that is written; default, the one that is read")
+    layers: tuple[int, ...] | None = option(None, "layers; default, all that are stored")
+    features: int = option(4096, "features of each layer")
+    activation: str = option("batchtopk", "topk, batchtopk, jumprelu or relu")
+    k: int = option(32, "active features per token and layer (topk, batchtopk)")
+    penalty: str | None = option(None, "of relu: l1 or tanh; of jumprelu: step or tanh")
+    sparsity: float = option(
         1e-3, "coefficient of the penalty, in units of the fraction of variance unexplained"
     )
-    tanh_scale: float = _setting(4.0, "c of the penalty tanh(c a |W_dec|)")
-    bandwidth: float = _setting(0.05, "width of the straight-through estimate (jumprelu)")
-    threshold: float = _setting(0.01, "initial threshold (jumprelu)")
-    dead_penalty: float = _setting(3e-6, "coefficient that pulls dead features back (jumprelu)")
-    prefixes: tuple[int, ...] = _setting(
+    tanh_scale: float = option(4.0, "c of the penalty tanh(c a |W_dec|)")
+    bandwidth: float = option(0.05, "width of the straight-through estimate (jumprelu)")
+    threshold: float = option(0.01, "initial threshold (jumprelu)")
+    dead_penalty: float = option(3e-6, "coefficient that pulls dead features back (jumprelu)")
+    prefixes: tuple[int, ...] = option(
         (), "numbers of first features that reconstruct by themselves (Matryoshka)"
     )
-    skip: bool = _setting(False, "a linear part beside the features (plt)")
-    start: str = _setting(
-        "tied", "first weights: tied (sae) or unrelated random rows, or samples of the data"
-    )
-    steps: int = _setting(10_000, "optimiser steps")
-    batch: int = _setting(4096, "tokens of a step")
-    lr: float | None = _setting(None, "learning rate of Adam; default 2e-4 sqrt(2^14 / features)")
-    warmup: float = _setting(0.01, "share of the steps over which the learning rate rises")
-    decay: float = _setting(0.2, "share of the steps over which it falls to 0 at the end")
-    clip: float = _setting(1.0, "norm to which gradients are cut")
-    annealing: float = _setting(
-        0.1, "share of the steps in which k falls, or the penalty rises, to its value"
-    )
-    auxiliary: float = _setting(
+    skip: bool = option(False, "a linear part beside the features (plt)")
+    start: str = option("tied", "first weights: tied (sae) or unrelated random rows, or samples of the data")
+    steps: int = option(10_000, "optimiser steps")
+    batch: int = option(4096, "tokens of a step")
+    lr: float | None = option(None, "learning rate of Adam; default 2e-4 sqrt(2^14 / features)")
+    warmup: float = option(0.01, "share of the steps over which the learning rate rises")
+    decay: float = option(0.2, "share of the steps over which it falls to 0 at the end")
+    clip: float = option(1.0, "norm to which gradients are cut")
+    annealing: float = option(0.1, "share of the steps in which k falls, or the penalty rises, to its value")
+    auxiliary: float = option(
         1 / 32, "weight of the loss that dead features get (topk, batchtopk); 0 for none"
     )
-    dead_after: int | None = _setting(
+    dead_after: int | None = option(
         None, "tokens without firing after which a feature is dead; default 10 million, or a tenth of all"
     )
-    skip_positions: int = _setting(1, "first positions of each prompt that are left out")
-    without: tuple[int, ...] = _setting((), "token ids that are left out, wherever they stand")
-    validation: float = _setting(0.05, "share of the prompts held out")
-    window: int = _setting(32_768, "tokens shuffled together in memory")
-    block: int = _setting(1024, "neighbouring tokens read together")
-    seed: int = _setting(0, "of weights and order")
+    skip_positions: int = option(1, "first positions of each prompt that are left out")
+    without: tuple[int, ...] = option((), "token ids that are left out, wherever they stand")
+    validation: float = option(0.05, "share of the prompts held out")
+    window: int = option(32_768, "tokens shuffled together in memory")
+    block: int = option(1024, "neighbouring tokens read together")
+    seed: int = option(0, "seed of weights and of the order of batches")
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, KINDS)
         _one_of("activation", self.activation, ACTIVATIONS)
         _one_of("start", self.start, ("tied", "samples"))
         allowed = PENALTIES[self.activation]
+        # The default depends on the activation function, so it is set past the frozen dataclass.
         if self.penalty is None and allowed:
             object.__setattr__(self, "penalty", allowed[0])
         if self.penalty is not None:
@@ -145,6 +139,7 @@ class TrainingSettings:
         for name in ("tanh_scale", "bandwidth", "threshold", "clip", "rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"expected {name} above 0, found {getattr(self, name)}")
+        # All features together are reconstructed in any case.
         wrong = [n for n in self.prefixes if not 0 < n < self.features]
         if wrong:
             raise ConfigError(f"expected prefixes from 1 to below features={self.features}, found {wrong[0]}")

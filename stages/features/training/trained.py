@@ -31,7 +31,6 @@ def as_dictionary(
     settings: TrainingSettings,
     *,
     model_name: str | None,
-    name: str = "trained",
 ) -> Dictionary:
     """Trained features as a dictionary; its identity is the digest of weights and hook points.
 
@@ -39,7 +38,6 @@ def as_dictionary(
         layers: Features by layer, from `Training.layers`.
         settings: Settings of the training.
         model_name: Name of the model whose activations were used.
-        name: Name of the dictionary.
     """
     features = next(iter(layers.values()))
     layout = DictionaryLayout(
@@ -64,7 +62,8 @@ def as_dictionary(
             }
         }
 
-    return Dictionary(DictionaryFiles(name, Path()), layout, layers.__getitem__, content)
+    # No files: the digest of the weights, computed at each use, is the identity.
+    return Dictionary(DictionaryFiles("trained", Path()), layout, layers.__getitem__, content)
 
 
 def _content(features: LayerFeatures) -> dict[str, str]:

@@ -34,7 +34,7 @@ from ..crosscoder import Crosscoder, CrosscoderPlace
 from . import checkpoint
 from .evaluate import measure
 from .losses import Loss, loss
-from .models import DictionaryModel, Normaliser, scales
+from .models import DictionaryModel, Normaliser
 from .settings import TrainingSettings
 from .statistics import RowStatistics, moments
 
@@ -130,7 +130,12 @@ class Training:
         return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
 
     def measured(self, source: Source, *, max_rows: int | None = None) -> xr.Dataset:
-        """Figures of `evaluate.measure` on a source; `max_rows` limits the number of rows approximately."""
+        """Figures of `evaluate.measure` on a source.
+
+        Arguments:
+            source: Stored activations.
+            max_rows: Number of rows after which no further block is measured; None for all.
+        """
         settings = self.settings
         return measure(self.layers, _first(self._blocks(source), max_rows), settings.read, settings.writes)
 
@@ -325,6 +330,7 @@ class Training:
 
     def _begin(self, stored: Mapping[str, Any] | None) -> None:
         settings = self.settings
+        # A resumed training has the scales of its start, which its weights refer to.
         if stored is None:
             read, write = self._scales()
         else:
@@ -355,9 +361,11 @@ class Training:
         if self.places:
             joined = {0: Normaliser.joined([statistics[place] for place in self.places])}
             return joined, joined
-        read = {layer: statistics[settings.read, layer] for layer in self.layer_numbers}
-        write = {layer: statistics[settings.writes, layer] for layer in self.layer_numbers}
-        return scales(read, self.layer_numbers), scales(write, self.layer_numbers)
+        read, write = (
+            {layer: Normaliser.of(statistics[hook, layer]) for layer in self.layer_numbers}
+            for hook in (settings.read, settings.writes)
+        )
+        return read, write
 
     def _moments(self) -> dict[Cell, RowStatistics]:
         """Statistics of blocks spread evenly over the training data."""
@@ -381,6 +389,7 @@ class Training:
         )
         with closing(batches.since(0)) as batch_iterator:
             tensors = next(batch_iterator).tensors()
+        # Rows of one batch: inputs and outputs belong to the same tokens.
         inputs = {layer: tensors[settings.read, layer] for layer in self.layer_numbers}
         return inputs, {layer: tensors[settings.writes, layer] for layer in self.layer_numbers}
 
@@ -398,22 +407,39 @@ def _first(
 
 
 def schedule(step: int, settings: TrainingSettings) -> float:
-    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0."""
+    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0.
+
+    Arguments:
+        step: Number of the step, from 0.
+        settings: Settings of the training.
+    """
     warm, fall = settings.warmup * settings.steps, settings.decay * settings.steps
+    # step + 1: a learning rate of 0 would waste the first step.
     rising = (step + 1) / warm if warm else 1.0
     falling = (settings.steps - step) / fall if fall else 1.0
     return min(1.0, rising, falling)
 
 
 def active_count(step: int, settings: TrainingSettings, d_in: int) -> int:
-    """k of a step: falls linearly from min(features, 10 d_in) to its value over the annealing."""
+    """k of a step: falls linearly from min(features, 10 d_in) to its value over the annealing.
+
+    Arguments:
+        step: Number of the step, from 0.
+        settings: Settings of the training.
+        d_in: Width of the rows that are read.
+    """
     initial = max(settings.k, min(settings.features, 10 * d_in))
     share = pressure(step, settings)
     return round(initial + (settings.k - initial) * share)
 
 
 def pressure(step: int, settings: TrainingSettings) -> float:
-    """Share of the sparsity penalty in force: rises linearly from 0 to 1 over the annealing."""
+    """Share of the sparsity penalty in force: rises linearly from 0 to 1 over the annealing.
+
+    Arguments:
+        step: Number of the step, from 0.
+        settings: Settings of the training.
+    """
     steps = settings.annealing * settings.steps
     return min(1.0, step / steps) if steps else 1.0
 

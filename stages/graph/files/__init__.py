@@ -1,1 +1,1 @@
-"""Graphs as files of other programs."""
+"""Reads and writes graphs as files of other programs: circuit-tracer, its viewer, GraphML, Parquet."""

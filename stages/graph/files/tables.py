@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["write_graphml", "write_parquet"]
 
+# numpy kind -> GraphML attribute type; "T" is the kind of numpy's StringDType.
 _TYPES = {"U": "string", "O": "string", "T": "string", "i": "long", "f": "double"}
 
 
 def write_graphml(pruned: WrittenPart, path: Path) -> Path:
-    """Write directed GraphML, edges from source to target, without NaN attributes; returns the path."""
+    """Write directed GraphML, edges from source to target, without NaN attributes.
+
+    Arguments:
+        pruned: the graph.
+        path: path of the new file, whose folder is created.
+
+    Returns:
+        The path.
+    """
     nodes, edges = pruned.nodes, pruned.edges
     lines = [
         '<?xml version="1.0" encoding="UTF-8"?>',
@@ -37,6 +46,7 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
         '<key id="weight" for="edge" attr.name="weight" attr.type="double"/>',
         f'<graph id={quoteattr(pruned.graph.prompt or "graph")} edgedefault="directed">',
     ]
+    # Python values, whose text has all digits of the number.
     columns = {str(name): values.values.tolist() for name, values in nodes.data_vars.items()}
     for k, number in enumerate(nodes["node"].values.tolist()):
         data = "".join(
@@ -45,6 +55,7 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
             if not (isinstance(values[k], float) and math.isnan(values[k]))
         )
         lines.append(f'<node id="{number}">{data}</node>')
+    # repr of a float is the shortest text that reads back as the same number.
     lines += [
         f'<edge source="{source}" target="{target}"><data key="weight">{weight!r}</data></edge>'
         for source, target, weight in zip(
@@ -57,8 +68,18 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
 
 
 def write_parquet(pruned: WrittenPart, folder: Path) -> tuple[Path, Path]:
-    """Write nodes.parquet and edges.parquet into a folder; returns their paths. MissingExtra without
-    pyarrow."""
+    """Write nodes.parquet and edges.parquet.
+
+    Arguments:
+        pruned: the graph.
+        folder: folder of both files, created if missing.
+
+    Returns:
+        Paths of both files.
+
+    Raises:
+        MissingExtra: if pyarrow is not installed.
+    """
     arrow, parquet = _pyarrow()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -31,6 +31,7 @@ __all__ = ["read", "write"]
 
 _CONFIG = "circuit_tracer.utils.tl_nnsight_mapping.UnifiedConfig"
 _TARGET = "circuit_tracer.attribution.targets.LogitTarget"
+# Without one of these fields a file is no graph; input_string, vocab_size and scan are optional.
 _KEYS = (
     "adjacency_matrix",
     "cfg",
@@ -41,6 +42,7 @@ _KEYS = (
     "selected_features",
     "activation_values",
 )
+# Hugging Face `model_type` -> class name, which circuit-tracer stores.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -58,23 +60,36 @@ class UnifiedConfig:
     """Replaces circuit_tracer's class of this name: sizes and names of a model."""
 
     n_layers: int
+    """Number of layers."""
     d_model: int
+    """Width of the residual stream."""
     d_head: int
+    """Width of an attention head."""
     n_heads: int
+    """Number of query heads."""
     d_mlp: int
+    """Hidden width of the MLP."""
     d_vocab: int
+    """Rows of the unembedding."""
     tokenizer_name: str
+    """Name or folder from which transformers can load the tokenizer."""
     model_name: str
+    """Name of the model."""
     original_architecture: str
+    """Class of the model in transformers."""
     n_key_value_heads: int | None = None
+    """Number of key-value heads."""
     dtype: Any | None = None
+    """Dtype of the matrix, of torch."""
 
 
 class LogitTarget(NamedTuple):
     """Replaces circuit_tracer's class of this name: text and id of an explained token."""
 
     token_str: str
+    """Text of the token."""
     vocab_idx: int
+    """Token id; from the vocabulary size on for custom directions."""
 
 
 _STAND_INS: Mapping[type[Any], str] = {UnifiedConfig: _CONFIG, LogitTarget: _TARGET}
@@ -144,6 +159,7 @@ def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None =
         "scan": graph.scan if scan is None else scan,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the final rename is atomic.
     partial = path.with_name(f".{path.name}.partial")
     try:
         torch.save(
@@ -169,6 +185,7 @@ def read(path: Path) -> xr.Dataset:
         raise StageError(f"expected a graph saved by circuit-tracer at {path}, found no file")
     classes: list[Any] = [(kind, name) for kind, name in _STAND_INS.items()]
     with torch.serialization.safe_globals(classes):
+        # Not mapped into memory: the graph must not change with the file.
         contents = load_pickled(path, StageError, mmap=False)
     try:
         return _dataset(contents)
@@ -186,7 +203,8 @@ def _dataset(contents: Any) -> xr.Dataset:
     if missing:
         raise StageError(f"expected a graph of circuit-tracer, found no {missing[0]!r} in the file")
     config, targets = contents["cfg"], contents["logit_targets"]
-    if hasattr(targets, "tolist"):  # files older than named targets
+    # Files of circuit-tracer versions before named targets have a tensor of token ids.
+    if hasattr(targets, "tolist"):
         targets = [LogitTarget("", int(token)) for token in targets.tolist()]
     selected, tokens = contents["selected_features"].numpy(), contents["input_tokens"].reshape(-1).numpy()
     matrix = contents["adjacency_matrix"].float().numpy()
@@ -197,6 +215,7 @@ def _dataset(contents: Any) -> xr.Dataset:
             f"expected a matrix of {sources + logits} nodes ({features} features, {config.n_layers} layers, "
             f"{len(tokens)} tokens, {logits} logits), found shape {list(matrix.shape)}"
         )
+    # Rows of errors and tokens, and columns of logits, are zero by construction.
     rows = np.concatenate([matrix[:features], matrix[sources:]])[:, :sources]
     config_fields = {field.name for field in fields(UnifiedConfig)} - {"dtype", "tokenizer_name"}
     named = {name: getattr(config, name) for name in config_fields}
@@ -208,6 +227,7 @@ def _dataset(contents: Any) -> xr.Dataset:
             "activation_values": ("active", contents["activation_values"].float().numpy()),
             "selected_features": ("selected", selected),
             "input_tokens": ("input_position", tokens),
+            # The file has token ids only, and reading it needs no tokenizer.
             "input_text": ("input_position", np.array([""] * len(tokens), object)),
             "logit_token_ids": ("logit", np.array([target.vocab_idx for target in targets], np.int64)),
             "logit_text": ("logit", np.array([target.token_str for target in targets], object)),
@@ -226,5 +246,6 @@ def _dataset(contents: Any) -> xr.Dataset:
 
 
 def _model_type(architecture: str) -> str:
+    """`model_type` of an architecture's class; an unknown class is its own."""
     names = {class_name: model_type for model_type, class_name in _ARCHITECTURES.items()}
     return names.get(architecture, architecture)

@@ -55,15 +55,26 @@ def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[
     folder.mkdir(parents=True, exist_ok=True)
     listing = folder / METADATA
     graphs = json.loads(listing.read_text("utf-8"))["graphs"] if listing.exists() else []
+    # A graph of the same name is replaced, in the list as on disk.
     graphs = [graph for graph in graphs if graph["slug"] != slug] + [content["metadata"]]
     path = folder / f"{slug}.json"
+    # The listing last: it never names a file that does not exist yet.
     _replace(path, content)
     _replace(listing, {"graphs": graphs})
     return path
 
 
 def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None = None) -> dict[str, Any]:
-    """Contents of the file of a pruned graph, JSON values. Arguments and StageError as for `write`."""
+    """Contents of the file of a pruned graph, as JSON values.
+
+    Arguments:
+        pruned: the graph.
+        slug: name of the graph.
+        scan: names of the transcoders, by which the viewer finds dashboards; None for those of the graph.
+
+    Raises:
+        StageError: if there is no `scan`.
+    """
     graph = pruned.graph
     scan = graph.scan if scan is None else scan
     if not scan:
@@ -75,12 +86,14 @@ def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None
     nodes = dict(zip(numbers.tolist(), _nodes(pruned, numbers), strict=True))
     ids = {number: node["node_id"] for number, node in nodes.items()}
     _warn_of_shared(ids)
+    # float: JSON has no numpy.float32.
     links = [
         {"source": ids[source], "target": ids[target], "weight": float(weight)}
         for target, source, weight in zip(
             pruned.kept.target.tolist(), pruned.kept.source.tolist(), pruned.kept.weight, strict=True
         )
     ]
+    # circuit-tracer leaves out nodes without links, except tokens and logits.
     linked = {end for link in links for end in (link["source"], link["target"])}
     always = ("embedding", "logit")
     metadata = {
@@ -122,6 +135,7 @@ def _nodes(pruned: WrittenPart, numbers: Any) -> list[dict[str, Any]]:
             "reverse_ctx_idx": 0,
             "jsNodeId": "",
             "clerp": "",
+            # circuit-tracer's viewer calls the cumulative score "influence".
             "influence": float(pruned.cumulative_scores[number]),
             "activation": None,
         }
@@ -166,6 +180,7 @@ def _nodes(pruned: WrittenPart, numbers: Any) -> list[dict[str, Any]]:
 
 
 def _warn_of_shared(ids: dict[int, str]) -> None:
+    """Warn if two nodes have the same id, see the docstring of this module."""
     shared = [name for name, times in Counter(ids.values()).items() if times > 1]
     if shared:
         warnings.warn(
@@ -212,6 +227,7 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StageError(f"expected the JSON of a graph at {path}, found none ({error!r:.200})") from error
+    # Checked here: as a KeyError it would name neither the file nor the problem.
     unknown = next((end for source, target, _ in ends for end in (source, target) if end not in number), None)
     if unknown is not None:
         raise StageError(f"{path} has a link with {unknown!r}, which is no node of it")
@@ -237,12 +253,14 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
     return labelled, xr.Dataset(edges)
 
 
+# `feature_type` of the viewer -> kind of node.
 _KINDS = {
     "cross layer transcoder": FEATURE,
     "mlp reconstruction error": ERROR,
     "embedding": TOKEN,
     "logit": LOGIT,
 }
+# Name of the column -> field of the viewer's nodes.
 _READ = {
     "id": "node_id",
     "layer": "layer",

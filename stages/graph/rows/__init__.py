@@ -1,1 +1,1 @@
-"""Rows of an attribution graph: from a prompt to direct effects on features and logits."""
+"""From a prompt to rows of a graph: frozen pass, linear maps, targets, selection of rows, influence."""

@@ -75,6 +75,7 @@ class Attributor:
         config, positions = replacement.config, replacement.n_positions
         heads = config.axis_sizes["head"] + config.axis_sizes["kv_head"]
         width = 2 * config.hidden_size + 2 * heads * config.axis_sizes["d_head"]
+        # Bytes per target: gradients and attention temporaries, then its row before and after sorting.
         lane = (positions * width + 2 * sources.n_columns) * replacement.dtype.itemsize
         if room < lane:
             raise PlanError(
@@ -100,6 +101,7 @@ class Attributor:
         lanes = min(LANES, most) if self.sources.is_kept else most
         item_tensor = torch.from_numpy(np.ascontiguousarray(items)).to(self.replacement.device)
         batches = self._batches(item_tensor, lanes)
+        # Batches write different rows, so threads need no lock.
         rows = np.empty((len(items), self.sources.n_columns), np.float32)
 
         def compute(batch: TargetBatch) -> None:
@@ -110,6 +112,7 @@ class Attributor:
             for batch in batches:
                 compute(batch)
             return rows
+        # Filled before threads start, which would otherwise read the same vectors several times.
         self.sources.fill()
         with one_thread_each(), ThreadPoolExecutor(workers) as pool:
             for _ in pool.map(compute, batches):
@@ -133,6 +136,7 @@ class Attributor:
             if layer < 0:
                 continue
             places = (layers == layer).nonzero().squeeze(1)
+            # By position, so that the causal cone of a batch ends as early as possible.
             places = places[torch.argsort(active.position[items[places]], stable=True)]
             features = self.replacement.dictionary.layer(layer)
             for part in places.split(lanes):
@@ -155,6 +159,7 @@ class Attributor:
         vectors = vectors.to(model.device, model.dtype)
         gradient = model.start(layer, positions, model.read_gradient(layer, vectors, positions))
         out = vectors.new_zeros(len(positions), sources.n_columns)
+        # A feature reads below its own MLP, so only layers below write to it; logits read all layers.
         for below in range(min(layer, model.n_layers) - 1, -1, -1):
             sources.contract(below, gradient, out)
             model.back(below, gradient)

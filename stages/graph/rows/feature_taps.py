@@ -94,12 +94,24 @@ class FeatureTaps:
         """Layer -> feature activations [position, feature], of the layers in `keep`."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point; see `AttentionTaps`."""
+        """Replace or change the activation at a hook point.
+
+        Arguments:
+            kind: kind of the hook point.
+            layer: its layer; None for hook points outside of layers.
+            x: its activation, [1, position, ...].
+            allowed: mask of attention scores, unused here (see `AttentionTaps`).
+
+        Returns:
+            The activation with which the pass continues.
+        """
         place = (kind, layer)
+        # Frozen values first: features read, and add to, the frozen activation.
         x = self._pinned.get(place, x)
         if layer is not None and place in self._reads:
             self._read(layer, x)
         if layer is not None and place in self._writes and layer in self._pending:
+            # Not in place: x may be a frozen value, which belongs to the clean pass.
             x = x + self._pending.pop(layer).to(x)
         return x
 
@@ -137,6 +149,7 @@ class FeatureTaps:
             if layer in self._keep:
                 self.kept[layer] = activations
         if layer in frozen.reads:
+            # The frozen MLP output contains the skip of the clean input; the difference is added.
             clean = frozen.reads[layer]
             self._add(layer, features.skip(x[0]) - features.skip(clean))
         if settings:
@@ -160,17 +173,21 @@ class FeatureTaps:
         feature = torch.tensor([index for _, index in change], dtype=torch.long)
         amount = torch.tensor(list(change.values()), dtype=torch.float32, device=current.device)
         for target in self._dictionary.targets(layer):
+            # As circuit-tracer: with constrained layers, features write to these only.
             if self._frozen.layers is not None and target not in self._frozen.layers:
                 continue
             rows = self._dictionary.layer(layer).decoder_rows(feature, target) * amount[:, None]
+            # index_add_ sums several features set at one position.
             by_position = rows.new_zeros(len(current), rows.shape[1])
             self._add(target, by_position.index_add_(0, places, rows))
 
     def _add(self, layer: int, change: Any) -> None:
+        """Queue a change [position, d_out] for the write hook of a layer."""
         self._pending[layer] = self._pending[layer] + change if layer in self._pending else change
 
 
 def _positions(position: int | slice, length: int) -> list[int]:
+    """Positions of a setting in a pass of this length, 0 to length - 1."""
     if isinstance(position, slice):
         return list(range(*position.indices(length)))
     return [position % length]

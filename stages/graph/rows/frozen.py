@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["READS", "WRITES", "FrozenPass", "frozen_pass", "require_attention", "require_transcoders"]
 
+# Between these and the residual stream lies at most a norm, so gradients are linear (replacement.py).
 READS = ("resid_mid", "ln2_normalized", "mlp_pre")
 """Kinds of hook points that transcoders of a graph may read."""
 WRITES = ("mlp_out", "mlp_post")
@@ -57,8 +58,15 @@ class FrozenPass:
 
 
 def require_attention(config: Architecture, model: str) -> None:
-    """Raise ConfigError unless every layer is causal attention followed by an MLP, each after its own
-    norm."""
+    """Check that every layer is causal attention followed by an MLP, each after its own norm.
+
+    Arguments:
+        config: architecture of the model.
+        model: name of the model, for messages.
+
+    Raises:
+        ConfigError: for another architecture.
+    """
     other_mixers = {layer.mixer.kind for layer in config.layers} - {"attention"}
     if other_mixers:
         raise ConfigError(
@@ -81,7 +89,16 @@ def require_attention(config: Architecture, model: str) -> None:
 
 
 def require_transcoders(dictionary: Dictionary, config: Architecture, model: str) -> None:
-    """Raise DictionaryError unless a dictionary has transcoders for the MLP of every layer of the model."""
+    """Check that a dictionary has transcoders for the MLP of every layer of the model.
+
+    Arguments:
+        dictionary: the dictionary.
+        config: architecture of the model.
+        model: name of the model, for messages.
+
+    Raises:
+        DictionaryError: for another dictionary.
+    """
     dictionary.require_fit(config, model)
     read, write = dictionary.layout.read, dictionary.layout.write
     if dictionary.kind in ("sae", "crosscoder") or read not in READS or write not in WRITES:
@@ -101,6 +118,11 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
 def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> FrozenPass:
     """Run a prompt once, and record the activations that are frozen.
 
+    Arguments:
+        model: a loaded model.
+        dictionary: transcoders of the model.
+        tokens: token ids of the prompt.
+
     Raises:
         ConfigError: for a model that attribution graphs do not support.
         DictionaryError: for a dictionary that does not fit the model.
@@ -113,18 +135,20 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     patterns = [HookPoint.pattern(layer) for layer in layers]
     reads, writes = dictionary.read_hooks, tuple(dictionary.write_hook(layer) for layer in layers)
     spec = HookSpec().capture(HookPoint.embed(), *scales, *patterns, *reads, *writes)
+    # The graph explains the last position only; all logits would be [position, vocab].
     captured = model.forward([list(tokens)], spec, want=LAST_LOGITS)
     if not bool(captured.logits.isfinite().all()):
         raise PromptError(
             f"{model.name} gives logits that are not finite for this prompt in {model.dtype}; compute in "
             "float32, or check its weights"
         )
+    # [0]: a batch of one prompt.
     return FrozenPass(
         tokens=tuple(tokens),
         read={layer: captured[dictionary.read_hook(layer)][0] for layer in dictionary.layers},
         written={layer: captured[writes[layer]][0] for layer in layers},
         patterns={layer: captured[patterns[layer]][0] for layer in layers},
-        scales={point: captured[point][0, :, 0] for point in scales},
+        scales={point: captured[point][0, :, 0] for point in scales},  # [batch, position, 1]
         embed=captured[HookPoint.embed()][0],
         logits=captured.logits[0, 0],
     )

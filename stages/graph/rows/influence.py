@@ -42,7 +42,7 @@ class GraphRows:
     weights: xr.DataArray
     """Weights [target, source], in memory or on disk."""
     counts: NodeCounts
-    """Number of nodes of each kind."""
+    """Number of features, layers, positions and logits."""
     layer: npt.NDArray[np.int64]
     """Layer of each row, ascending; the number of layers for logits, [target]."""
     logit_weights: Floats
@@ -52,7 +52,7 @@ class GraphRows:
 
     @classmethod
     def of(cls, graph: xr.Dataset) -> GraphRows:
-        """The rows of the dataset of a graph."""
+        """Rows of a graph, from its dataset as `GraphNode` stores it."""
         count = counts_of(graph)
         layer = graph["active_features"].values[graph["selected_features"].values, 0]
         ends = np.full(count.logits, count.layers)
@@ -72,6 +72,7 @@ class GraphRows:
 
     def layers(self) -> Iterator[slice]:
         """Range of rows of each layer: the logits first, then from the last layer down."""
+        # Rows are sorted by layer, so each layer is one range.
         ends = np.flatnonzero(np.diff(self.layer)) + 1
         cuts = [0, *ends.tolist(), len(self.layer)]
         for start, stop in reversed(list(itertools.pairwise(cuts))):
@@ -115,6 +116,7 @@ def influence(rows: GraphRows) -> Influence:
             divisor = np.maximum(row_sum[block_rows], _SMALLEST)
             error_share[block_rows] = block[:, counts.error_nodes].sum(1) / divisor
             through_layer += (total[nodes[block_rows]] / divisor) @ block
+        # Complete when used only if no edge runs within the layer or down; a transposed matrix fails here.
         if through_layer[layer.start : counts.features].any():
             raise ShapeError(
                 "expected edges from lower to higher layers only, found one into layer "
@@ -122,17 +124,25 @@ def influence(rows: GraphRows) -> Influence:
                 "transposed?"
             )
         total[: counts.sources] += through_layer
-    total[counts.sources :] = 0
+    total[counts.sources :] = 0  # the weights of the logits were the start of the series, not a term of it
     return Influence(total, row_sum, error_share)
 
 
-def scores(rows: GraphRows, found: Influence) -> Mapping[str, float]:
-    """replacement_score and completeness_score, both 0 to 1; NaN if no node has influence."""
+def scores(rows: GraphRows, result: Influence) -> Mapping[str, float]:
+    """Scores of a graph.
+
+    Arguments:
+        rows: edges of the graph.
+        result: influence of its nodes.
+
+    Returns:
+        replacement_score and completeness_score, both 0 to 1; NaN if no node has influence.
+    """
     counts = rows.counts
-    tokens = float(found.node[counts.token_nodes].sum())
-    errors = float(found.node[counts.error_nodes].sum())
-    weight = found.with_logits(rows.logit_weights)
-    lost = float(found.error_share @ weight[counts.target_nodes])
+    tokens = float(result.node[counts.token_nodes].sum())
+    errors = float(result.node[counts.error_nodes].sum())
+    weight = result.with_logits(rows.logit_weights)
+    lost = float(result.error_share @ weight[counts.target_nodes])
     whole = float(weight.sum())
     return {
         "replacement_score": tokens / (tokens + errors) if tokens + errors else float("nan"),
@@ -152,13 +162,15 @@ def partial_influence(blocks: Sequence[tuple[npt.NDArray[np.int64], Any]], start
     Returns:
         Influence [node].
     """
+    # 1e-8 here and 1e-10 above, as in circuit-tracer.
     divisors = [np.maximum(np.abs(_read(weights)).sum(1, dtype=np.float64), 1e-8) for _, weights in blocks]
     total, step = np.zeros_like(start), start
+    # Ends, as edges run upwards only: after as many steps as the longest path has edges.
     while step.any():
         following = np.zeros_like(start)
         for (nodes, weights), divisor in zip(blocks, divisors, strict=True):
             share = step[nodes] / divisor
-            if share.any():
+            if share.any():  # otherwise the block need not be read from disk
                 rows = np.abs(_read(weights))
                 following[: rows.shape[1]] += share @ rows
         total += following

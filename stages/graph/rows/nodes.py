@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["ERROR", "FEATURE", "LOGIT", "TOKEN", "NodeCounts", "counts_of", "node_labels"]
 
 FEATURE, ERROR, TOKEN, LOGIT = "feature", "error", "token", "logit"
+"""Kinds of nodes, values of the label `kind`."""
 
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """Number of nodes of each kind."""
+    """Number of features, errors, tokens and logits of a graph."""
 
     features: int
     """Features that are nodes."""
@@ -76,7 +77,7 @@ class NodeCounts:
 
 
 def counts_of(graph: xr.Dataset) -> NodeCounts:
-    """Counts of the dataset of a graph."""
+    """Counts of the nodes of a graph, from its dataset."""
     sizes = graph.sizes
     return NodeCounts(
         sizes["selected"], int(graph.attrs["n_layers"]), sizes["input_position"], sizes["logit"]
@@ -94,9 +95,11 @@ def node_labels(graph: xr.Dataset) -> dict[str, npt.NDArray[Any]]:
     count = counts_of(graph)
     selected = graph["selected_features"].values
     features = graph["active_features"].values[selected]
+    # Logits are those of the last position.
     last_position = count.positions - 1
     error_layer, error_position = np.divmod(np.arange(count.errors), max(count.positions, 1))
     sizes = (count.features, count.errors, count.positions, count.logits)
+    # Only features have activations.
     no_activation = np.full(count.nodes - count.features, np.nan)
     return {
         "kind": np.repeat(np.array([FEATURE, ERROR, TOKEN, LOGIT], object), sizes).astype(str),

@@ -3,9 +3,8 @@
 With attention patterns and norm divisors frozen at their values for the prompt, and MLPs replaced by their
 recorded outputs, the residual stream is a linear function of embeddings, features and errors (Ameisen et al.
 2025, "Circuit Tracing", section 3; circuit-tracer 0.5.0). A gradient is propagated down the layers by
-transposed
-maps: through attention (patterns, V and O projections, norm gains), through the linear skip of skip
-transcoders, and along the residual stream. Without autograd, no activations are retained, and a batch of
+transposed maps: through attention (patterns, V and O projections, norm gains), through the linear skip of
+skip transcoders, and along the residual stream. Without autograd, no activations are retained, and a batch of
 targets costs only its causal cone.
 
 Diagonal factors are folded in beforehand: gains and the centring of LayerNorm into the V and O matrices,
@@ -17,7 +16,7 @@ the last position of a target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,13 +52,22 @@ class NormMap:
         return folded - folded.mean(-1, keepdim=True) if self.centred else folded
 
     def forward(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Apply the norm to x [..., hidden], whose rows are at these positions."""
+        """Apply the norm.
+
+        Arguments:
+            x: rows [..., hidden].
+            positions: position of each row, for the divisors.
+        """
         x = x - x.mean(-1, keepdim=True) if self.centred else x
         return x * self.gain / self.scale[positions, None]
 
     def backward(self, gradient: Tensor, positions: Tensor) -> Tensor:
-        """Propagate gradients [target, hidden], at these positions, from the output of the norm to its
-        input."""
+        """Propagate gradients from the output of the norm to its input.
+
+        Arguments:
+            gradient: gradients [target, hidden].
+            positions: position of each gradient, for the divisors.
+        """
         return self.columns(gradient) / self.scale[positions, None]
 
 
@@ -117,7 +125,12 @@ class Replacement:
     # -- the pieces
 
     def norm(self, name: str, layer: int | None) -> NormMap:
-        """A norm of a layer ("ln1", "ln2", "ln1_post", "ln2_post"), or "ln_final"."""
+        """A norm with the divisors of the prompt.
+
+        Arguments:
+            name: "ln1", "ln2", "ln1_post", "ln2_post" or "ln_final".
+            layer: its layer; None for "ln_final".
+        """
         gain = self.network.norm_gain(name, layer, self.dtype)
         scale = self.frozen.scales[HookPoint(f"{name}_scale", layer)].to(self.dtype)
         return NormMap(gain, scale, centred=self.config.norm_type == "layer")
@@ -125,30 +138,45 @@ class Replacement:
     def _has_norm(self, name: str, layer: int) -> bool:
         return HookPoint(f"{name}_scale", layer) in self.config.known_points
 
-    def written(self, layer: int, vectors: Tensor, positions: Tensor | slice) -> Tensor:
-        """Contribution to the residual stream of vectors [n, d_out] at the write hook of a layer.
+    def _read_norm(self, layer: int) -> NormMap | None:
+        """Norm between resid_mid and the read hook of a layer; None if the hook is resid_mid itself."""
+        read = self.dictionary.layout.read
+        if read == "resid_mid":
+            return None
+        norm = self.norm("ln2", layer)
+        # The hook ln2_normalized is before the gain.
+        return replace(norm, gain=torch.ones_like(norm.gain)) if read == "ln2_normalized" else norm
 
-        positions: position of each vector, for the divisors of a norm after the MLP.
-        """
+    def _write_norm(self, layer: int) -> NormMap | None:
+        """Norm between the write hook of a layer and the residual stream; None without one."""
         if self.dictionary.layout.write == "mlp_post" and self._has_norm("ln2_post", layer):
-            return self.norm("ln2_post", layer).forward(vectors, positions)
-        return vectors
+            return self.norm("ln2_post", layer)
+        return None
+
+    def written(self, layer: int, vectors: Tensor, positions: Tensor | slice) -> Tensor:
+        """Contribution to the residual stream of vectors at the write hook of a layer, [n, hidden].
+
+        Arguments:
+            layer: the layer.
+            vectors: vectors [n, d_out].
+            positions: position of each vector, for the divisors of a norm after the MLP.
+        """
+        norm = self._write_norm(layer)
+        return vectors if norm is None else norm.forward(vectors, positions)
 
     def read_gradient(self, layer: int, vectors: Tensor, positions: Tensor) -> Tensor:
-        """Gradients at resid_mid of a layer, for targets that read its read hook with vectors [target, d_in].
+        """Gradients at resid_mid of a layer, for targets that read its read hook.
 
-        For `layer == n_layers`: gradients at the final residual stream, for vectors that read the output of
-        the final norm.
+        Arguments:
+            layer: the layer. For `n_layers`, gradients at the final residual stream, for vectors that read
+                the output of the final norm.
+            vectors: vector that each target reads with, [target, d_in].
+            positions: position of each target, [target].
         """
         if layer == self.n_layers:
             return self.norm("ln_final", None).backward(vectors, positions)
-        read = self.dictionary.layout.read
-        if read == "resid_mid":
-            return vectors
-        norm = self.norm("ln2", layer)
-        if read == "ln2_normalized":
-            norm = NormMap(torch.ones_like(norm.gain), norm.scale, norm.centred)
-        return norm.backward(vectors, positions)
+        norm = self._read_norm(layer)
+        return vectors if norm is None else norm.backward(vectors, positions)
 
     @property
     def is_kept(self) -> bool:
@@ -170,11 +198,13 @@ class Replacement:
         before = self.norm("ln1", layer)
         values = before.columns(self.network.value_matrix(layer).to(self.dtype))
         out = self.network.output_matrix(layer).to(self.dtype)
+        # ln1 normalises what keys and values read: its divisor belongs to the key position.
         mix = self.frozen.patterns[layer].to(self.dtype) / before.scale
         if self._has_norm("ln1_post", layer):
             after = self.norm("ln1_post", layer)
             out = after.columns(out.T).T
-            mix = mix / after.scale[:, None]
+            mix = mix / after.scale[:, None]  # by query position, where the output is written
+        # Query heads that share a key-value head lie together, so that their sum is part of one product.
         grouped = mix.unflatten(0, (self._kv_heads, -1)).permute(0, 3, 1, 2).contiguous()
         return LayerMaps(out.contiguous(), values, grouped, *self._skip(layer))
 
@@ -187,13 +217,9 @@ class Replacement:
             return None, None
         matrix = matrix.to(device=self.device, dtype=self.dtype)
         scale = torch.ones(self.n_positions, dtype=self.dtype, device=self.device)
-        if self.dictionary.layout.write == "mlp_post" and self._has_norm("ln2_post", layer):
-            after = self.norm("ln2_post", layer)
+        if (after := self._write_norm(layer)) is not None:
             matrix, scale = after.columns(matrix.T).T, scale * after.scale
-        if self.dictionary.layout.read != "resid_mid":
-            before = self.norm("ln2", layer)
-            if self.dictionary.layout.read == "ln2_normalized":
-                before = NormMap(torch.ones_like(before.gain), before.scale, before.centred)
+        if (before := self._read_norm(layer)) is not None:
             matrix, scale = before.columns(matrix), scale * before.scale
         return matrix.contiguous(), scale
 
@@ -222,14 +248,23 @@ class Replacement:
             weights = maps.mix[:, :count].permute(3, 0, 1, 2)[positions]
             mixed = torch.matmul(weights, z).permute(2, 0, 1, 3).reshape(count * targets, -1)
             start_gradient = (mixed @ maps.values).view(count, targets, -1)
-        start_gradient[positions, lane] += gradient
+        start_gradient[positions, lane] += gradient  # along the residual stream, at the target's own position
         return start_gradient
 
     def back(self, layer: int, gradient: Tensor) -> Tensor:
-        """Propagate gradients [position, target, hidden] from after a layer to before it, in place."""
+        """Propagate gradients from after a layer to before it.
+
+        Arguments:
+            layer: the layer.
+            gradient: gradients [position, target, hidden], changed in place.
+
+        Returns:
+            `gradient`.
+        """
         maps = self.maps(layer)
         count, targets, hidden = gradient.shape
         flat = gradient.view(count * targets, hidden)
+        # The MLP follows attention, so going down its skip comes first; attention then reads the sum.
         if maps.skip is not None and maps.skip_scale is not None:
             scaled = gradient / maps.skip_scale[:count, None, None]
             flat.addmm_(scaled.view(count * targets, hidden), maps.skip)

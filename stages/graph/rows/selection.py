@@ -1,4 +1,4 @@
-"""Which rows of a graph are computed, and in which order.
+"""Selects the features that get a row (incoming edges) in a graph, and the order of rows.
 
 If all features may have a row: all features in order, then logits. Otherwise greedily, as circuit-tracer
 does: the logits first; then repeatedly the features with most influence through the rows computed so far,
@@ -22,6 +22,7 @@ from .influence import partial_influence
 __all__ = ["RowSelection"]
 
 Blocks = Sequence[tuple[Ints, Any]]
+"""(item of each row, weights [row, source]) of each block of rows."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class RowSelection:
     """Features that get a row between two rankings."""
 
     def __post_init__(self) -> None:
+        # Only types are checked here; the ranges below, in one message.
         for value, name in ((self.most, "max_feature_nodes"), (self.at_once, "batch_size")):
             if value is not None:
                 as_count(value, name, least=-LARGEST, error=StageError)
@@ -44,15 +46,16 @@ class RowSelection:
             )
 
     def canonical(self) -> dict[str, int] | None:
-        """JSON values for the key; None if all features get a row."""
+        """JSON values for the key; None if all features get a row, in whatever groups."""
         return None if self.most is None else {"most": self.most, "at_once": self.at_once}
 
-    def is_complete(self, features: int) -> bool:
-        """Whether all of this many features get a row."""
-        return self.most is None or self.most >= features
-
     def rows(self, features: int, logits: int) -> int:
-        """Number of rows of a graph with this many active features and logits."""
+        """Number of rows of a graph.
+
+        Arguments:
+            features: number of active features.
+            logits: number of explained logits.
+        """
         return logits + (features if self.most is None else min(self.most, features))
 
     def visits(
@@ -70,11 +73,10 @@ class RowSelection:
             Items of the next group: index of a feature, or `features` plus the index of a logit.
         """
         logits = np.arange(features, features + len(weights))
-        if self.is_complete(features):
+        if self.most is None or self.most >= features:
             yield np.arange(features + len(weights))
             return
         yield logits
-        assert self.most is not None  # is_complete otherwise
         visited = np.zeros(features, bool)
         start = np.zeros(sources + len(weights))
         start[sources:] = weights
@@ -83,6 +85,7 @@ class RowSelection:
             blocks = [
                 (np.where(items < features, items, items - features + sources), w) for items, w in so_far()
             ]
+            # Stable: equal influence goes to the lower index on every machine; torch.argsort leaves it open.
             rank = np.argsort(-partial_influence(blocks, start)[:features], kind="stable")
             group = rank[~visited[rank]][: min(self.at_once, remaining)]
             visited[group] = True

@@ -10,7 +10,7 @@ brings columns into the order of the graph, where features go by (layer, positio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +37,7 @@ class SourceBlock:
 
 
 class Sources:
-    """The sources of the graph of a prompt."""
+    """Features, errors and tokens of a prompt, with their vectors in the residual stream."""
 
     def __init__(
         self, replacement: Replacement, active: Active, errors: Tensor, *, room: int = 1 << 30
@@ -51,7 +51,9 @@ class Sources:
             room: bytes for cached decoder vectors; if they do not fit, they are read for every batch.
         """
         self.replacement = replacement
-        self.active = active = type(active)(*(part.to(replacement.device) for part in _columns(active)))
+        self.active = active = type(active)(
+            *(getattr(active, field.name).to(replacement.device) for field in fields(active))
+        )
         self.n_features, layers = len(active), replacement.n_layers
         positions = replacement.n_positions
         self.n_columns = self.n_features + layers * positions + positions
@@ -94,11 +96,17 @@ class Sources:
         for block in self._blocks(layer, count):
             columns = out[:, block.first : block.first + len(block.vectors)]
             columns.addmm_(gradient[block.position], block.vectors.T)
+        # Errors go by (layer, position) in the graph too, so `order` leaves their columns as they are.
         start = self.n_features + layer * self.replacement.n_positions
         out[:, start : start + count] = _dots(gradient, self._errors[layer, :count])
 
     def contract_tokens(self, gradient: Tensor, out: Tensor) -> None:
-        """Set the effects of tokens in `out` [target, column], from gradients at the embedding."""
+        """Set the effects of tokens.
+
+        Arguments:
+            gradient: gradients of the targets at the embedding, [position, target, hidden].
+            out: rows so far, [target, column], changed in place.
+        """
         start = self.n_columns - self.replacement.n_positions
         out[:, start : start + len(gradient)] = _dots(gradient, self._embed[: len(gradient)])
 
@@ -121,6 +129,7 @@ class Sources:
         if not writers:
             return
         for position in range(self.replacement.n_positions):
+            # Places of one position from the first to the last layer that writes here are contiguous.
             ends = torch.tensor([position * layers + writers[0], position * layers + writers[-1] + 1])
             begin, end = torch.searchsorted(self._place, ends.to(self._place)).tolist()
             for start in range(begin, end, self._piece):
@@ -140,6 +149,7 @@ class Sources:
         parts, active = [], self.active
         sources, counts = active.layer[indices].unique_consecutive(return_counts=True)
         for source, of_source in zip(sources.tolist(), indices.split(counts.tolist()), strict=True):
+            # Between writers of this layer there may be layers that do not write to it: zero vectors.
             if layer not in self.replacement.dictionary.targets(source):
                 parts.append(self._embed.new_zeros(len(of_source), self._embed.shape[1]))
                 continue
@@ -157,14 +167,13 @@ class Sources:
         return int(vectors * self._embed.shape[1] * self._embed.itemsize)
 
 
-def _columns(active: Active) -> tuple[Tensor, ...]:
-    return active.layer, active.position, active.feature, active.value
-
-
 def error_vectors(replacement: Replacement, active: Active, *, zero_positions: int) -> Tensor:
     """MLP outputs minus their reconstruction by features, at the write hook, [layer, position, d_out].
 
-    Zero at the first `zero_positions` positions.
+    Arguments:
+        replacement: the local replacement model.
+        active: active features of the prompt.
+        zero_positions: number of first positions whose errors are zero.
     """
     frozen, dictionary = replacement.frozen, replacement.dictionary
     states = {layer: read.to(replacement.dtype) for layer, read in frozen.read.items()}
@@ -177,5 +186,5 @@ def error_vectors(replacement: Replacement, active: Active, *, zero_positions: i
 
 
 def _dots(gradient: Tensor, vectors: Tensor) -> Tensor:
-    """[position, target, hidden] . [position, hidden] -> [target, position]."""
+    """Dot products over `hidden`: [position, target, hidden] . [position, hidden] -> [target, position]."""
     return torch.bmm(gradient, vectors[:, :, None])[:, :, 0].T

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TargetChoice", "Direction", "Targets", "choose", "prompt_text", "prompt_tokens", "token_text"]
 
+# As circuit-tracer: BOS, pad, EOS, then the other special tokens.
 _ROLES = ("bos_token", "pad_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -68,7 +69,7 @@ class TargetChoice:
     directions: tuple[Direction, ...] = ()
     """Custom directions."""
     most: int = 10
-    """Most of the likeliest tokens."""
+    """Maximum number of tokens, if the likeliest ones are explained."""
     probability: float = 0.95
     """Total probability at which no further likeliest token is added."""
 
@@ -84,7 +85,7 @@ class TargetChoice:
     def resolve(
         self, logits: Tensor, unembed: Tensor, tokenizer: Tokenizer | None, dtype: torch.dtype
     ) -> Targets:
-        """The targets of a prompt.
+        """Labels, weights and vectors of the logits, for the logits of a prompt's last position.
 
         Arguments:
             logits: logits of its last position, [vocab].
@@ -107,10 +108,12 @@ class TargetChoice:
         if self.tokens:
             ids = torch.tensor(self.tokens)
         else:
+            # Stable: ties go to the lower id. The token that reaches the share belongs to the targets.
             ranked, order = probabilities.sort(descending=True, stable=True)
             reached = int(torch.searchsorted(ranked[: self.most].cumsum(0), self.probability))
             ids = order[: min(reached + 1, self.most)]
         place = ids.to(unembed.device)
+        # Softmax ignores a common shift of logits; without the mean, edges would show it.
         vectors = unembed[place].to(dtype) - unembed.mean(0, dtype=dtype)
         labels = tuple(token_text(int(i), tokenizer) for i in ids)
         return Targets(ids, labels, probabilities[ids], vectors)
@@ -141,6 +144,7 @@ def choose(
         TokenizerError: for a string that is not one token.
         ShapeError: for a vector of another width.
     """
+    # Only types are checked here; the ranges of both below, in one message.
     most, probability = (
         as_count(most, "max_n_logits", least=-LARGEST, error=PromptError),
         as_number(probability, "desired_logit_prob", PromptError),
@@ -159,6 +163,7 @@ def choose(
         )
     if all(isinstance(item, str) for item in items):
         return TargetChoice(tokens=tuple(_one_token(item, tokenizer) for item in items))
+    # A list of ids; triples start with a text.
     if all(isinstance(item, int) for item in items):
         outside = [item for item in items if not 0 <= item < vocab_size]
         if outside:
@@ -171,8 +176,16 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
     """Token ids of a prompt that begins with a special token.
 
     The first position of a prompt has unusually large activations, and no features in a graph; so it should
-    be a special token. A text that does not begin with one gets BOS, or else the first of pad, EOS and others
-    that the tokenizer has. Token ids are used unchanged. PromptError for several prompts.
+    be a special token.
+
+    Arguments:
+        prompt: text or token ids. A text that does not begin with a special token gets BOS, or else the first
+            of pad, EOS and others that the tokenizer has. Token ids are used unchanged.
+        tokenizer: tokenizer of the model; None if it has none.
+
+    Raises:
+        PromptError: for several prompts.
+        TokenizerError: for a text without a tokenizer.
     """
     row = one_row(prompt)
     if not isinstance(row, str):
@@ -185,20 +198,32 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Decode a prompt, including special tokens; ids that the tokenizer does not know are left out."""
+    """Text of a prompt, including special tokens.
+
+    Arguments:
+        tokens: token ids; ids that the tokenizer does not know are left out.
+        tokenizer: tokenizer of the model; None gives "".
+    """
     if tokenizer is None:
         return ""
+    # Embeddings padded to a round size have ids without a token.
     return tokenizer.decode([token for token in tokens if tokenizer.decode_token(token)])
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """Decode a single token, as circuit-tracer shows it; "" without a tokenizer, or for an unknown id."""
+    """Text of a single token, as circuit-tracer shows it.
+
+    Arguments:
+        token: token id; an unknown one gives "".
+        tokenizer: tokenizer of the model; None gives "".
+    """
     if tokenizer is None or not tokenizer.decode_token(token):
         return ""
     return tokenizer.decode([token])
 
 
 def _one_token(text: str, tokenizer: Tokenizer | None) -> int:
+    """Id of a text that is one token; TokenizerError otherwise."""
     if tokenizer is None:
         raise TokenizerError(f"expected token ids as targets of a model without a tokenizer, found {text!r}")
     ids = tokenizer.encode_raw(text).ids
@@ -211,6 +236,7 @@ def _one_token(text: str, tokenizer: Tokenizer | None) -> int:
 
 
 def _direction(item: Any, hidden_size: int) -> Direction:
+    """Check a (label, weight, vector) triple and convert it."""
     if not isinstance(item, Sequence) or len(item) != 3 or not isinstance(item[0], str):
         raise PromptError(
             f"expected targets as ids, strings, or (label, weight, vector) triples, found {item!r}"
@@ -224,4 +250,5 @@ def _direction(item: Any, hidden_size: int) -> Direction:
             f"expected the direction of target {label!r} as {hidden_size} finite numbers, found shape "
             f"{list(values.shape)}"
         )
-    return Direction(label, float(weight), np.array(values, np.float32))  # a copy: its digest is in a key
+    # A copy, as its digest is part of a key: the caller may change the array afterwards.
+    return Direction(label, float(weight), np.array(values, np.float32))

@@ -37,6 +37,7 @@ def one_thread_each(*, when: bool = True) -> Iterator[None]:
         finally:
             try:
                 torch.set_num_threads(before)
-            except BaseException:  # interrupted
+            # A KeyboardInterrupt may come here; without this the process would stay on one thread.
+            except BaseException:
                 torch.set_num_threads(before)
                 raise

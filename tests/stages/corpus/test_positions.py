@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 import mizarr
-from mizarr.stages.corpus.positions import (
-    find_span,
-    find_spans,
-    first_difference,
-    phrase_tokens,
-    position_of,
-    words,
-)
+from mizarr.stages.corpus.positions import first_difference, phrase_tokens, position_of
 from mizarr.stages.forward.text.library import LibraryTokenizer
 from mizarr.stages.forward.text.tokens import Encoding, byte_positions, byte_to_char
 from mizarr.store.errors import PromptError
+from mizarr.store.reading.characters import find_span, find_spans, words
 
 TOKENIZER = LibraryTokenizer(Path(mizarr.__file__).parent / "stages/forward/specimen/tokenizer.json")
 TEXTS = st.text(st.sampled_from("abc The\n\té漢字🙂ßñ.,'0̈"), max_size=30)

@@ -110,15 +110,15 @@ def test_what_stands_is_not_computed_again(
     store = mizarr.open_store(tmp_path)
     states = states_of(model, clt, segment_tokens=8)
     seen: list[int] = []
-    real, lasts = encode._first_positions, [2]
+    real, lasts = encode.is_counted, [2]
 
-    def counting(states: xr.DataArray, zero_positions: int) -> np.ndarray:
+    def counting(states: xr.DataArray, n_tokens: int, zero_positions: int) -> np.ndarray:
         if len(seen) == lasts[0]:
             raise RuntimeError("power cut")
-        seen.append(states.sizes["token"])
-        return real(states, zero_positions)
+        seen.append(n_tokens)
+        return real(states, n_tokens, zero_positions)
 
-    monkeypatch.setattr(encode, "_first_positions", counting)
+    monkeypatch.setattr(encode, "is_counted", counting)
     with pytest.raises(MizarrError, match="power cut"):
         run(encode_nodes(clt, states, layers=(2,))[2], store, threads=1)
     lasts[0] = 99
