@@ -92,7 +92,8 @@ class LayerOrders(ChangedModelExperiment):
             if sorted(order) != list(range(config.num_layers)):
                 last = config.num_layers - 1
                 raise ConfigError(f"expected every layer 0..{last} once, found {order}")
-        # In some architectures layer 0 starts the stream (RWKV normalises the embedding there).
+        # Where the stream does not start with the embedding itself (RWKV: with its norm), layer 0 computes
+        # it.
         if any(order[0] for order in self.orders) and config.stream_start.kind != "embed":
             raise ConfigError(
                 f"expected layer 0 first in {config.model_type}, as later layers read what it computes, "
