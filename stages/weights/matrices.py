@@ -20,7 +20,7 @@ import numpy as np
 
 from ...store.arrays import Array
 from ...store.errors import ConfigError
-from ..logits.readout import read_weight
+from ..logits.readout import effective_gain, read_weight
 
 if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture, Heads, Stored
@@ -256,9 +256,7 @@ class PlainMatrices:
 
         gain, bias = read(name), read(f"{name}.bias")
         assert gain is not None  # `name` is among the tensors
-        # Gemma stores the gain minus 1.
-        if self.config.norm_type == "gemma_rms":
-            gain = gain + np.float32(1)
+        gain = effective_gain(gain, self.config.norm_type)
         return Norm(gain, np.zeros_like(gain) if bias is None else bias, self.config.norm_type == "layer")
 
     def _mlp(self, layer: int) -> Mapping[str, Stored]:
