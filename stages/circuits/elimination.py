@@ -59,9 +59,10 @@ def eliminated(
     """Eliminate edges of the full model.
 
     Edges into a node without outgoing edges have no effect and are left out without a run; edges that are
-    already gone are no step.
+    already left out are no step.
 
     Arguments:
+        layout: graph of the model.
         order: edges in the order in which they are tested.
         measure: how much worse each masked circuit is.
         is_left_out: the rule.
@@ -123,10 +124,12 @@ def downwards(layout: Layout) -> list[Step]:
 
 
 def _index(step: Step) -> tuple[int | slice, int]:
+    """Index of a step's edges in a mask [source, destination]."""
     source, destination = step
     return slice(None) if source is None else source, destination
 
 
 def _is_unread(layout: Layout, edges: Bools, step: Step) -> bool:
+    """Whether the node into which the step's edges lead has no outgoing edge; never for the logits."""
     node = int(layout.owner[step[1]])
     return node >= 0 and not edges[node].any()
