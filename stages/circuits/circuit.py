@@ -130,7 +130,7 @@ class Circuit:
 
     @classmethod
     def greedy(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """Edges taken backwards from the logits, each time that of largest |score| into a node of the circuit.
+        """Edges taken backwards from the logits: each time the largest |score| into a node of the circuit.
 
         The source of each edge joins the circuit, so that every edge leads to the logits.
 
@@ -358,7 +358,7 @@ class Circuit:
         return {"directed": True, "multigraph": True, "graph": {}, "nodes": nodes, "edges": edges}
 
     def _attending(self) -> list[dict[str, Any]]:
-        """Edges "attends", from a head where its keys or values are read to the same head at later positions."""
+        """Edges "attends", from a head where its keys or values are read, to itself at later positions."""
         is_key: Bools = np.array(self._by_position.any(1)) & self.layout.is_seen_later
         writes: Bools = np.array(self._by_position.any(2))
         links = {}

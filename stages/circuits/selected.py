@@ -141,7 +141,7 @@ class SelectedCircuits(EdgeExperiment):
         return model, self.scores.dataset(model, {}, ())["score"].values
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Circuit of one size, and metrics: its own, of its complement and, if `minimal`, without each edge."""
+        """Circuit of one size; its metrics, those of its complement and, if `minimal`, without each edge."""
         import xarray as xr
 
         from .runs import CircuitRuns
