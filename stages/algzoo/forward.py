@@ -88,7 +88,7 @@ class Rnn:
 
 
 class Transformer:
-    """z = embed[x] + pos_embed; per layer z += softmax(Q K^T / sqrt(d)) V O^T; y = unembed z[last]; unmasked."""
+    """z = embed[x] + pos_embed; per layer z += softmax(Q K^T / sqrt(d)) V O^T; y = unembed z[last]."""
 
     def __init__(self, tensors: Mapping[str, Array], shape: TransformerShape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

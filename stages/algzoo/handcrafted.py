@@ -37,7 +37,7 @@ def handcrafted_2nd_argmax(sequence: int) -> dict[str, Array]:
 
 
 def _of_two() -> tuple[Array, Array, Array]:
-    """States relu(x_0), relu(-x_0), then relu(x_1 - x_0), relu(x_0 - x_1); the positive one marks the answer."""
+    """States relu(x_0), relu(-x_0), then relu(x_1 - x_0), relu(x_0 - x_1); one positive, at the answer."""
     return np.array([1.0, -1.0]), np.array([[-1.0, 1.0], [1.0, -1.0]]), np.array([[1.0, -1.0], [-1.0, 1.0]])
 
 

@@ -81,6 +81,6 @@ class FactualRecall(ChangedModelExperiment):
             # Strictly greater: tied tokens do not push the answer down.
             rank[indices] = (values > correct[:, None]).sum(axis=1)
             top_tokens[indices] = values.argmax(axis=1)
-        values = {"logprob": logprob, "rank": rank, "said": top_tokens, "target": target}
-        variables = {name: self.outputs[name].variable(array) for name, array in values.items()}
+        arrays: dict[str, Any] = {"logprob": logprob, "rank": rank, "said": top_tokens, "target": target}
+        variables = {name: self.outputs[name].variable(array) for name, array in arrays.items()}
         return xr.Dataset(variables, {"answer": answers})

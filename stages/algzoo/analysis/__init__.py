@@ -1,1 +1,1 @@
-"""Analyses of AlgZoo networks: ablation, linear regions, roles of neurons, exact accuracy, surprise in bits."""
+"""Analyses of AlgZoo networks: ablation, linear regions, roles of neurons, exact accuracy, surprise."""
