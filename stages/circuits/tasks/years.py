@@ -41,8 +41,7 @@ class ProbabilityDifference(Metric):
     """Name of the variable with this metric."""
 
     version: ClassVar[int] = 1
-    # Units and description are fields of the dataclass, so they are part of every key: a new wording would be
-    # another metric.
+    # init=False: dataclasses leave such a default on the class, so that it is not in `vars` and in no key.
     units: str = field(default="1", init=False, repr=False)
     """Unit of the metric: none."""
     long_name: str = field(
