@@ -97,7 +97,16 @@ def slices(
 def drawn(
     task: Task, sequence: int, count: int, *, seed: int = 0, draw: Draw = "random", end_token: bool = False
 ) -> Array:
-    """The first inputs of a seed, [sample, time], in memory. Arguments are those of `slices`."""
+    """The first inputs of a seed, [sample, time], in memory.
+
+    Arguments:
+        task: the task.
+        sequence: time steps per input.
+        count: number of inputs.
+        seed: seed of random inputs.
+        draw: "random", or "all" for all integer inputs in order.
+        end_token: see `slices`.
+    """
     parts = [
         part
         for block, size in enumerate(block_sizes(count))

@@ -193,7 +193,13 @@ def trained_rnn(
 ) -> xr.Dataset:
     """A trained RNN as labelled weights, and its losses.
 
-    Arguments are fields of `ZooTraining`.
+    Arguments:
+        task: name of the task.
+        hidden: neurons of the RNN.
+        sequence: time steps per input.
+        seed: seed of initial weights and samples.
+        sequences: total number of training inputs.
+        batch: inputs per step.
 
     Raises:
         ConfigError: for an integer task, which needs a transformer.
@@ -226,7 +232,14 @@ def training_checkpoints(
 ) -> xr.Dataset:
     """Weights of an RNN at several points of one training, [checkpoint, …].
 
-    Arguments are fields of `ZooTraining`.
+    Arguments:
+        task: name of the task.
+        hidden: neurons of the RNN.
+        sequence: time steps per input.
+        checkpoints: numbers of inputs after which weights are kept, multiples of the batch.
+        seed: seed of initial weights and samples.
+        sequences: total number of training inputs.
+        batch: inputs per step.
 
     Raises:
         ConfigError: without checkpoints, or for an integer task.

@@ -216,10 +216,15 @@ def displaced_scores(
 ) -> xr.Dataset:
     """As `head_scores`, for attention a number of tokens after an earlier occurrence of the current token.
 
-    Arguments other than `displacements` are those of `head_scores`.
-
     Arguments:
+        pattern: [layer, pair, head], any float dtype, lazy or not.
+        token_id: int [token], the ids in which occurrences are looked for.
+        row_size: int [prompt], tokens per prompt.
         displacements: Numbers of tokens; 1 is an induction head, others serve as its null distribution.
+        exclude_bos: See `detect_head`.
+        exclude_current_token: See `detect_head`.
+        error_measure: See `detect_head`.
+        first_query: First query position that counts.
     """
     rows = PatternRows.of(row_size, pattern, first_query)
     ids = _ids(token_id, rows)
@@ -264,10 +269,15 @@ def pattern_scores(
 ) -> xr.Dataset:
     """As `head_scores`, for a detection matrix of the caller; all prompts must have its length.
 
-    Arguments other than `detection_pattern` are those of `head_scores`.
-
     Arguments:
+        pattern: [layer, pair, head], any float dtype, lazy or not.
         detection_pattern: Lower-triangular matrix [query_position, key_position].
+        row_size: int [prompt], tokens per prompt.
+        heads: (layer, head) pairs, all others score -1; None for all.
+        exclude_bos: See `detect_head`.
+        exclude_current_token: See `detect_head`.
+        error_measure: See `detect_head`.
+        first_query: First query position that counts.
 
     Raises:
         ShapeError: The matrix is not square, not lower-triangular, or not of the prompts' length.

@@ -257,6 +257,8 @@ class Pushes(Experiment):
 
         Arguments:
             ids: token ids of the prompt, followed by pieces of a target, if any.
+            want: logits of each run; None for none.
+            layer: layer after which the vector is added.
             n_layers: number of layers of the model.
             vector: float32 [hidden].
         """

@@ -370,7 +370,13 @@ class DoseResponseCurve:
     def with_point(
         self, scale_factor: float, attention_level: float, kl_divergence: float
     ) -> DoseResponseCurve:
-        """Copy with one more point, whose arguments are the fields of `DosePoint`."""
+        """Copy with one more point.
+
+        Arguments:
+            scale_factor: factor of the attention weight.
+            attention_level: mean attention weight under this dose.
+            kl_divergence: KL(baseline || steered) in nats.
+        """
         points = (*self.points, DosePoint(scale_factor, attention_level, kl_divergence))
         return DoseResponseCurve(self.sample_id, self.condition, self.layer, self.baseline_attention, points)
 

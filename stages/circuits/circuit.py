@@ -163,8 +163,13 @@ class Circuit:
     def grown(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
         """Random edges taken backwards from the logits, as `greedy` takes them: each leads to the logits.
 
-        A fairer control than `at_random`, most of whose edges reach nothing. Arguments as of `growing`, for
-        one size.
+        A fairer control than `at_random`, most of whose edges reach nothing.
+
+        Arguments:
+            layout: graph of the model.
+            size: number of edges.
+            seed: seed of the draw.
+            positions: number of positions with edges of their own; None for edges at all positions.
         """
         (circuit,) = cls.growing(layout, (size,), seed=seed, positions=positions)
         return circuit

@@ -188,6 +188,8 @@ def head_to_mlp(weights: Matrices, source: int, head: int, layer: int, *, part: 
     """Virtual weights from the stream that a head reads to neurons of an MLP, [source, mlp].
 
     Arguments:
+        weights: matrices of the model.
+        head: index of the head.
         source: layer of the head; may equal `layer` unless attention and MLP are parallel.
         layer: layer of the MLP.
         part: input matrix of the MLP: "up", or "gate" of a gated MLP.
@@ -205,6 +207,9 @@ def feature_to_head(
     """Effect of features on a head.
 
     Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
         written: decoder rows [feature, hidden].
         part: "v" for what the head writes for each feature [feature, target], "q" for the keys that it then
             attends to [feature, key], "k" for the queries that then attend to it [feature, query].

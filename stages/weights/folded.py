@@ -59,7 +59,13 @@ class FoldedMatrices:
         return self.plain.config
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """As `Matrices.projection`, with the norm before attention folded in."""
+        """As `Matrices.projection`, with the norm before attention folded in.
+
+        Arguments:
+            part: "q", "k" or "v".
+            layer: layer of the head.
+            head: index of the query head.
+        """
         folded = self._read_through("ln1", layer, self.plain.projection(part, layer, head))
         # The bias has moved into output_bias; counted here as well, it would be added twice.
         if part == "v" and self._folds_values(layer):
@@ -67,7 +73,12 @@ class FoldedMatrices:
         return folded
 
     def output(self, layer: int, head: int) -> Array:
-        """As `Matrices.output`, with the norm after attention folded in."""
+        """As `Matrices.output`, with the norm after attention folded in.
+
+        Arguments:
+            layer: layer of the head.
+            head: index of the head.
+        """
         return self._written("ln1_post", layer, self.plain.output(layer, head))
 
     def output_bias(self, layer: int) -> Array:

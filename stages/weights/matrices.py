@@ -137,7 +137,13 @@ class PlainMatrices:
     """Dtype in which the model computes; weights are rounded to it."""
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """As `Matrices.projection`; with grouped queries, keys and values are those that the head shares."""
+        """As `Matrices.projection`; with grouped queries, keys and values are those that the head shares.
+
+        Arguments:
+            part: "q", "k" or "v".
+            layer: layer of the head.
+            head: index of the query head.
+        """
         heads = heads_in(self.config, layer)
         if not 0 <= head < heads.count:
             raise ConfigError(f"expected a head in 0..{heads.count - 1} of layer {layer}, found {head}")
@@ -152,7 +158,12 @@ class PlainMatrices:
         return _affine(matrix, bias)
 
     def output(self, layer: int, head: int) -> Array:
-        """As `Matrices.output`."""
+        """As `Matrices.output`.
+
+        Arguments:
+            layer: layer of the head.
+            head: index of the head.
+        """
         heads = heads_in(self.config, layer)
         _require_ungated(self.config, layer, heads)
         # The output projection reads the heads side by side: its columns, as stored, are ordered by head.

@@ -267,7 +267,10 @@ def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint)
 def recomputed_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
     """Effects of clean queries or keys through recomputed attention weights, float64 [head, position, 1].
 
-    Arguments are those of `effects_of`.
+    Arguments:
+        activations: activations, gradients and recomputed attention of `AttributionPatching.prepare`.
+        number: number of the metric.
+        point: hook point of queries or keys.
     """
     # The axis of length 1 takes the place of d_head, so that `at_places` treats both kinds of effects alike.
 

@@ -131,6 +131,7 @@ class Grid(Experiment):
         """`spec` with the interventions of one place added.
 
         Arguments:
+            spec: HookSpec of the unchanged run, from `base`.
             prepared: what `prepare` returned.
             kind: hook kind.
             layers: layers of the window.

@@ -143,7 +143,12 @@ class CausalTracing(Grid):
         )
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """Noise of one sample on the subject's embeddings."""
+        """HookSpec with the noise of one sample on the subject's embeddings.
+
+        Arguments:
+            prepared: what `prepare` returned.
+            sample: number of the sample.
+        """
         return HookSpec().intervene(EMBED, prepared.activations["noise"][sample])
 
     def change(
