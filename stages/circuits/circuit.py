@@ -63,6 +63,7 @@ class Circuit:
             )
         # Impossible edges are dropped silently, so that complements stay within the graph.
         edges &= _edges(self.layout, len(edges) if edges.ndim == 3 else None)
+        # Read-only, as the names of edges and nodes are derived once.
         edges.setflags(write=False)
         object.__setattr__(self, "chosen", edges)
 
@@ -264,6 +265,7 @@ class Circuit:
             self._named(self.layout.sources[source], int(node_position))
             for source, node_position in zip(*np.nonzero(with_edges.T), strict=True)
         ]
+        # The logits are the last destination, and are read at the last position only.
         is_read = by_position[-1, :, -1].any()
         return (*names, self._named(LOGITS, len(by_position) - 1)) if is_read else tuple(names)
 
@@ -315,6 +317,7 @@ class Circuit:
             found = ", ".join(map(str, record)) if isinstance(record, Mapping) else repr(record)
             raise ConfigError(f"expected a circuit with {', '.join(expected)}, found {found}")
         for name, kind in {**expected, **({"positions": int} if "positions" in record else {})}.items():
+            # type, not isinstance: true of JSON would pass as an integer.
             if type(record[name]) is not kind:
                 raise ConfigError(f"circuit: expected {name} as {kind.__name__}, found {record[name]!r}")
         if record["format"] != FORMAT:
@@ -349,6 +352,7 @@ class Circuit:
         weights = None if scores is None else np.asarray(scores).reshape(self._by_position.shape)
         for index in zip(*np.nonzero(self._by_position), strict=True):
             position, source, destination = map(int, index)
+            # Heads read by kind, "a2.h3<v>"; MLPs and logits have one input, called "all".
             node, _, kind = self.layout.destinations[destination].partition("<")
             ends = {
                 "source": self._named(self.layout.sources[source], position),

@@ -68,6 +68,7 @@ def eliminated(
         is_left_out: the rule.
         at_once: most steps in one batch; the result does not depend on it.
     """
+    # A copy: the graph's own edges are shared by all circuits.
     edges, worse = layout.edges.copy(), 0.0
     waiting, steps, runs = list(order), 0, 0
     # Below the lowest layer tested so far the circuit equals the full model: its activations are reused.

@@ -175,6 +175,7 @@ class PathPatching(PairExperiment):
 
     def sets(self, layout: Layout) -> tuple[Bools, list[list[int]]]:
         """Senders as bool [sender, source], and the destinations of each receiver."""
+        # A row per source; joined names get the union of their rows.
         senders = np.eye(len(layout.sources), dtype=np.bool_)
         if self.senders:
             sets = (_numbers(joined, layout.sources, "sender") for joined in self.senders)

@@ -134,6 +134,7 @@ class StrongestPaths(PairExperiment):
         mean_effects = self._mean(model, layout, receivers)
         if self.back:
             strongest = _ranked(mean_effects, [is_head(name) for name in layout.sources])[: self.back]
+            # In the order of the graph: a set of heads has one name, whatever the order of their effects.
             heads = [layout.sources[head] for head in sorted(strongest)]
             receivers = tuple(TOGETHER.join(f"{head}<{kind}>" for head in heads) for kind in KINDS)
             mean_effects = self._mean(model, layout, receivers)
@@ -205,6 +206,7 @@ class StrongestPaths(PairExperiment):
         effects = np.full((self.draws, *selected.shape), np.nan)
         for row, column in np.argwhere(selected != NONE).tolist():
             source = int(selected[row, column])
+            # numpy has no bfloat16, hence float().
             template = change[source].float().cpu().numpy()
             # Seeded by pair and sender, so that a draw does not depend on which other senders are selected.
             seed = int(digest("random_paths", self.seed, pair_identity, layout.sources[source])[:12], 16)
