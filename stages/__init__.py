@@ -1,11 +1,11 @@
-"""The science: labelled arrays in, labelled arrays out. Its stages and experiments are found where they are
-declared, so that one more is one file; each loads when somebody asks. `mizarr stages` prints them.
+"""Analyses of models: labelled arrays in, labelled arrays out.
 
     from mizarr.stages import find
     print(find("logit_lens").describe())
 
-A stage is a plain function with a declaration; an experiment is declared the same way, and needs runs of a
-model. Each is in the module named after its subject; `forward/` holds the models.
+A stage is a pure function with a declaration of its inputs and outputs; an experiment is declared the same
+way and also needs runs of a model (`forward/`). `registry` collects both from the modules that declare them,
+so a new stage is one new file and no entry in a list. `mizarr stages` prints the registry.
 """
 
 from __future__ import annotations
@@ -26,31 +26,35 @@ if TYPE_CHECKING:
 __all__ = ["find", "registry"]
 
 _DECLARES = re.compile(r'^(@stage\(|    name(: ClassVar\[str\])? = ")', re.MULTILINE)
-"""What a module that declares something has in it. Others are not imported: some of them import torch."""
+"""Source text of a module that declares a stage or an experiment."""
 
 
 @cache
 def registry() -> Mapping[str, Stage | type[Experiment]]:
-    """Every form of a stage, and every experiment, by name: by module, and there as they are written.
+    """Stages (each of their forms) and experiments by name, in order of module and of definition.
 
-    Raises StageError where two have one name.
+    Raises:
+        StageError: Two declarations share a name.
     """
     from ..store.errors import StageError
 
-    found: dict[str, Stage | type[Experiment]] = {}
-    for module in _declaring():
-        for name, each in _declared_in(module):
-            if name in found:
+    declared: dict[str, Stage | type[Experiment]] = {}
+    for module in _declaring_modules():
+        for name, declaration in _declared_in(module):
+            if name in declared:
                 raise StageError(
                     f"two stages are named {name!r}, one in {module.__name__}; rename one of them"
                 )
-            found[name] = each
-    return found
+            declared[name] = declaration
+    return declared
 
 
 def find(name: str) -> Stage | type[Experiment]:
-    """The stage, the form of one, or the experiment of this name; StageError for an unknown one, with the
-    nearest name."""
+    """The stage, form of a stage, or experiment with this name.
+
+    Raises:
+        StageError: No declaration has this name; the message suggests the nearest one.
+    """
     from ..store.errors import StageError, nearest
 
     known = registry()
@@ -61,21 +65,25 @@ def find(name: str) -> Stage | type[Experiment]:
     return known[name]
 
 
-def _declaring() -> Iterator[ModuleType]:
-    """Modules of this room that declare something."""
+def _declaring_modules() -> Iterator[ModuleType]:
+    """Modules below this folder that declare a stage or an experiment."""
     room = Path(__file__).parent
     for path in sorted(room.rglob("*.py")):
+        # Selected by their text: importing all modules would import torch, which `mizarr stages` does not
+        # need.
         if path != room / "__init__.py" and _DECLARES.search(path.read_text("utf-8")):
-            steps = path.relative_to(room).with_suffix("").parts
-            yield importlib.import_module("." + ".".join(steps), __name__)
+            parts = path.relative_to(room).with_suffix("").parts
+            yield importlib.import_module("." + ".".join(parts), __name__)
 
 
 def _declared_in(module: ModuleType) -> Iterator[tuple[str, Stage | type[Experiment]]]:
-    """What a module declares itself, by name; what it imports is declared elsewhere."""
+    """(name, declaration) of the stages and experiments that a module defines."""
     from ..pipeline import Stage
     from .forward.runs.experiment import Experiment
 
     for value in vars(module).values():
+        # A module also holds the stages that it imports; they are registered with the module that defines
+        # them.
         if isinstance(value, Stage) and value.function.__module__ == module.__name__:
             yield from ((form, value.form(form)) for form in value.forms)
         is_own = isinstance(value, type) and value.__module__ == module.__name__

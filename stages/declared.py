@@ -1,7 +1,4 @@
-"""What a class is called in a key: interventions, metrics, and those that users write.
-
-Border: classes; what their fields say is their own business.
-"""
+"""Names of classes in keys: interventions of mizarr, and interventions that users write."""
 
 from __future__ import annotations
 
@@ -11,13 +8,18 @@ __all__ = ["name_of"]
 
 
 def name_of(kind: type[Any], error: type[Exception]) -> str | list[Any]:
-    """The name of one of mizarr's own classes; of any other where it is, and its version.
+    """Identity of a class in a key: the bare name of a mizarr class, else [module, qualified name, version].
 
-    A version that is inherited counts for nothing: a subclass that does something else would share its key.
-    Raises `error` for a class of somebody's own that declares no version: its fields do not say what it does.
+    Arguments:
+        kind: The class.
+        error: Class of the error that is raised.
+
+    Raises:
+        error: For a class outside mizarr whose own body declares no `version`.
     """
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return kind.__name__
+    # vars, not getattr: a subclass that computes something else must not share its parent's version and key.
     version = vars(kind).get("version")
     if not isinstance(version, int | str):
         raise error(

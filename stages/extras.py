@@ -1,7 +1,7 @@
-"""Optional parts of mizarr: what each is for, which modules it takes, and whether they are here.
+"""Extras: optional dependencies of mizarr, installed by `pip install 'mizarr[name]'`.
 
-An extra is what `pip install 'mizarr[name]'` adds. Whoever needs one asks before work begins (`require`), as
-an answer that cannot be shown after a minute of computing is worse than none.
+Code that needs an extra calls `require` before it computes, so that a missing plotting library fails at once
+and not after the analysis.
 
 Border: names of modules; imports none of them.
 """
@@ -19,13 +19,12 @@ __all__ = ["EXTRAS", "Extra", "is_installed", "require"]
 
 @dataclass(frozen=True)
 class Extra:
-    """An optional part.
-
-    modules: what it imports. purpose: what cannot be done without it, in words.
-    """
+    """One optional dependency."""
 
     modules: tuple[str, ...]
+    """Names of the Python modules that it installs and mizarr imports."""
     purpose: str
+    """Features that need it, for people."""
 
 
 EXTRAS: Mapping[str, Extra] = {
@@ -41,25 +40,36 @@ EXTRAS: Mapping[str, Extra] = {
 
 
 def is_installed(extra: str) -> bool:
-    """Whether all modules of an extra can be found."""
+    """Whether all modules of an extra can be imported."""
     return not missing_modules(extra)
 
 
 def missing_modules(extra: str) -> list[str]:
-    """Modules of an extra that cannot be found."""
-    return [name for name in EXTRAS[extra].modules if not _is_there(name)]
+    """Names of the modules of an extra that are not installed."""
+    return [name for name in EXTRAS[extra].modules if not _is_importable(name)]
 
 
 def require(extra: str, what: str) -> None:
-    """Raise MissingExtra unless an extra is installed. what: who needs it, as the beginning of a sentence."""
+    """Check that an extra is installed.
+
+    Arguments:
+        extra: Name of the extra, a key of `EXTRAS`.
+        what: The feature that needs it, as subject of the message: "a t test".
+
+    Raises:
+        MissingExtra: A module is missing; the message has the pip command.
+    """
     if missing := missing_modules(extra):
         raise MissingExtra(
             f"{what} needs {' and '.join(missing)}, not installed here; pip install 'mizarr[{extra}]'"
         )
 
 
-def _is_there(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     try:
+        # find_spec: importing the module itself would take seconds for matplotlib or sklearn.
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # a module that hides itself, as tests do
+    # `sys.modules[name] = None`, by which tests hide a module, makes find_spec raise instead of returning
+    # None.
+    except (ImportError, ValueError):
         return False

@@ -1,7 +1,7 @@
 """Options declared once, as fields of a frozen dataclass.
 
 Keyword arguments of public functions (`takes_options`), options of commands (`workflows/cli/options.py`) and
-settings of workflows are made from these fields, so that a new option is one field:
+settings of workflows are made from these fields, so a new option is one new field:
 
     @dataclass(frozen=True)
     class CaptureOptions:
@@ -9,9 +9,9 @@ settings of workflows are made from these fields, so that a new option is one fi
 
     @takes_options(CaptureOptions)
     def capture(model, prompts, hooks, *, store, **options):
-        (given,) = split_options("capture", options, CaptureOptions)
+        (capture_options,) = split_options("capture", options, CaptureOptions)
 
-Knows no command and no model; never imports torch.
+Border: dataclass fields; knows no command and no model, never imports torch.
 """
 
 from __future__ import annotations
@@ -38,51 +38,59 @@ def option(
     kind: str = "",
     metavar: str = "",
 ) -> Any:
-    """A dataclass field that callers may set by keyword or on the command line.
+    """A dataclass field that callers set by keyword or on the command line.
 
-    Args:
-        default: value where the caller gives none.
-        description: one sentence, shown by `--help` and in the docstring of functions that take the option.
-        choices: the values there are; empty for any.
-        kind: how a command reads its text where the type of the default does not say it: "count" (a whole
-            number of at least 1), "bytes" (500MB, 2GiB), "folder", "file".
-        metavar: placeholder in `--help`.
+    Arguments:
+        default: Value of an option that is not set.
+        description: One sentence, shown by `--help` and in the docstring of functions that take the option.
+        choices: Allowed values; empty for no restriction.
+        kind: How the command line parses the text, where the type of the default does not decide it: "count"
+            (an integer of at least 1), "bytes" (500MB, 2GiB), "folder", "file".
+        metavar: Placeholder in `--help`.
     """
-    about = {"help": description, "choices": tuple(choices), "kind": kind, "metavar": metavar}
-    return field(default=default, metadata=about)
+    metadata = {"help": description, "choices": tuple(choices), "kind": kind, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 def options_of(kind: type[Any]) -> list[Field[Any]]:
     """Fields of an options dataclass that were declared by `option`, in order."""
+    # Other fields of the class have no such metadata, and are no options.
     return [item for item in fields(kind) if "choices" in item.metadata]
 
 
-def split_options(function: str, given: Mapping[str, Any], *kinds: type[Any]) -> list[dict[str, Any]]:
-    """Keyword arguments sorted by the dataclass that declares them, one dict for each of `kinds`.
+def split_options(function: str, options: Mapping[str, Any], *kinds: type[Any]) -> list[dict[str, Any]]:
+    """Sort keyword arguments by the dataclass that declares them.
 
-    Args:
-        function: name of the called function, for the message.
-        given: its keyword arguments.
-        kinds: dataclasses of options, which share no field name.
+    Arguments:
+        function: Name of the called function, for the message.
+        options: Its keyword arguments.
+        kinds: Dataclasses of options, which share no field name.
+
+    Returns:
+        The keyword arguments of each of `kinds`, in order.
 
     Raises:
-        TypeError: for a keyword that none of them declares, with the nearest name.
+        TypeError: No dataclass declares a keyword; the message has the nearest name.
     """
-    names = [{item.name for item in options_of(kind)} for kind in kinds]
-    for name in given:
-        if not any(name in known for known in names):
-            near = nearest(name, [known for group in names for known in group])
+    names_by_kind = [{item.name for item in options_of(kind)} for kind in kinds]
+    for name in options:
+        if not any(name in names for names in names_by_kind):
+            near = nearest(name, [known for names in names_by_kind for known in names])
             hint = f"; nearest is {near!r}" if near else ""
+            # Python's own words, so that callers see the message of a function with plain keywords.
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-    return [{name: value for name, value in given.items() if name in known} for known in names]
+    return [{name: value for name, value in options.items() if name in names} for names in names_by_kind]
 
 
 def takes_options(*kinds: type[Any]) -> Callable[[Function], Function]:
-    """Show the fields of these dataclasses in the signature and docstring of a function whose `**options`
-    they are, so that `help`, notebooks and the documentation list them."""
+    """Decorator that writes the fields of options dataclasses into a function's signature and docstring.
+
+    The function takes them as `**options`; `help`, notebooks and the documentation then list each option.
+    """
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
+        # `**options` itself is dropped from the signature: its fields take its place.
         plain = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         declared = [item for kind in kinds for item in options_of(kind)]
         keywords = [
@@ -103,6 +111,7 @@ def takes_options(*kinds: type[Any]) -> Callable[[Function], Function]:
             )
             for item in declared
         )
+        # inspect.signature, and with it help() and IPython, reads __signature__ before the code.
         function.__signature__ = signature.replace(parameters=[*plain, *keywords])  # type: ignore[attr-defined]
         function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nKeyword Args:\n{lines}\n"
         return function
@@ -112,7 +121,7 @@ def takes_options(*kinds: type[Any]) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where the cells of a plan are computed, and what is reported meanwhile; part of no key."""
+    """Where the cells of a plan are computed, and how progress is reported; part of no key."""
 
     cluster: str | None = option(
         None,
@@ -133,13 +142,14 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
-        from ..store.arrays import require_flag  # numpy comes with it: not for --help
+        # store.arrays imports numpy, and `--help`, which imports this module, must start without it.
+        from ..store.arrays import require_flag
 
         require_flag(self.progress, "progress")
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """As `pipeline.run` takes them."""
+        """Keyword arguments of `pipeline.run`."""
         return {
             "cluster": self.cluster,
             "workers": self.workers,

@@ -1,13 +1,13 @@
-"""Files that torch.save wrote, read by torch's weights-only loader within the lengths of the file.
+"""Safe reading of files written by torch.save: tensors only, and no storage longer than the file.
 
-A pickle is a program. The loader runs none but what makes tensors, and whatever else stands in a file is an
-error here; nothing in a setting turns that off.
+A pickle is a program. torch's weights-only loader runs only the instructions that build tensors; any other
+content is an error here, and no setting turns this off.
 
-The loader believes the lengths in a file, though: a storage longer than its bytes in the file, or one that
-the file does not hold, becomes a tensor of whatever lies in memory. So the pickle is first read without
-running it, and every storage it takes is compared with the bytes there are.
+That loader trusts the storage sizes in a file: a storage that is longer than its bytes, or absent, becomes a
+tensor of uninitialised memory. So the pickle is first parsed without running it, and the size of every
+storage is compared with the bytes in the file.
 
-Border: a path in, tensors and plain values out; what they mean is known elsewhere.
+Border: a path in, tensors and plain values out; callers interpret their names.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from ..store.files import stamp
 __all__ = ["ADVICE", "load_pickled"]
 
 ADVICE = "load it where you trust it, and save it as safetensors"
-"""What to do about a file that holds more than tensors."""
-_MAGIC = 0x1950A86A20F9469CFC6C  # of files without a zip, before torch 1.6
-_AT_ONCE = 1 << 20  # bytes of a member that are read at once
+"""Advice in messages about a file that contains more than tensors."""
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""First pickle of a file in the format before torch 1.6, which is no zip."""
+_AT_ONCE = 1 << 20
+"""Bytes of a zip member read at a time."""
 _ITEMSIZES = {
     **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"), 1),
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
@@ -37,19 +39,22 @@ _ITEMSIZES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     "ComplexDouble": 16,
 }
-"""Bytes of an element of torch's classes of storages; dtypes newer than these classes are stored untyped."""
+"""Bytes per element of torch's storage classes; newer dtypes have no class of their own and are untyped."""
 
 
 def load_pickled(
     path: Path, error: type[MizarrError], advice: str = "fetch it again", *, mmap: bool = True
 ) -> Any:
-    """What torch.save wrote, on the CPU: tensors, and plain values around them.
+    """Load a file written by torch.save: tensors on the CPU, in containers of plain values.
 
-    path: of a file that is there.
-    error: class of what is raised.
-    advice: what to do about a file that is damaged.
-    mmap: map the file where it is a zip (torch 1.6 and later); tensors then are what the file becomes.
-    Raises `error` for a pickle that does more than make tensors, and for a file that is damaged.
+    Arguments:
+        path: An existing file.
+        error: Class of the error that is raised.
+        advice: Next step in the message about a damaged file.
+        mmap: Whether to memory-map a zip file (torch 1.6 and later); such tensors change if the file does.
+
+    Raises:
+        error: The pickle does more than build tensors, or the file is damaged.
     """
     import torch
 
@@ -60,7 +65,7 @@ def load_pickled(
             _require_whole(path, stamp(path.stat()))
         else:
             _require_storages(path)
-    # Whatever zipfile and an unpickler raise for bytes of any kind.
+    # zipfile and the unpickler raise errors of many types for damaged bytes.
     except Exception as reason:
         raise error(_damaged(path, reason, advice)) from reason
     try:
@@ -70,7 +75,7 @@ def load_pickled(
             f"expected nothing but tensors in {path}, found a pickle that does more ({_reason(reason)}); "
             f"{ADVICE}"
         ) from reason
-    # Whatever torch raises for what a tensor cannot be.
+    # torch raises errors of many types for impossible shapes, strides and dtypes.
     except Exception as reason:
         raise error(_damaged(path, reason, advice)) from reason
 
@@ -84,23 +89,33 @@ def _damaged(path: Path, reason: Exception, advice: str) -> str:
 
 @lru_cache(maxsize=256)
 def _require_whole(path: Path, stamp: Any) -> None:
-    """ValueError for a zip of torch.save whose members are damaged, or shorter than the storages in it.
+    """Check a zip of torch.save.
 
-    stamp: of the file; one that keeps it is not read again.
+    Arguments:
+        path: The file.
+        stamp: Size and times of the file, a part of the cache key: an unchanged file is checked once.
+
+    Raises:
+        ValueError: A member is damaged, or its size differs from that of its storage.
     """
     with zipfile.ZipFile(path) as archive:
+        # The dict keeps the last of members with equal names; torch could read another, unchecked one.
         members = {member.filename: member for member in archive.infolist()}
         if len(members) < len(archive.infolist()):
             raise ValueError("two members of one name")
+        # With mmap torch takes a storage from its offset in the file, so its bytes must be there as they are.
         if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
             raise ValueError("a compressed member, which torch.save writes none of")
         if sum(member.file_size for member in members.values()) > path.stat().st_size:
             raise ValueError("members that are longer than the file")
         has_checksums = any(member.CRC for member in members.values())
         for member in members.values():
-            if not has_checksums:  # torch.serialization.set_crc32_options(False)
+            # Without checksums (torch.serialization.set_crc32_options(False)) every CRC is 0; zipfile skips
+            # the comparison only where the attribute is missing.
+            if not has_checksums:
                 del member.CRC
-            with archive.open(member) as stream:  # zipfile compares the checksum at the end
+            with archive.open(member) as stream:
+                # Reading to the end is the check: zipfile compares the CRC there.
                 while stream.read(_AT_ONCE):
                     pass
         program = next((name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), "")
@@ -117,9 +132,10 @@ def _require_whole(path: Path, stamp: Any) -> None:
 
 
 def _require_storages(path: Path) -> None:
-    """ValueError for a file of torch.save before torch 1.6 that does not hold the storages it speaks of."""
+    """Raise ValueError for a file in the format before torch 1.6 whose storages are incomplete."""
     with path.open("rb") as file:
-        # Magic number, protocol, system, the object, and the keys of the storages that follow it.
+        # Pickles in order: magic number, protocol, system info, the object, the keys of the storages; then
+        # the bytes of the storages.
         if _Storages(file).load() != _MAGIC:
             raise ValueError("no magic number of torch.save")
         for _ in range(2):
@@ -127,16 +143,16 @@ def _require_storages(path: Path) -> None:
         reader = _Storages(file)
         reader.load()
         keys = _Storages(file).load()
-        rest = path.stat().st_size - file.tell()
+        remaining = path.stat().st_size - file.tell()
     if not isinstance(keys, list) or {_text(key) for key in keys} != set(reader.nbytes):
         raise ValueError("other storages than its tensors take")
-    # Each is written behind its length in 8 bytes, which torch compares.
-    if len(keys) != len(reader.nbytes) or sum(reader.nbytes.values()) + 8 * len(keys) > rest:
+    # 8 bytes before each storage are its number of elements, which torch itself compares.
+    if len(keys) != len(reader.nbytes) or sum(reader.nbytes.values()) + 8 * len(keys) > remaining:
         raise ValueError("storages that are longer than the file")
 
 
 class _StandIn:
-    """Whatever a pickle names: it takes what is done to it, and does nothing."""
+    """Inert substitute for the objects that a pickle names: accepts unpickler operations, does nothing."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -151,40 +167,52 @@ class _StandIn:
         pass
 
     def append(self, value: Any) -> None:
-        """As a list takes it."""
+        """Accept an item, as the unpickler appends to lists."""
 
     def extend(self, values: Any) -> None:
-        """As a list takes them."""
+        """Accept items, as the unpickler extends lists."""
 
 
 @dataclass(frozen=True)
 class _StorageKind:
-    """A class of storages, or of tensors, that a pickle names. It cannot be called: whoever calls one without
-    a file gets memory as it is."""
+    """A storage or tensor class that a pickle names.
+
+    It is not callable: a pickle that calls such a class makes a tensor of uninitialised memory.
+    """
 
     name: str
-    """In torch."""
+    """Name of the class in torch, such as "FloatStorage"."""
 
 
-# The unpickler in Python: that in C makes room for as many remembered values as a file says there are.
+# The Python implementation: the C one allocates a memo table of whatever size the file states.
 _Unpickler: Any = pickle._Unpickler
 
 
 class _Storages(_Unpickler):  # type: ignore[misc]  # its base is a value to mypy
-    """Reads which storages a pickle takes, and runs nothing of it."""
+    """Parses a pickle without running it, and records the size of every storage."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, encoding="utf-8")
         self.nbytes: dict[str, int] = {}
-        """Bytes of every storage by its key in the file."""
+        """Key of a storage in the file -> its size in bytes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in for what a pickle names."""
+        """Substitute for the object `module.name`.
+
+        Arguments:
+            module: Module in the pickle.
+            name: Name in the pickle.
+        """
         is_kind = module in ("torch", "torch.storage") and (name.endswith("Storage") or name == "Tensor")
         return _StorageKind(name) if is_kind else _StandIn
 
     def persistent_load(self, saved: Any) -> Any:
-        """A stand-in for a storage; its length is noted. ValueError for one of two lengths."""
+        """Substitute for a storage, whose size is recorded.
+
+        Raises:
+            ValueError: The entry is no storage, or a storage has two sizes.
+        """
+        # torch's persistent id: ("storage", class, key, device, number of elements).
         label, kind, key, _, count = saved[:5]
         if _text(label) != "storage" or not isinstance(kind, _StorageKind) or type(count) is not int:
             raise ValueError(f"{_text(label)!r:.40} where a storage was expected")
@@ -199,9 +227,10 @@ def _text(value: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The one sentence of torch's advice that says what was found."""
-    if isinstance(error, KeyError):  # an unpickler's, of an instruction that it does not have
+    """The sentence of an error that names the cause; torch's messages surround it with advice."""
+    # The Python unpickler looks instructions up in a dict, so an unknown one is a KeyError.
+    if isinstance(error, KeyError):
         return "bytes that are no pickle"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in lines if "Unsupported" in line or "not an allowed" in line), "")
-    return (told or next(iter(lines), type(error).__name__)).split(". ")[0][:200]
+    cause = next((line for line in lines if "Unsupported" in line or "not an allowed" in line), "")
+    return (cause or next(iter(lines), type(error).__name__)).split(". ")[0][:200]

@@ -1,9 +1,9 @@
 """Accuracy of a network over any number of seeded samples, in bounded memory.
 
 Samples are drawn block by block where they are used (samples.py). A block is a cell: a Dask task whose counts
-are stored when it ends, so that an interrupted run of 1e8 samples resumes, and a run of more samples reuses
-it. Counts are kept per thousand samples, from which the error of smaller samples is measured
-(analysis/compute_curve.py).
+are stored when it ends. So an interrupted run of 1e8 samples resumes, and a run of more samples reuses the
+blocks. Counts are stored per thousand samples, from which analysis/compute_curve.py measures the error of
+smaller samples.
 
 Border: labelled weights in, counts out.
 
@@ -48,11 +48,11 @@ def _joined(parts: Sequence[xr.Dataset]) -> xr.Dataset:
     version=1,
     inputs={"weights": None, "blocks": ("block",)},
     outputs={
-        "samples": Output(("chunk",), "samples", "samples drawn"),
-        "right": Output(("chunk",), "samples", "samples it is right about", is_optional=True),
+        "samples": Output(("chunk",), "samples", "number of samples"),
+        "right": Output(("chunk",), "samples", "samples answered correctly", is_optional=True),
         "squared_error": Output(("chunk",), "1", "sum of squared errors", is_optional=True),
         "confusion": Output(
-            ("target", "output"), "samples", "what is right, and what it says", is_optional=True
+            ("target", "output"), "samples", "samples by correct class and answer", is_optional=True
         ),
     },
     cells="block",
@@ -104,6 +104,7 @@ def sampled_accuracy(
             raise ShapeError(f"expected 1 to {BLOCK} samples of block {block}, found {count}")
         scores, confusion = [], np.zeros((shape.outputs, shape.outputs), np.int64)
         for x in slices(zoo_task, sequence, block, count, seed=seed, draw=draw, end_token=end_token):
+            # The RNN reads numbers, also for an integer task; the transformer looks integers up.
             inputs = x.astype(np.float32) if isinstance(shape, RnnShape) else x
             outputs = network.run(
                 torch.from_numpy(inputs).to(network.dtype if isinstance(shape, RnnShape) else torch.int64)
@@ -126,15 +127,23 @@ def sampled_accuracy_node(
     exhaustive: bool = False,
     dtype: str = "float32",
 ) -> StageNode:
-    """Node of a workflow that counts over `samples` samples.
+    """Node of a workflow that counts correct answers.
 
     Arguments:
+        weights: node of the labelled weights.
+        task: name of the task.
+        sequence: time steps per input.
+        samples: number of samples.
+        seed: seed of the samples.
+        end_token: see `samples.slices`.
+        dtype: dtype of the forward passes.
         exhaustive: whether to count all inputs of an integer task instead.
     """
     import xarray as xr
 
     count = count_inputs(task_named(task), sequence) if exhaustive else samples
     sizes = block_sizes(count)
+    # Sizes are an input of the stage, so the key of a block holds its own size, and not the total.
     blocks = xr.DataArray(np.array(sizes), {"block": np.arange(len(sizes))}, "block", name="samples")
     return sampled_accuracy.on(
         weights=weights,
@@ -173,17 +182,19 @@ def _scored(task: Task, targets: Array, outputs: Array, confusion: Ints) -> Arra
 
 
 def _counted(task: Task, scores: Array, confusion: Ints) -> dict[str, tuple[tuple[str, ...], Array]]:
-    """Sums of scores over the chunks of a block."""
+    """Variables of one block: sums of scores over its chunks, and its confusion matrix."""
     starts = np.arange(0, len(scores), CHUNK)
     sizes = np.diff(np.append(starts, len(scores)))
     variables: dict[str, tuple[tuple[str, ...], Array]] = {"samples": (("chunk",), sizes)}
     if task.is_scalar:
         return variables | {"squared_error": (("chunk",), np.add.reduceat(scores, starts))}
+    # reduceat on booleans would be a logical or.
     right = np.add.reduceat(scores.astype(np.int64), starts)
     return variables | {"right": (("chunk",), right), "confusion": (("target", "output"), confusion)}
 
 
 def _require_fit(task: Task, sequence: int, outputs: int) -> None:
+    """Raise ConfigError unless a network has as many outputs as the task has classes."""
     if outputs != task.outputs(sequence):
         raise ConfigError(
             f"expected {task.outputs(sequence)} outputs for {task.name} of {sequence} numbers, found a "

@@ -1,7 +1,7 @@
 """Captures of AlgZoo networks in the store: a pass over inputs under a HookSpec, keyed like any run.
 
 The key is a `RunKey` as for language models: network (weights, sizes, version of the pass, dtype), inputs,
-interventions. A capture is one result and not sharded, as these networks compute in no time.
+interventions. A capture is one result, not cut into shards: it is small, and computed in milliseconds.
 
 Border: keys and labels; the model computes.
 
@@ -31,17 +31,31 @@ __all__ = ["capture", "capture_node", "run_key"]
 
 
 def run_key(model: AlgZooModel, x: Array, spec: BoundSpec, dtype: str = "float64") -> RunKey:
-    """Key of a pass: network, inputs, interventions."""
+    """Key of a pass: network, inputs, interventions.
+
+    Arguments:
+        model: the network.
+        x: inputs [sample, time].
+        spec: interventions, bound to the network.
+        dtype: dtype of the pass.
+    """
     inputs = digest("algzoo-inputs", array_digest(np.ascontiguousarray(x)))
     return RunKey(model.identity(dtype).digest, inputs, spec.run_digest)
 
 
 def capture_node(model: AlgZooModel, x: Any, hooks: HookSpec, dtype: str = "float64") -> SourceNode:
-    """Node of a workflow that runs inputs [sample, time] under a HookSpec.
+    """Node of a workflow that runs inputs under a HookSpec.
 
     Its result has a variable per kind of hook point, the inputs as x [sample, position], and the outputs as
     logits [sample, output].
+
+    Arguments:
+        model: the network.
+        x: inputs [sample, time].
+        hooks: captures and interventions.
+        dtype: dtype of the pass.
     """
+    # A copy: the caller may change the array before the node is computed, and its key is made now.
     inputs = np.array(x)
     spec = model.bind(hooks, inputs.shape[-1])
     captures = spec.canonical()["captures"]
@@ -53,8 +67,14 @@ def capture_node(model: AlgZooModel, x: Any, hooks: HookSpec, dtype: str = "floa
 def capture(
     model: AlgZooModel, x: Any, hooks: HookSpec, *, store: Store, dtype: str = "float64"
 ) -> xr.Dataset:
-    """Activations of inputs [sample, time] at hook points, stored and opened lazily; computed only if not yet
-    stored.
+    """Activations at hook points, opened lazily from the store; computed only if not yet stored.
+
+    Arguments:
+        model: the network.
+        x: inputs [sample, time].
+        hooks: captures and interventions.
+        store: the store.
+        dtype: dtype of the pass.
     """
     from ...pipeline import run
 

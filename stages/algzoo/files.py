@@ -1,8 +1,8 @@
 """AlgZoo files: tensors from `.safetensors` or `.pth`, and the metadata in file names.
 
-A `.pth` is a pickle, which can hold code: torch loads tensors only (`weights_only`), and a file with anything
-else is refused. A name such as `2nd_argmax_16_10_1073741824_3.pth` gives task, width, length, training
-sequences and seed; a name that contradicts the shapes of the tensors is refused.
+A `.pth` is a pickle, which can contain code: only tensors are loaded (../torch_files.py), and a file with
+anything else is refused. A name such as `2nd_argmax_16_10_1073741824_3.pth` gives task, width, length,
+training sequences and seed; a name that contradicts the shapes of the tensors is refused.
 
 Border: paths, names and numpy arrays; networks.py recognises the network. Imports torch only for a `.pth`.
 """
@@ -26,6 +26,7 @@ __all__ = ["FORMATS", "ZooMetadata", "read_tensors", "metadata_of_name", "write_
 
 FORMATS = (".safetensors", ".pth")
 """Endings of files with weights."""
+# \d{1,18}: a longer number is no size, and would not fit into 64 bits.
 _ZOO = re.compile(
     r"_(?P<hidden>\d{1,18})_(?P<sequence>\d{1,18})(?:_(?P<trained>\d{1,18})_(?P<seed>\d{1,18}))?$"
 )
@@ -54,8 +55,9 @@ def metadata_of_name(stem: str) -> ZooMetadata:
     >>> metadata_of_name("2nd_argmax_16_10_1073741824_3")
     ZooMetadata(task='2nd_argmax', hidden=16, sequence=10, trained=1073741824, seed=3)
     """
-    # Longest first: "argmax" is contained in "2nd_argmax".
+    # Longest first, as "argmax" is contained in "2nd_argmax".
     task = next((name for name in sorted(TASKS, key=len, reverse=True) if name in stem), None)
+    # All handcrafted networks are for this task (handcrafted.py).
     if task is None and "handcrafted" in stem:
         task = "2nd_argmax"
     match = _ZOO.search(stem) or _SIZES.search(stem)
@@ -102,9 +104,11 @@ def _whole(notes: Mapping[str, str], name: str, otherwise: int | None) -> int | 
 def write_tensors(
     path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str | int] | None = None
 ) -> Path:
-    """Write tensors in the format of the path's ending, atomically.
+    """Write tensors as float32 in the format of the path's ending, atomically.
 
     Arguments:
+        path: file ending in `.safetensors` or `.pth`.
+        tensors: named as in a checkpoint.
         metadata: of a `.safetensors` file; ignored for `.pth`.
     """
     if path.suffix not in FORMATS:
@@ -128,12 +132,14 @@ def write_tensors(
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """Tensors and header metadata of a safetensors file."""
     tensors, metadata = read_safetensors(path)
     # Copied: the tensors are a memory map of the file, and would change if it were saved again.
     return {name: np.array(tensor) for name, tensor in tensors.items()}, metadata
 
 
 def _pickled(path: Path) -> dict[str, Array]:
+    """Tensors of a state dict saved by torch."""
     import torch
 
     state = load_pickled(path, WeightsError, mmap=False)
@@ -144,4 +150,5 @@ def _pickled(path: Path) -> dict[str, Array]:
         raise WeightsError(
             f"expected a state dict of tensors in {path}, found {found}; save model.state_dict()"
         )
+    # Trained parameters require gradients, and sparse ones have no numpy form.
     return {str(name): tensor.detach().cpu().to_dense().numpy() for name, tensor in state.items()}

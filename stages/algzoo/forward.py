@@ -1,8 +1,8 @@
 """Forward passes of the two networks in torch, with hook points, for millions of samples.
 
-Each network has one loop, with taps; taps of an empty HookSpec cost a set lookup per hook point. The RNN
-processes a few thousand samples at a time in reused buffers: 2.2 times as fast on one core as the plain loop,
-with identical results.
+Each network has one loop, which passes activations to taps (captures, interventions); taps of an empty
+HookSpec cost a set lookup per hook point. The RNN processes a few thousand samples at a time in reused
+buffers: 2.2 times as fast on one core as the plain loop, with identical results.
 
 Border: tensors and taps; no files, no tasks, no store.
 """
@@ -24,6 +24,7 @@ from .samples import SLICE
 __all__ = ["DTYPES", "Network", "Rnn", "Transformer", "network_of"]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+"""Dtypes of passes, by name."""
 
 
 def _ignore_capture(*_: object) -> None:
@@ -40,15 +41,21 @@ class Rnn:
     def __init__(self, tensors: Mapping[str, Array], shape: RnnShape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         ih, hh, oh = (torch.tensor(tensors[name]).to(dtype) for name in shape.tensors)
+        # Transposed once: states are rows, [sample, neuron], so every step multiplies from the right.
         self._ih, self._hh, self._oh = ih[:, 0].contiguous(), hh.T.contiguous(), oh.T.contiguous()
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs [sample, output] for inputs [sample, time]. Raises ShapeError for inputs of other dims."""
+        """Outputs [sample, output] for inputs [sample, time].
+
+        Raises:
+            ShapeError: for inputs of other dims.
+        """
         _expect(x)
         x = x.to(self.dtype)
         if len(x) <= SLICE:
             return self.run(x)
+        # One slice at a time: its states stay in the cache of a core (`SLICE`).
         outputs = x.new_empty(len(x), self.shape.outputs)
         buffers = x.new_empty(2, SLICE, self.shape.hidden)
         for first in range(0, len(x), SLICE):
@@ -63,6 +70,8 @@ class Rnn:
         Tensors passed to taps are overwritten in the next time step.
 
         Arguments:
+            x: inputs [sample, time], in the dtype of the network.
+            taps: captures and interventions.
             buffers: working memory [2, sample, neuron]; None allocates it.
         """
         pre, post = x.new_empty(2, len(x), self.shape.hidden) if buffers is None else buffers
@@ -70,16 +79,16 @@ class Rnn:
         for step in range(x.shape[1]):
             # Reused buffers are part of the measured factor of 2.2 over the plain loop.
             torch.mul(x[:, step, None], self._ih, out=pre)
+            # pre holds W_ih x_t; addmm_ adds W_hh h_{t-1} in place.
             before = taps("rnn_pre_activation", step, pre.addmm_(state, self._hh))
+            # clamp with out= and not relu, which has no out=.
             state = taps("rnn_hidden", step, torch.clamp(before, min=0, out=post))
         last = taps("rnn_final_state", None, state)
         return taps("rnn_output", None, last @ self._oh)
 
 
 class Transformer:
-    """z = embed[x] + pos_embed; z += softmax(Q K^T / sqrt(d)) V O^T per layer, unmasked; y = unembed
-    z[last].
-    """
+    """z = embed[x] + pos_embed; per layer z += softmax(Q K^T / sqrt(d)) V O^T; y = unembed z[last]."""
 
     def __init__(self, tensors: Mapping[str, Array], shape: TransformerShape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -92,13 +101,22 @@ class Transformer:
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs [sample, output] for integers [sample, time]. Raises ShapeError for other inputs."""
+        """Outputs [sample, output] for integers [sample, time].
+
+        Raises:
+            ShapeError: for other inputs.
+        """
         self._check(x)
         return torch.cat([self.run(part) for part in x.split(SLICE)])
 
     @torch.no_grad()
     def run(self, x: Tensor, taps: RunTaps = UNTOUCHED) -> Tensor:
-        """Outputs of samples that fit in memory together, with taps."""
+        """Outputs of samples that fit in memory together, with taps.
+
+        Arguments:
+            x: integers [sample, time].
+            taps: captures and interventions.
+        """
         self._check(x)
         stream = taps("embed", None, self._embed[x.long()] + self._pos)
         for layer in range(self.shape.layers):
@@ -144,7 +162,16 @@ Network = Rnn | Transformer
 
 
 def network_of(tensors: Mapping[str, Array], shape: Shape, dtype: str = "float32") -> Network:
-    """The network with these tensors. Raises ConfigError for another dtype than float32 or float64."""
+    """The network with some tensors, ready to compute.
+
+    Arguments:
+        tensors: named as in a checkpoint.
+        shape: network type and layer sizes.
+        dtype: "float32" or "float64".
+
+    Raises:
+        ConfigError: for another dtype.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"expected dtype {' or '.join(DTYPES)}, found {dtype!r}")
     if isinstance(shape, RnnShape):
@@ -153,6 +180,7 @@ def network_of(tensors: Mapping[str, Array], shape: Shape, dtype: str = "float32
 
 
 def _expect(x: Tensor) -> None:
+    """Raise ShapeError for inputs that are not [sample, time], or empty."""
     if x.ndim != 2 or 0 in x.shape:
         raise ShapeError(
             f"expected inputs [sample, time], found shape {list(x.shape)}; give a row per sample"

@@ -37,9 +37,7 @@ def handcrafted_2nd_argmax(sequence: int) -> dict[str, Array]:
 
 
 def _of_two() -> tuple[Array, Array, Array]:
-    """States relu(x_0), relu(-x_0), then relu(x_1 - x_0), relu(x_0 - x_1): one of them is positive and marks
-    the smaller number.
-    """
+    """States relu(x_0), relu(-x_0), then relu(x_1 - x_0), relu(x_0 - x_1); one positive, at the answer."""
     return np.array([1.0, -1.0]), np.array([[-1.0, 1.0], [1.0, -1.0]]), np.array([[1.0, -1.0], [-1.0, 1.0]])
 
 
@@ -90,6 +88,7 @@ def _of_ten() -> tuple[Array, Array, Array]:
     top, before, over = 19, 20, 21
     ih[9] = ih[top] = 1.0
     ih[10:19] = ih[over] = -1.0
+    # Neurons 0 to 9 are a shift register of the last ten numbers.
     for i in range(9):
         hh[i, i + 1] = 1.0
     hh[top, [top, before]] = -1.0

@@ -4,10 +4,10 @@
     cache = model.forward(x, HookSpec().capture("rnn.hook_hidden.*"))
     cache["rnn.hook_hidden.2"]                                   # [batch, neuron]
 
-Identity is content: equal tensors in either format, or from a handcrafted builder, are one model. A name only
-says where to look, and what the task is where tensors cannot tell. Passes are float64 by default: some of
-these networks subtract large numbers (the handcrafted one for 3 numbers is wrong on 0.3 of 1000 samples in
-float32).
+A model is identified by its tensors: equal ones in either file format, or from a handcrafted builder, are one
+model. The name locates the file, and gives the task where the tensors do not determine it. Passes are float64
+by default, as some of these networks subtract large numbers: in float32 the handcrafted one for 3 numbers is
+wrong on 0.3 of 1000 samples.
 
 Border: joins files, shapes and passes; no store. Imports torch only to compute, or to read a `.pth`.
 
@@ -119,14 +119,24 @@ class AlgZooModel:
             )
 
     def bind(self, hooks: HookSpec | None, sequence: int) -> BoundSpec:
-        """A HookSpec bound to the hook points for inputs of `sequence` time steps."""
+        """A HookSpec bound to the hook points of the network.
+
+        Arguments:
+            hooks: captures and interventions; None for none.
+            sequence: time steps per input.
+        """
         from ..forward.hooks.spec import HookSpec
 
         return (hooks or HookSpec()).bind(self.shape.hook_points(sequence), self.title)
 
     @plain_torch()
     def outputs(self, x: Any, dtype: str = "float64") -> Array:
-        """Outputs [sample, output] for inputs [sample, time]."""
+        """Outputs [sample, output] of many samples.
+
+        Arguments:
+            x: inputs [sample, time].
+            dtype: "float32" or "float64".
+        """
         import torch
 
         from .forward import network_of
@@ -138,8 +148,16 @@ class AlgZooModel:
 
     @plain_torch()
     def forward(self, x: Any, hooks: HookSpec | None = None, dtype: str = "float64") -> HookCache:
-        """One pass over inputs [sample, time], with captures and interventions; `cache.logits` are the
-        outputs.
+        """One pass over inputs, with captures and interventions.
+
+        Arguments:
+            x: inputs [sample, time].
+            hooks: captures and interventions; None for none.
+            dtype: "float32" or "float64".
+
+        Returns:
+            The captures; `logits` are the outputs.
+
         Raises:
             ShapeError: for inputs of other dims or sizes.
             HookPointNotFound, InterventionError: for a HookSpec that does not fit the network.
@@ -173,7 +191,8 @@ def load_model(
 
     Arguments:
         name: path or name.
-        task, sequence: needed where neither tensors nor file name give them; otherwise checked against them.
+        task: name of the task; needed where the file has none.
+        sequence: time steps; needed where neither tensors nor file give them, else checked against these.
         heads: attention heads of a transformer, which no file contains.
 
     Raises:
@@ -204,6 +223,7 @@ def load_model(
 
 
 def _path_of(name: str) -> Path:
+    """File of a shipped network, or a path; ModelNotFound for a name that is neither."""
     if name in SHIPPED:
         return FOLDER / f"{name}.safetensors"
     path = Path(name).expanduser()
@@ -218,6 +238,7 @@ def _path_of(name: str) -> Path:
 
 
 def _task_of(where: str, name: str | None) -> Task:
+    """The named task; ConfigError without a name."""
     if name is None:
         raise ConfigError(
             f"{where}: expected the task in the file name, found none; name it, such as task=2nd_argmax"
@@ -226,9 +247,7 @@ def _task_of(where: str, name: str | None) -> Task:
 
 
 def _sequence_of(where: str, task: Task, shape: Shape, requested: int | None, in_name: int | None) -> int:
-    """Time steps per input: from the tensors where they determine it, else as requested, else from the file
-    name.
-    """
+    """Time steps per input: from the tensors, else as requested, else from the file name."""
     if isinstance(shape, RnnShape):
         if task.draws == "integers":
             raise ConfigError(
@@ -252,6 +271,7 @@ def _sequence_of(where: str, task: Task, shape: Shape, requested: int | None, in
             f"{where}: expected {task.outputs(length)} outputs for {task.name} of {length} numbers, found "
             f"{shape.outputs}; say another task or sequence"
         )
+    # An integer task has values 0..n-1, each of which needs a row of the embedding.
     if not isinstance(shape, RnnShape) and shape.inputs < length:
         raise ConfigError(
             f"{where}: expected an embedding of {length} integers for {task.name}, found {shape.inputs}"

@@ -1,10 +1,10 @@
-"""Kinds of AlgZoo networks, without their computation: sizes, hook points, and the tensors of a checkpoint.
+"""The two types of AlgZoo networks, without their computation: sizes, hook points, tensors of a checkpoint.
 
     RNN          p_t = W_ih x_t + W_hh h_{t-1},  h_t = relu(p_t),  h_{-1} = 0,  y = W_oh h_{T-1}
     transformer  z = embed[x] + pos_embed;  per layer z += softmax(Q K^T / sqrt(d)) V O^T, unmasked;
                  y = unembed z[last]
 
-Neither has biases or norms. The kind is recognised by names and shapes of the tensors alone (`shape_of`).
+Neither has biases or norms. The type is recognised by names and shapes of the tensors alone (`shape_of`).
 
 Border: numpy and labels; never imports torch. forward.py computes.
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 LARGEST = 4096
-"""Largest width, number of classes or time steps that is accepted; AlgZoo's own end at 32."""
+"""Largest width, number of classes or time steps that is accepted; AlgZoo's largest is 32."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class RnnShape:
 
     def hook_points(self, sequence: int) -> tuple[HookPoint, ...]:
         """Hook points for inputs of `sequence` time steps, in execution order."""
+        # A time step takes the place of a layer in the names of hook points.
         kinds = ("rnn_pre_activation", "rnn_hidden", "rnn_final_state", "rnn_output")
         return points_of(kinds, sequence)
 
@@ -123,9 +124,8 @@ class TransformerShape:
 
     @property
     def dims(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Name in a checkpoint -> name and dims of the labelled array; rows of in_proj are queries, keys,
-        values.
-        """
+        """Name in a checkpoint -> name and dims of the labelled array."""
+        # Rows of in_proj are queries, keys and values, as torch's MultiheadAttention stores them.
         layers = {}
         for i in range(self.layers):
             layers[f"attns.{i}.in_proj_weight"] = (f"in_proj_{i}", ("qkv", "hidden_"))
@@ -182,6 +182,7 @@ def shape_of(tensors: Mapping[str, Array], where: str, heads: int = 1) -> Shape:
         WeightsError: for tensors of another network, contradicting sizes, biases, or numbers that are not
             finite.
     """
+    # Sizes come from a few tensors; all tensors are then compared with the shapes that these sizes imply.
     shape = _guessed(tensors, where, heads)
     expected = shape.tensors
     for name, size in expected.items():
@@ -208,7 +209,12 @@ def shape_of(tensors: Mapping[str, Array], where: str, heads: int = 1) -> Shape:
 
 
 def labelled(tensors: Mapping[str, Array], shape: Shape) -> xr.Dataset:
-    """Weights as labelled arrays, as stages take them; attributes name the kind of network."""
+    """Weights as labelled arrays, the input of stages, with the network type as attribute.
+
+    Arguments:
+        tensors: named as in a checkpoint.
+        shape: network type and layer sizes.
+    """
     import xarray as xr
 
     arrays = {name: (dims, np.asarray(tensors[tensor])) for tensor, (name, dims) in shape.dims.items()}

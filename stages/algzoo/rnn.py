@@ -46,9 +46,7 @@ class RnnWeights:
         return self.ih.size + self.hh.size + self.oh.size
 
     def projected(self, keep: Array) -> RnnWeights:
-        """The network with its state multiplied by `keep` [neuron, neuron_] after every ReLU, the last
-        included.
-        """
+        """The network with its state multiplied by `keep` [neuron, neuron_] after every ReLU."""
         # States are read by hh and oh only, so changing these matrices changes the states they read.
         return RnnWeights(self.ih, self.hh @ keep, self.oh @ keep)
 
@@ -70,6 +68,8 @@ class RnnWeights:
 
     def outputs(self, x: Array) -> Array:
         """Outputs, float64 [sample, output], for inputs [sample, time]."""
+        # Not by `states`: that array has a number for every time step, and ablation calls this per pair of
+        # neurons.
         hidden = np.zeros((len(x), self.hidden))
         for step in range(x.shape[1]):
             hidden = np.maximum(x[:, step, None] * self.ih + hidden @ self.hh.T, 0.0)
@@ -77,10 +77,14 @@ class RnnWeights:
 
 
 def require_rnn(weights: xr.Dataset, analysis: str) -> RnnWeights:
-    """Float64 matrices of labelled weights. Raises WeightsError for a network that is no RNN.
+    """Float64 matrices of labelled weights.
 
     Arguments:
-        analysis: its name, for the message.
+        weights: labelled weights, `AlgZooModel.weights`.
+        analysis: name of the analysis, for the message.
+
+    Raises:
+        WeightsError: for a network that is no RNN.
     """
     tensors, shape = tensors_of(weights)
     if not isinstance(shape, RnnShape):

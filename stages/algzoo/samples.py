@@ -1,5 +1,5 @@
-"""Inputs with correct answers: random from seeds, enumerated, or from candle-mi's linear congruential
-generator.
+"""Inputs with correct answers: random from a seed, enumerated, or from candle-mi's random number generator.
+
 Sample i of a seed does not depend on how many are drawn, or by which worker: samples come in blocks of a
 million, and each block has a generator seeded by (seed, block).
 
@@ -40,7 +40,7 @@ BLOCK = 1_000_000
 SLICE = 8192
 """Samples that a network processes at a time: their states then fit in the cache of a core."""
 PROBE_STATE, SURPRISE_STATE = 42, 123456789
-"""Start states of candle-mi's generator, for probes and for surprise accounting."""
+"""Start states of candle-mi's generator, for probes and for surprise accounting, so that numbers compare."""
 MULTIPLIER = 6364136223846793005
 """Multiplier of the generator (Knuth's MMIX)."""
 MOST = 10**12
@@ -60,11 +60,17 @@ def slices(
     draw: Draw = "random",
     end_token: bool = False,
 ) -> Iterator[Array]:
-    """The first `count` inputs of a block, in parts [sample, time], float32 or int64.
+    """The first inputs of a block, in parts of at most `SLICE` samples, float32 or int64 [sample, time].
 
     Arguments:
-        end_token: whether integer inputs are n - 1 values in 0..n-2 followed by n - 1, the position that is
-            read.
+        task: the task.
+        sequence: time steps per input.
+        block: number of the block.
+        count: number of inputs.
+        seed: seed of random inputs.
+        draw: "random", or "all" for all integer inputs in order.
+        end_token: whether integer inputs are n - 1 values in 0..n-2 followed by n - 1, at the position from
+            which the transformer is read out.
 
     Raises:
         ConfigError: for draw="all" or an end token with another than an integer task, or for both.
@@ -91,7 +97,16 @@ def slices(
 def drawn(
     task: Task, sequence: int, count: int, *, seed: int = 0, draw: Draw = "random", end_token: bool = False
 ) -> Array:
-    """The first `count` inputs of a seed, [sample, time], in memory."""
+    """The first inputs of a seed, [sample, time], in memory.
+
+    Arguments:
+        task: the task.
+        sequence: time steps per input.
+        count: number of inputs.
+        seed: seed of random inputs.
+        draw: "random", or "all" for all integer inputs in order.
+        end_token: see `slices`.
+    """
     parts = [
         part
         for block, size in enumerate(block_sizes(count))
@@ -109,7 +124,15 @@ def block_sizes(count: int) -> list[int]:
 
 
 def count_inputs(task: Task, sequence: int) -> int:
-    """Number of inputs of an integer task, n^n. Raises ConfigError for another task, or more than `MOST`."""
+    """Number of inputs of an integer task, n^n.
+
+    Arguments:
+        task: the task.
+        sequence: time steps per input, n.
+
+    Raises:
+        ConfigError: for another task, or more than `MOST` inputs.
+    """
     if task.draws != "integers":
         raise ConfigError(
             f"expected a task of integers to enumerate, found {task.name}; draw samples instead"
@@ -125,12 +148,18 @@ def lcg(count: int, sequence: int, state: int = PROBE_STATE) -> Array:
     """Inputs [sample, time] of candle-mi's analyses: uniform on [-3, 3), float32.
 
     s <- 6364136223846793005 s + 1 mod 2^64;  x = (float32(s >> 33) / 2^31 - 0.5) * 6; time varies fastest.
+
+    Arguments:
+        count: number of inputs.
+        sequence: time steps per input.
+        state: start state s.
     """
     bits = np.empty(count * sequence, np.uint64)
     for i in range(bits.size):
         state = (MULTIPLIER * state + 1) % 2**64
         # The high 31 bits: low bits of such a generator have short periods.
         bits[i] = state >> 33
+    # In float32, step by step as in Rust: its rounding is part of candle-mi's inputs.
     numbers = (bits.astype(np.float32) / np.float32(2**31) - np.float32(0.5)) * np.float32(6)
     return numbers.reshape(count, sequence)
 
@@ -139,8 +168,8 @@ def lcg(count: int, sequence: int, state: int = PROBE_STATE) -> Array:
     version=1,
     inputs={},
     outputs={
-        "x": Output(("sample", "time"), "1", "what a network reads"),
-        "target": Output(("sample",), "1", "the right answer"),
+        "x": Output(("sample", "time"), "1", "inputs of the network"),
+        "target": Output(("sample",), "1", "correct answers"),
     },
 )
 def algzoo_samples(
@@ -155,6 +184,8 @@ def algzoo_samples(
     """Inputs of a task with their correct answers.
 
     Arguments:
+        task: name of the task.
+        sequence: time steps per input.
         samples: number of inputs.
         seed: of the inputs, or start state of the generator.
         source: "task" draws from the distribution of training, "lcg" candle-mi's uniform numbers.

@@ -27,7 +27,7 @@ __all__ = ["TASKS", "Task", "task_named"]
 
 @dataclass(frozen=True)
 class Task:
-    """One task."""
+    """Distribution of inputs, and the correct answer to each."""
 
     name: str
     """Name in the zoo."""
@@ -70,7 +70,11 @@ class Task:
 
 
 def task_named(name: str) -> Task:
-    """The task of this name. Raises ConfigError for an unknown one, suggesting the nearest."""
+    """The task with a name.
+
+    Raises:
+        ConfigError: for an unknown task; the message suggests the nearest name.
+    """
     if name not in TASKS:
         near = nearest(name, TASKS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(TASKS)}"
@@ -104,9 +108,8 @@ def _argoutlier(x: Array) -> Ints:
 
 
 def _longest_cycle(x: Array) -> Ints:
-    """Longest cycle minus 1 of each row read as a function f: the largest L with f^(L+1)(s) = s for the first
-    time.
-    """
+    """Length of the longest cycle minus 1, of each row read as a function f from positions to positions."""
+    # All starts are followed at once; a start on the tail of a cycle never returns, and stays open.
     f = x.astype(np.int64)
     start = np.broadcast_to(np.arange(f.shape[1]), f.shape)
     current, longest = start, np.zeros(len(f), np.int64)
@@ -120,15 +123,14 @@ def _longest_cycle(x: Array) -> Ints:
 
 
 def _at_rank(x: Array, rank: int) -> Ints:
-    """Index of the value with ascending rank `rank` in each row; among equal values earlier ones have lower
-    rank.
-    """
+    """Index of the value of a given ascending rank in each row; of equal values the earlier ranks lower."""
     # Ranks from pairwise comparisons over contiguous columns: 5 times as fast as sorting short rows.
     columns = np.ascontiguousarray(x.T)
     below = np.zeros(columns.shape, np.int16)
     for i in range(1, len(columns)):
         for j in range(i):
             is_less = columns[i] < columns[j]
+            # i > j: of equal values the later one counts as larger.
             below[j] += is_less
             below[i] += ~is_less
     index: Ints = (below == rank).argmax(axis=0)

@@ -1,4 +1,4 @@
-"""Training of AlgZoo networks, as in the zoo: fresh samples in every step, AdamW, a seed.
+"""Training of AlgZoo networks by the zoo's recipe: new samples in every step, AdamW.
 
     mizarr train-zoo …    # the command; or, cached in a store:
     trained_rnn.on(task="2nd_argmax", hidden=4, sequence=3, seed=0)
@@ -49,7 +49,7 @@ WARM_UP = 2**14 / 2**20
 NOTED = 64
 """Number of mean losses recorded per training."""
 RATE, DECAY, LEAST = 0.04, 1e-3, 0.01
-"""Learning rate times sqrt(H), weight decay, and final share of the learning rate."""
+"""Learning rate times sqrt(H), weight decay, and final share of the learning rate, as in the zoo."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class ZooTraining:
             )
         if self.heads < 1 or self.hidden % self.heads:
             raise ConfigError(f"expected heads that divide the width {self.hidden}, found {self.heads}")
+        # A checkpoint within a batch would have no weights of its own; 0 are the initial weights.
         batch_ends = range(0, self.steps * self.batch + 1, self.batch)
         if invalid := [after for after in self.checkpoints if after not in batch_ends]:
             raise ConfigError(
@@ -142,7 +143,7 @@ def train(
 
     task = task_named(settings.task)
     losses = np.full(NOTED, np.nan)
-    # The caller's random state is restored afterwards.
+    # The caller's random state is restored afterwards; devices=[], as the training runs on the CPU.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         # After seeding: torch's modules draw the initial weights.
@@ -190,7 +191,15 @@ def train(
 def trained_rnn(
     *, task: str, hidden: int, sequence: int, seed: int = 0, sequences: int = 2**22, batch: int = 1024
 ) -> xr.Dataset:
-    """A trained RNN as labelled weights, and its losses; see `ZooTraining` for the arguments.
+    """A trained RNN as labelled weights, and its losses.
+
+    Arguments:
+        task: name of the task.
+        hidden: neurons of the RNN.
+        sequence: time steps per input.
+        seed: seed of initial weights and samples.
+        sequences: total number of training inputs.
+        batch: inputs per step.
 
     Raises:
         ConfigError: for an integer task, which needs a transformer.
@@ -221,8 +230,17 @@ def training_checkpoints(
     sequences: int = 2**22,
     batch: int = 1024,
 ) -> xr.Dataset:
-    """Weights of an RNN at several points of one training, [checkpoint, …]; see `ZooTraining` for the
-    arguments.
+    """Weights of an RNN at several points of one training, [checkpoint, …].
+
+    Arguments:
+        task: name of the task.
+        hidden: neurons of the RNN.
+        sequence: time steps per input.
+        checkpoints: numbers of inputs after which weights are kept, multiples of the batch.
+        seed: seed of initial weights and samples.
+        sequences: total number of training inputs.
+        batch: inputs per step.
+
     Raises:
         ConfigError: without checkpoints, or for an integer task.
     """
@@ -231,6 +249,7 @@ def training_checkpoints(
     settings = ZooTraining(task, hidden, sequence, seed, sequences, batch, checkpoints=tuple(checkpoints))
     if not isinstance(settings.shape, RnnShape) or not checkpoints:
         raise ConfigError(f"expected checkpoints of an RNN, found {list(checkpoints)} of {task}")
+    # One training for all checkpoints: its schedule differs from that of a shorter training.
     by_sequences: dict[int, xr.Dataset] = {}
 
     def keep(after: int, tensors: dict[str, Array]) -> None:
@@ -247,7 +266,12 @@ def training_checkpoints(
     outputs={name: Output(dims, is_optional=True) for name, dims in RnnShape(1, 1).dims.values()},
 )
 def weights_at(trained: xr.Dataset, *, checkpoint: int) -> xr.Dataset:
-    """Labelled weights at one checkpoint of `training_checkpoints`."""
+    """Labelled weights at one checkpoint.
+
+    Arguments:
+        trained: result of `training_checkpoints`.
+        checkpoint: number of inputs after which the weights were kept.
+    """
     return trained.sel(checkpoint=checkpoint, drop=True)
 
 
@@ -255,6 +279,8 @@ def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int 
     """File name in the zoo's convention: task, width, length, training inputs, seed.
 
     Arguments:
+        settings: of the training.
+        ending: ".safetensors" or ".pth".
         trained: inputs so far, for a checkpoint; None for the end of training.
     """
     trained = settings.steps * settings.batch if trained is None else trained
@@ -264,9 +290,12 @@ def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int 
 def save_trained(
     settings: ZooTraining, tensors: dict[str, Array], path: Path, trained: int | None = None
 ) -> Path:
-    """Write a trained network; a `.safetensors` holds the settings of its name as metadata.
+    """Write a trained network; a `.safetensors` also has the settings of its name as metadata.
 
     Arguments:
+        settings: of the training.
+        tensors: named as in a checkpoint.
+        path: file to write.
         trained: inputs so far, for a checkpoint; None for the end of training.
     """
     metadata: dict[str, str | int] = {
@@ -279,6 +308,7 @@ def save_trained(
 
 
 def _tensors(network: nn.Module) -> dict[str, Array]:
+    # Copied: the optimiser goes on changing the parameters in place.
     return {name: tensor.detach().numpy().copy() for name, tensor in network.state_dict().items()}
 
 
@@ -330,8 +360,11 @@ def _share_of_rate(step: int, steps: int) -> float:
 
 
 def _drawn(task: Task, settings: ZooTraining) -> Tensor:
+    """One batch of inputs [sample, time]."""
     import torch
 
+    # By torch's generator, whose state follows from the seed; samples.py draws with numpy, for any block
+    # alone.
     count, length = settings.batch, settings.sequence
     if task.draws == "normal":
         return torch.randn(count, length)
@@ -348,6 +381,7 @@ def _targets(task: Task, x: Tensor) -> Tensor:
 
 
 def _loss(task: Task, outputs: Tensor, targets: Tensor) -> Any:
+    """Squared error of a scalar answer, cross-entropy in nats of a class; mean over the batch."""
     from torch.nn.functional import cross_entropy, mse_loss
 
     return (

@@ -1,7 +1,7 @@
 """Summaries of one prompt's attention patterns, by layer and by head.
 
-The effective attention of a recurrent layer is read like a pattern; negative contributions are not included,
-so its rows may sum to less than 1.
+The effective attention of a recurrent layer is read like a pattern. Negative contributions count as 0 there,
+so that rows may sum to less than 1.
 
 A mean over heads hides what single heads do, and weights alone are no explanation (Jain and Wallace 2019,
 "Attention is not Explanation"); knockout.py measures the effect of removing an edge.
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ...pipeline import Output, stage
 from ...store.errors import PromptError, ShapeError, StageError
-from .rows import HEAD, HEAD_AXES
+from .rows import HEAD, HEAD_AXES, layer_numbers
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,12 +48,12 @@ _MAY_BE_LESS = "_effective_attn"
         "mean_pattern": Output(
             ("layer", "query_position", "key_position"), "1", "attention weight, mean over heads"
         ),
-        "from_query": Output(("layer", "head", "key_position"), "1", "weights of the query chosen"),
+        "from_query": Output(("layer", "head", "key_position"), "1", "attention weights of one query"),
         "largest": Output(
-            ("layer", "query_position", "key_position"), "1", "attention weight, largest of heads"
+            ("layer", "query_position", "key_position"), "1", "largest attention weight of any head"
         ),
         "largest_head": Output(
-            ("layer", "query_position", "key_position"), "1", "head of the largest weight"
+            ("layer", "query_position", "key_position"), "1", "head with the largest weight"
         ),
         "entropy": Output(("layer", "head", "query_position"), "nats", "entropy of each query's weights"),
     },
@@ -90,6 +90,7 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1) -> xr.Dataset:
     coords: dict[str, Any] = {"head": np.arange(square.sizes["head"])}
     if "layer" in pattern.coords:
         coords["layer"] = pattern["layer"].values
+    # Summed in float64 and stored in float32: patterns have at most float32 precision.
     data: dict[str, Any] = {name: (dims, x.astype(np.float32)) for name, (dims, x) in summaries.items()}
     data["largest_head"] = (summaries["largest"][0], weights.argmax(1).astype(np.int32))
     return xr.Dataset(data, coords)
@@ -101,8 +102,8 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     The axis of heads is renamed to "head", whatever kind they are.
 
     Raises:
-        ShapeError: The pairs are not those of one prompt, whose rows sum to 1 (effective attention: at most
-            1).
+        ShapeError: Rows do not sum to 1 (effective attention: to at most 1), so that the pairs are not those
+            of one prompt.
     """
     import xarray as xr
 
@@ -120,6 +121,7 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     square = np.zeros((*packed.shape[:-1], length, length), values.dtype)
     rows, columns = np.tril_indices(length)
     square[..., rows, columns] = values
+    # The number of pairs alone does not tell: 6 pairs are one prompt of 3 tokens or two prompts of 2.
     sums = square.astype(np.float32).sum(-1)
     # Rows of effective attention may sum to less: all contributions may be negative, or nearly zero.
     deviation = np.maximum(sums - 1, 0) if str(packed.name).endswith(_MAY_BE_LESS) else abs(sums - 1)
@@ -138,7 +140,13 @@ def head_mean(pattern: xr.DataArray) -> xr.DataArray:
 
 
 def attention_from_position(pattern: xr.DataArray, layer: int, query: int) -> xr.DataArray:
-    """Weights from a query to all keys in a layer, mean over heads, [key_position]."""
+    """Weights from a query to all keys in a layer, mean over heads, [key_position].
+
+    Arguments:
+        pattern: Result of `unpacked`, or its mean over heads.
+        layer: Layer number.
+        query: Position; negative ones count from the end.
+    """
     layer_pattern = _layer(pattern, layer)
     return head_mean(layer_pattern).isel(
         query_position=_position(query, layer_pattern.sizes["query_position"])
@@ -146,7 +154,13 @@ def attention_from_position(pattern: xr.DataArray, layer: int, query: int) -> xr
 
 
 def attention_to_position(pattern: xr.DataArray, layer: int, key: int) -> xr.DataArray:
-    """Weights from all queries to a key in a layer, mean over heads, [query_position]."""
+    """Weights from all queries to a key in a layer, mean over heads, [query_position].
+
+    Arguments:
+        pattern: Result of `unpacked`, or its mean over heads.
+        layer: Layer number.
+        key: Position; negative ones count from the end.
+    """
     layer_pattern = _layer(pattern, layer)
     return head_mean(layer_pattern).isel(key_position=_position(key, layer_pattern.sizes["key_position"]))
 
@@ -154,9 +168,16 @@ def attention_to_position(pattern: xr.DataArray, layer: int, key: int) -> xr.Dat
 def top_attended_positions(
     pattern: xr.DataArray, layer: int, query: int, k: int = 5
 ) -> list[tuple[int, float]]:
-    """The k keys with the largest weight from a query in a layer, mean over heads, as (position, weight).
+    """The keys with the largest weight from a query in a layer, mean over heads.
 
-    In descending order, ties by position.
+    Arguments:
+        pattern: Result of `unpacked`, or its mean over heads.
+        layer: Layer number.
+        query: Position; negative ones count from the end.
+        k: Number of keys.
+
+    Returns:
+        (position, weight) in descending order, ties by position.
     """
     weights: npt.NDArray[Any] = attention_from_position(pattern, layer, query).values
     # Stable, so that ties keep the order of positions.
@@ -165,18 +186,23 @@ def top_attended_positions(
 
 
 def peak_layer(pattern: xr.DataArray, query: int, key: int) -> tuple[int, float]:
-    """(layer, weight) of the largest weight from a query to a key, mean over heads; ties by first layer."""
+    """(layer, weight) of the largest weight from a query to a key, mean over heads; ties by first layer.
+
+    Arguments:
+        pattern: Result of `unpacked`, or its mean over heads.
+        query: Position; negative ones count from the end.
+        key: Position; negative ones count from the end.
+    """
     length = pattern.sizes["query_position"]
     cell = head_mean(pattern).isel(
         query_position=_position(query, length), key_position=_position(key, length)
     )
     best = int(np.argmax(cell.transpose("layer").values))
-    layers = pattern["layer"].values if "layer" in pattern.coords else np.arange(cell.size)
-    return int(layers[best]), float(cell.values[best])
+    return int(layer_numbers(pattern)[best]), float(cell.values[best])
 
 
 def _layer(pattern: xr.DataArray, layer: int) -> xr.DataArray:
-    layers = [int(i) for i in (pattern["layer"].values if "layer" in pattern.coords else range(len(pattern)))]
+    layers = layer_numbers(pattern).tolist()
     if layer not in layers:
         raise StageError(f"expected a layer of this pattern ({layers[0]}..{layers[-1]}), found {layer}")
     return pattern.isel(layer=layers.index(layer))

@@ -47,13 +47,15 @@ __all__ = [
 ]
 
 Heads = Sequence[tuple[int, int]] | Mapping[int, Sequence[int]]
-
+"""(layer, head) pairs, or layer -> heads."""
 KINDS = ("previous_token_head", "duplicate_token_head", "induction_head")
 """Kinds of heads, by TransformerLens' names."""
 MEASURES = ("mul", "abs")
+"""Error measures, by TransformerLens' names; formulae in the module docstring."""
 UNSELECTED = -1.0
-"""Score of heads that were not selected."""
+"""Score of heads that were not selected, as in TransformerLens."""
 CAPTURE = "capture it: mizarr capture MODEL PROMPTS --hooks 'blocks.*.attn.hook_pattern'"
+"""Next step in messages about missing patterns."""
 
 
 def detect_head(
@@ -85,18 +87,18 @@ def detect_head(
     if "pattern" not in states or "row_size" not in states.coords:
         stored_variables = ", ".join(map(str, states.data_vars)) or "none"
         raise EntryNotFound(f"expected attention patterns ('pattern'), found {stored_variables}; {CAPTURE}")
-    held_pattern = by_layer(states["pattern"])
-    layers = held_pattern["layer"].values.tolist()
+    stored_pattern = by_layer(states["pattern"])
+    layers = stored_pattern["layer"].values.tolist()
     pairs = head_pairs(heads)
-    if strange := [layer for layer, _ in pairs or () if layer not in layers]:
-        raise EntryNotFound(f"expected heads in layers {layers}, found layer {strange[0]}; {CAPTURE}")
+    if absent := [layer for layer, _ in pairs or () if layer not in layers]:
+        raise EntryNotFound(f"expected heads in layers {layers}, found layer {absent[0]}; {CAPTURE}")
     options = {
         "heads": pairs,
         "exclude_bos": exclude_bos,
         "exclude_current_token": exclude_current_token,
         "error_measure": error_measure,
     }
-    inputs = {"pattern": held_pattern, "row_size": states["row_size"]}
+    inputs = {"pattern": stored_pattern, "row_size": states["row_size"]}
     if isinstance(pattern, str):
         scores = head_scores(**inputs, token_id=states["token_id"], kinds=(pattern,), **options)
         score: xr.DataArray = scores["score"].isel(kind=0, drop=True)
@@ -107,8 +109,11 @@ def detect_head(
 
 
 def detection_pattern(kind: str, token_id: Sequence[int] | Array) -> Array:
-    """Detection matrix [query, key], float32, 1 where a head of this kind attends in a prompt of these
-    tokens.
+    """Detection matrix of a prompt, float32 [query, key], 1 where a head of this kind attends.
+
+    Arguments:
+        kind: One of `KINDS`.
+        token_id: Token ids of the prompt.
 
     >>> detection_pattern("induction_head", [7, 8, 7]).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -128,7 +133,7 @@ def detection_pattern(kind: str, token_id: Sequence[int] | Array) -> Array:
         "score": Output(
             ("kind", "layer", "head"), "1", "match with the detection pattern, mean over prompts"
         ),
-        "spread": Output(("kind", "layer", "head"), "1", "its standard deviation over prompts"),
+        "spread": Output(("kind", "layer", "head"), "1", "standard deviation of the score over prompts"),
     },
     cells="layer",
     memory=1.0,
@@ -187,9 +192,13 @@ def head_scores(
     inputs={"pattern": ("layer", "pair", HEAD), "token_id": ("token",), "row_size": ("prompt",)},
     outputs={
         "score": Output(
-            ("displacement", "layer", "head"), "1", "match with looking so far behind an earlier occurrence"
+            ("displacement", "layer", "head"),
+            "1",
+            "match with attention this many tokens after an earlier occurrence, mean over prompts",
         ),
-        "spread": Output(("displacement", "layer", "head"), "1", "its standard deviation over prompts"),
+        "spread": Output(
+            ("displacement", "layer", "head"), "1", "standard deviation of the score over prompts"
+        ),
     },
     cells="layer",
     memory=1.0,
@@ -205,11 +214,17 @@ def displaced_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """Like `head_scores`, for heads that attend a fixed number of tokens after an earlier occurrence of the
-    current one.
+    """As `head_scores`, for attention a number of tokens after an earlier occurrence of the current token.
 
     Arguments:
+        pattern: [layer, pair, head], any float dtype, lazy or not.
+        token_id: int [token], the ids in which occurrences are looked for.
+        row_size: int [prompt], tokens per prompt.
         displacements: Numbers of tokens; 1 is an induction head, others serve as its null distribution.
+        exclude_bos: See `detect_head`.
+        exclude_current_token: See `detect_head`.
+        error_measure: See `detect_head`.
+        first_query: First query position that counts.
     """
     rows = PatternRows.of(row_size, pattern, first_query)
     ids = _ids(token_id, rows)
@@ -217,6 +232,7 @@ def displaced_scores(
     def masks(block: RowBlock) -> list[Array]:
         start = block.token - block.query
         return [
+            # Smaller keys index into the previous prompt; the second condition discards them.
             ((ids[block.token] == ids[start + block.key - far]) & (block.key >= far)).astype(np.float32)
             for far in displacements
         ]
@@ -235,7 +251,7 @@ def displaced_scores(
     },
     outputs={
         "score": Output(("layer", "head"), "1", "match with the detection pattern, mean over prompts"),
-        "spread": Output(("layer", "head"), "1", "its standard deviation over prompts"),
+        "spread": Output(("layer", "head"), "1", "standard deviation of the score over prompts"),
     },
     cells="layer",
     memory=1.0,
@@ -251,7 +267,17 @@ def pattern_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """Like `head_scores`, for a custom detection matrix; all prompts must have its length.
+    """As `head_scores`, for a detection matrix of the caller; all prompts must have its length.
+
+    Arguments:
+        pattern: [layer, pair, head], any float dtype, lazy or not.
+        detection_pattern: Lower-triangular matrix [query_position, key_position].
+        row_size: int [prompt], tokens per prompt.
+        heads: (layer, head) pairs, all others score -1; None for all.
+        exclude_bos: See `detect_head`.
+        exclude_current_token: See `detect_head`.
+        error_measure: See `detect_head`.
+        first_query: First query position that counts.
 
     Raises:
         ShapeError: The matrix is not square, not lower-triangular, or not of the prompts' length.
@@ -303,9 +329,13 @@ class _Measure:
     """Error measure, and the (query, key) pairs that count."""
 
     name: str
+    """"mul" or "abs"."""
     exclude_bos: bool
+    """Whether pairs with key position 0 are ignored."""
     exclude_current_token: bool
+    """Whether pairs of a position with itself are ignored."""
     first_query: int
+    """First query position that counts."""
 
     def __post_init__(self) -> None:
         if self.name not in MEASURES:
@@ -321,20 +351,33 @@ class _Measure:
         return counted
 
     def matched(self, weights: Array, target: Array) -> Array:
-        """Summands [pair, head] at pairs where the detection matrix is not 0.
+        """Summands of the score at pairs where the detection matrix is not 0.
 
-        For "abs" relative to the weights, which are summed over all pairs: where the matrix is 0, |A - 0| =
-        A.
+        Arguments:
+            weights: attention weights [pair, head].
+            target: entries of the detection matrix [pair].
+
+        Returns:
+            [pair, head]; of "abs" minus the weights, because `score` adds the weights of all pairs.
         """
+        # |A - P| is A wherever P is 0: so only the few pairs with P != 0 are visited, and sum A is added
+        # later.
         target = target[:, None]
         return weights * target if self.name == "mul" else np.abs(weights - target) - weights
 
     def score(self, matched: Array, total: Array, queries: Array) -> Array:
-        """Scores [prompt, head] from sums over the pairs of each prompt, and the number of queries
-        [prompt]."""
+        """Scores, [prompt, head].
+
+        Arguments:
+            matched: sum of `matched` over the pairs of each prompt, [prompt, head].
+            total: sum of the weights, [prompt, head].
+            queries: number of queries [prompt].
+        """
+        # Without any weight left the score is 0, not 0 / 0: one NaN would hide the mean over a corpus.
         if self.name == "mul":
             share: Array = np.divide(matched, total, out=np.zeros_like(matched), where=total != 0)
             return share
+        # Rounded to 3 digits as in TransformerLens, whose numbers are reproduced.
         error: Array = np.round((matched + total) / queries[:, None], 3)
         return 1 - error
 

@@ -1,8 +1,8 @@
-"""Compare attention from a marker to targets between two kinds of text, layer by layer (mean over heads).
+"""Layer scan: attention from a marker token to target tokens, compared between two kinds of text.
 
-The protocol of plip-rs' layer scan, whose results the Deloson viewer shows: per sample the head-averaged
-attention from the marker, mean over its targets; per layer a comparison of the two conditions with Welch's t
-test (Welch 1947, "The generalization of Student's problem when several different population variances are
+The protocol of plip-rs' layer scan, whose results the Deloson viewer shows. For each sample: attention from
+the marker, mean over heads and targets. For each layer: a comparison of the two conditions by Welch's t test
+(Welch 1947, "The generalization of Student's problem when several different population variances are
 involved").
 
 Axes: layer, pair (lower triangles of all prompts end to end), head, sample, target (attended positions of all
@@ -19,7 +19,7 @@ import numpy as np
 from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import MissingExtra, ShapeError
-from .rows import HEAD
+from .rows import HEAD, layer_numbers
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,6 +37,7 @@ __all__ = [
 
 
 CONDITIONS = ("A", "B")
+"""Labels of the two kinds of text."""
 UNSEEN = -1
 """Pair index of a target after its marker, to which a causal model cannot attend: its weight is 0."""
 SMALLEST = 0.001
@@ -64,13 +65,13 @@ class Welch(NamedTuple):
     },
     outputs={
         "weight": Output(("layer", "sample"), "1", "attention from the marker, mean over targets and heads"),
-        "mean": Output(("layer", "condition"), "1", "its mean over samples"),
-        "std": Output(("layer", "condition"), "1", "its standard deviation over samples"),
-        "n": Output(("layer", "condition"), "1", "samples"),
-        "ratio": Output(("layer",), "1", "mean of A over mean of B; 0 where B has next to none"),
-        "t": Output(("layer",), "1", "Welch's t statistic"),
-        "df": Output(("layer",), "1", "its degrees of freedom"),
-        "p": Output(("layer",), "1", "two-sided p value"),
+        "mean": Output(("layer", "condition"), "1", "mean attention to targets over samples"),
+        "std": Output(("layer", "condition"), "1", "standard deviation of that attention over samples"),
+        "n": Output(("layer", "condition"), "1", "number of samples"),
+        "ratio": Output(("layer",), "1", f"mean of A over mean of B; 0 where that of B is below {SMALLEST}"),
+        "t": Output(("layer",), "1", "Welch's t statistic of A over B"),
+        "df": Output(("layer",), "1", "degrees of freedom of Welch's t"),
+        "p": Output(("layer",), "1", "two-sided p-value of Welch's t test"),
     },
     cells="layer",
     memory=1.0,
@@ -117,7 +118,6 @@ def layer_scan(
         [_moments(row[group == condition_index]) for condition_index in (0, 1)] for row in sample_weights
     ]
     tests = [welch_t_test(*a, *b) for a, b in condition_moments]
-    by_layer = ("layer",)
     data: dict[str, Any] = {
         "weight": (("layer", "sample"), sample_weights),
         **{
@@ -125,19 +125,26 @@ def layer_scan(
             for i, name in enumerate(("mean", "std", "n"))
         },
         # A ratio of a mean near 0 would only show noise.
-        "ratio": (by_layer, [a[0] / b[0] if b[0] > SMALLEST else 0.0 for a, b in condition_moments]),
-        **{name: (by_layer, [getattr(array, name) for array in tests]) for name in Welch._fields},
+        "ratio": ("layer", [a[0] / b[0] if b[0] > SMALLEST else 0.0 for a, b in condition_moments]),
+        **{name: ("layer", [getattr(test, name) for test in tests]) for name in Welch._fields},
     }
-    layers = pattern["layer"].values if "layer" in pattern.coords else np.arange(pattern.sizes["layer"])
-    return xr.Dataset(data, coords={"layer": layers, "condition": list(CONDITIONS)})
+    return xr.Dataset(data, coords={"layer": layer_numbers(pattern), "condition": list(CONDITIONS)})
 
 
 def welch_t_test(mean: float, std: float, n: int, other_mean: float, other_std: float, other_n: int) -> Welch:
-    """Welch's t test from mean, sample standard deviation (n - 1) and size of two groups.
+    """Welch's t test from the moments of two groups.
 
-    Equals `scipy.stats.ttest_ind(equal_var=False)`, except for degenerate groups: if one group has no spread,
-    the degrees of freedom are n + n' - 2, and t is 0 if neither has; with an empty group the result is (0, 0,
-    1).
+    Equals `scipy.stats.ttest_ind(equal_var=False)`, except for degenerate groups. If a group has no spread,
+    the degrees of freedom are n + n' - 2, and t is 0 if neither has one. With an empty group the result is
+    t = 0, df = 0, p = 1.
+
+    Arguments:
+        mean: Mean of group A.
+        std: Sample standard deviation (n - 1) of group A.
+        n: Size of group A.
+        other_mean: Mean of group B.
+        other_std: Sample standard deviation of group B.
+        other_n: Size of group B.
 
     Raises:
         MissingExtra: scipy is not installed.
@@ -147,6 +154,7 @@ def welch_t_test(mean: float, std: float, n: int, other_mean: float, other_std: 
     error, other_error = std**2 / n, other_std**2 / other_n
     total = error + other_error
     t = (mean - other_mean) / math.sqrt(total) if total > 0 else 0.0
+    # A spread in both groups implies n > 1 in both, so no division by 0 follows.
     if error > 0 and other_error > 0:
         df = total**2 / (error**2 / (n - 1) + other_error**2 / (other_n - 1))
     else:
@@ -181,12 +189,12 @@ def permuted_t(weight: Array, is_b: Array, draws: int, *, seed: int) -> Array:
         seed: Of the random generator.
     """
     rng = np.random.default_rng(seed)
-    # The p value of the best layer compares with these maxima.
+    # One permutation for all layers: their dependence is kept, and the maximum is that of a real search.
     return np.array([welch_t(weight, rng.permutation(is_b)).max() for _ in range(draws)])
 
 
 def best_layer(scan: xr.Dataset) -> tuple[int, float]:
-    """(layer, p) of the smallest p among layers where A is larger than B; (0, 1.0) if there is none."""
+    """(layer, p-value) of the smallest p-value among layers where A is larger than B; (0, 1.0) if none."""
     mean = scan["mean"].transpose("layer", "condition").values
     larger = np.flatnonzero(mean[:, 0] > mean[:, 1])
     if not len(larger):
@@ -203,7 +211,7 @@ def _moments(values: Array) -> tuple[float, float, int]:
 
 
 def _two_sided(t: float, df: float) -> float:
-    """Two-sided p value of a t statistic."""
+    """Two-sided p-value of a t statistic."""
     try:
         from scipy.stats import t as student
     except ImportError as error:

@@ -1,9 +1,8 @@
-"""Statistics of each head's attention over many prompts: entropy, distance, weight on BOS and on the current
-token.
+"""Statistics of each head's attention over many prompts: entropy, distance, weight on BOS and current token.
 
 Most heads of most models attend to the first position when they have nothing to do (Xiao et al. 2023,
-"Efficient Streaming Language Models with Attention Sinks"), so other scores should be read together with the
-share of BOS.
+"Efficient Streaming Language Models with Attention Sinks"). So read other scores together with the share of
+BOS.
 
 Axes: layer, pair (lower triangles of all prompts end to end), head, prompt. Needs no model and no torch.
 """
@@ -30,7 +29,7 @@ __all__ = ["head_statistics"]
         "entropy": Output(("layer", "head"), "nats", "entropy of a query's weights"),
         "bos_share": Output(("layer", "head"), "1", "weight on the first position, often a BOS"),
         "current_share": Output(("layer", "head"), "1", "weight on the current token"),
-        "distance": Output(("layer", "head"), "tokens", "mean distance looked back"),
+        "distance": Output(("layer", "head"), "tokens", "mean distance from query to key"),
     },
     cells="layer",
     memory=1.0,
@@ -39,8 +38,8 @@ def head_statistics(pattern: xr.DataArray, row_size: xr.DataArray, *, first_quer
     """Statistics of every head, averaged over the queries of all prompts with equal weight.
 
     Arguments:
-        pattern: See `head_scores`.
-        row_size: See `head_scores`.
+        pattern: [layer, pair, head], any float dtype, lazy or not.
+        row_size: Tokens per prompt, int [prompt].
         first_query: First query position that counts; by default 1, as position 0 can only attend to itself.
 
     Returns:
@@ -59,6 +58,7 @@ def head_statistics(pattern: xr.DataArray, row_size: xr.DataArray, *, first_quer
             back = block.query[is_counted] - key
             # A weight may be 0, by rounding or outside a window; its term w * log(w) is then 0, not NaN.
             logs = np.log(np.maximum(weights, np.finfo(np.float32).tiny))
+            # Accumulated in float64: float32 sums over a corpus lose digits.
             sums[0, layer] -= np.einsum("ph,ph->h", weights, logs, dtype=np.float64)
             sums[1, layer] += weights[key == 0].sum(0, dtype=np.float64)
             sums[2, layer] += weights[back == 0].sum(0, dtype=np.float64)

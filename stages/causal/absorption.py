@@ -80,15 +80,23 @@ class Fate:
 
 
 def first_reached(config: Architecture, layer: int, position: int, read: int) -> int | None:
-    """First layer after which a change of resid_post at (layer, position) can reach the position `read`.
+    """First layer after which a change of resid_post can be seen at another position.
 
-    None if no layer lets it through: every sliding window is too short, or `read` precedes `position` in a
-    causal model.
+    Arguments:
+        config: architecture of the model.
+        layer: layer of the change.
+        position: position of the change.
+        read: position at which states are compared.
+
+    Returns:
+        None if no layer lets the change through: every sliding window is too short, or `read` precedes
+        `position` in a causal model.
     """
     if position == read:
         return layer
     furthest = position
     for deeper in range(layer + 1, config.num_layers):
+        # What layer `deeper` lets through is read from the hook point before it.
         reach = config.reach(HookPoint.resid_post(deeper - 1))
         if reach == "all":
             return deeper
@@ -159,6 +167,7 @@ def label(fates: Collection[Fate], *, is_beyond_chance: bool) -> str:
     """Summary of pushes of several layers and strengths.
 
     Arguments:
+        fates: outcomes of the pushes.
         is_beyond_chance: whether a smaller share of distance is left than after random pushes, with
             significance.
 

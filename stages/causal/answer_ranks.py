@@ -1,4 +1,4 @@
-"""Ranks of correct answers in the unmodified model: which prompts does the model know?
+"""Ranks of correct answers in the unmodified model: which facts does the model know?
 
 A prompt counts as known when the first token of its answer has rank 0, the largest next-token logit. One
 forward pass per prompt, so that a workflow can drop unknown facts before it runs thousands of interventions.
@@ -49,7 +49,7 @@ class AnswerRanks(Experiment):
     name: ClassVar[str] = "answer_ranks"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "rank": Output(("prompt",), "1", "tokens likelier than the answer's first token; 0: it is likeliest"),
+        "rank": Output(("prompt",), "1", "number of tokens more likely than the answer's first token"),
     }
 
     prompts: tuple[AskedPrompt, ...]
@@ -64,7 +64,11 @@ class AnswerRanks(Experiment):
         return {}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell for all prompts. Raises PromptError for an answer outside the vocabulary."""
+        """One cell for all prompts.
+
+        Raises:
+            PromptError: for an answer outside the vocabulary.
+        """
         for _, answer, _ in self.prompts:
             # Refused while planning, before the model is loaded.
             check_metrics((Rank(answer),), config.vocab_size)
@@ -72,6 +76,8 @@ class AnswerRanks(Experiment):
 
     def runs(self, prepared: None, cell: CellLabels) -> Sequence[Run]:
         """One forward pass per prompt, without interventions."""
+        # Logits at one position: of a whole prompt they would be as many times the vocabulary as it has
+        # tokens.
         return [Run(ids, None, Logits((at,))) for ids, _, at in cell["prompts"]]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:

@@ -1,4 +1,4 @@
-"""Text generation as an experiment: continuations of prompts, stored like any other result.
+"""Text generation as an experiment: prompts continued token by token, stored like any other result.
 
 Border: token ids and settings in, labelled datasets out; sampling and the KV cache are in forward/generation.
 Torch is imported when it runs.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Continuation"]
 
 Listener = Callable[[Sequence[int], "NewToken"], None]
+"""Function of a prompt's token ids and a new token."""
 _PAST = {"token_id": -1, "prompt_id": -1, "position_read": -1}
 """Fill value past the end of a shorter prompt or continuation; NaN for variables that are not listed."""
 
@@ -49,10 +50,10 @@ class Continuation(Experiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "token_id": Output(("prompt", "step"), "1", "generated tokens, -1 past the end"),
-        "logprob": Output(("prompt", "step"), "nats", "of each token"),
+        "logprob": Output(("prompt", "step"), "nats", "log-probability of each generated token"),
         "prompt_id": Output(("prompt", "position"), "1", "tokens of the prompt, -1 past the end"),
-        "generated_text": Output(("prompt",), "1", "what was generated, without special tokens"),
-        "finish_reason": Output(("prompt",), "1", "why the last token is the last"),
+        "generated_text": Output(("prompt",), "1", "generated text, without special tokens"),
+        "finish_reason": Output(("prompt",), "1", "reason why generation ended"),
         "<captured>": Output(
             ("prompt", "step", "layer?", "<axes>"), "1", "captures by step", is_optional=True
         ),
@@ -88,9 +89,8 @@ class Continuation(Experiment):
         return settings | {"hooks": None if self.hooks is None else self.hooks.canonical()}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The fixed arrays, and one per captured kind of hook point, without a position axis where each step
-        captures the newest position only.
-        """
+        """The fixed arrays, and one per captured kind of hook point."""
+        # With a KV cache each step captures the newest position only, and the array has no position axis.
         outputs = {name: output for name, output in self.outputs.items() if name != "<captured>"}
         for capture in () if self.hooks is None else self.hooks.bind(config.hook_points).captures:
             axes = [
@@ -102,7 +102,11 @@ class Continuation(Experiment):
         return outputs
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per prompt. Raises PromptError for a prompt that leaves no room in the context."""
+        """One cell per prompt.
+
+        Raises:
+            PromptError: for a prompt that leaves no room in the context.
+        """
         for ids in self.prompts:
             if not 0 < len(ids) < config.context_length:
                 raise PromptError(
@@ -123,9 +127,7 @@ class Continuation(Experiment):
         """Never called, as there are no runs; `dataset` generates."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Continuation of one prompt: token_id and logprob [prompt, step], text [prompt], captures by
-        step.
-        """
+        """Continuation of one prompt: token_id and logprob [prompt, step], text, captures by step."""
         from ..forward.generation.generate import TokenStream
 
         ids, listener = cell["prompt"], self.on_token

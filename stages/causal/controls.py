@@ -74,10 +74,12 @@ class Null:
 
     def __post_init__(self) -> None:
         values = np.asarray(self.values, np.float64).ravel()
-        # A NaN draw would count as neither large nor small and lower the p-value.
+        # A NaN draw compares as not large, so it would lower the p-value.
         if not np.isfinite(values).all():
-            n_infinite = f"{int((~np.isfinite(values)).sum())} that are not"
-            raise ConfigError(f"expected finite draws of {self.of}, found {n_infinite}; choose other prompts")
+            count = int((~np.isfinite(values)).sum())
+            raise ConfigError(
+                f"expected finite draws of {self.of}, found {count} that are not; choose other prompts"
+            )
         if self.looked_at < 1:
             raise ConfigError(f"expected looked_at of at least 1, found {self.looked_at}")
         object.__setattr__(self, "values", values)
@@ -113,8 +115,8 @@ class Null:
         return int(is_as_large.sum())
 
     def share_as_large(self, effect: float) -> float:
-        """Empirical p-value of an effect, 0 < p <= 1; NaN for an effect that is not finite, and without
-        draws.
+        """Empirical p-value of an effect, 0 < p <= 1; NaN without draws, or for an effect that is not finite.
+
         (1 + draws as large) / (1 + draws), as the cause itself is one draw under the null (Phipson & Smyth
         2010, "Permutation p-values should never be zero"), times `looked_at`, at most 1.
         """
@@ -125,7 +127,12 @@ class Null:
         return float(min(1.0, p_value * self.looked_at))
 
     def is_beyond_chance(self, effect: float, chance: float = CHANCE) -> bool:
-        """Whether the p-value is at most `chance`; never with fewer than 1 / chance - 1 draws."""
+        """Whether the p-value is at most `chance`; never with fewer than 1 / chance - 1 draws.
+
+        Arguments:
+            effect: effect of the claimed cause.
+            chance: significance level.
+        """
         return bool(self.share_as_large(effect) <= chance)
 
     def to_json(self, effect: float) -> dict[str, Any]:
@@ -147,7 +154,9 @@ def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, fl
     """Confidence interval of a mean: percentile bootstrap over values [prompt]; NaNs are left out.
 
     Arguments:
+        values: one value per prompt.
         share: confidence level.
+        seed: seed of the resamples.
 
     Returns:
         (low, high); equal for a single value, whose spread is unknown; NaN for none.
@@ -171,6 +180,8 @@ def interval_of_mean(
     from 3 values on.
 
     Arguments:
+        mean: mean of the values.
+        share: confidence level.
         deviation: standard deviation, divided by count (numpy's default `ddof=0`).
         count: number of values.
 
@@ -196,6 +207,7 @@ def random_means(causes: Any, count: int, *, seed: int) -> Floats:
     Arguments:
         causes: effect of every cause in every prompt, the claimed cause included, [prompt, cause].
         count: number of draws.
+        seed: seed of the draws.
     """
     effects = np.asarray(causes, np.float64)
     # The claimed cause stays among those drawn: with few causes p would be too small without it.
@@ -213,6 +225,7 @@ def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
     Arguments:
         differences: cause minus control, [..., prompt]; leading axes share the signs of a prompt.
         count: number of draws.
+        seed: seed of the signs.
     """
     values = np.asarray(differences, np.float64)
     # Signs are shared by leading axes, which keeps dependence between them (layers of one prompt) in the
@@ -225,10 +238,12 @@ def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
 def chosen_at_random(
     population: Sequence[Any], count: int, *, seed: int, without: Sequence[Any] = ()
 ) -> list[Any]:
-    """Random sample without replacement, in the order drawn; all remaining items where there are fewer than
-    `count`.
+    """Random sample without replacement, in the order drawn.
 
     Arguments:
+        population: items to draw from.
+        count: number of items; all are returned where fewer remain.
+        seed: seed of the draw.
         without: items that are never drawn.
 
     Raises:
@@ -243,9 +258,15 @@ def chosen_at_random(
 
 
 def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.float32]:
-    """Random vectors, uniform on the sphere, of the norm of `like` [..., hidden]: float32 [draw, ...,
-    hidden].
-    Normalised Gaussian samples (Muller 1959), independent along the leading axes.
+    """Random vectors of given norms, uniform on the sphere: normalised Gaussian samples (Muller 1959).
+
+    Arguments:
+        like: vectors whose norms the random ones get, [..., hidden].
+        count: number of draws.
+        seed: seed of the draws.
+
+    Returns:
+        float32 [draw, ..., hidden], independent along all axes but hidden.
     """
     template = np.asarray(like, np.float64)
     drawn = np.random.default_rng(seed).standard_normal((count, *template.shape))
@@ -257,12 +278,23 @@ def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.flo
 
 
 def rank_correlation(x: Floats, y: Floats) -> float:
-    """Spearman's rank correlation; equal values share their mean rank."""
+    """Spearman's rank correlation; equal values share their mean rank.
+
+    Arguments:
+        x: values [item].
+        y: values [item].
+    """
     return correlation(_ranks(x), _ranks(y))
 
 
 def correlation(x: Floats, y: Floats) -> float:
-    """Pearson's correlation; NaN for fewer than three values, or where all of one side are equal."""
+    """Pearson's correlation; NaN for fewer than three values, or if all values of one side are equal.
+
+    Arguments:
+        x: values [item].
+        y: values [item].
+    """
+    # numpy.corrcoef would warn about constant values, and return 1 or -1 for two.
     x, y = (np.asarray(values, np.float64) - np.mean(values) if len(values) else values for values in (x, y))
     scale = float(np.linalg.norm(x) * np.linalg.norm(y))
     # Two points always correlate by 1 or -1.
@@ -270,6 +302,7 @@ def correlation(x: Floats, y: Floats) -> float:
 
 
 def _ranks(values: Floats) -> Floats:
+    """Ranks from 1, with the mean rank for ties."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     # Mean of the ranks that a group of ties covers: cumsum is its last rank.
     ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[group]

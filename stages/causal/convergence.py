@@ -77,7 +77,7 @@ class ContrastiveVectors(Experiment):
             ("side", "layer", "hidden"), "activation", "mean residual state after each layer"
         ),
         "vector": Output(("layer", "hidden"), "activation", "positive mean - negative mean"),
-        "norm": Output(("layer",), "activation", "length of the difference of the means"),
+        "norm": Output(("layer",), "activation", "norm of the difference of the means"),
     }
 
     positive: PromptTokens
@@ -92,13 +92,18 @@ class ContrastiveVectors(Experiment):
     """Whether each layer's vector is scaled to norm 1."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per side. Raises PromptError for an empty side, or a position outside its prompt."""
+        """One cell per side.
+
+        Raises:
+            PromptError: for an empty side, or a position outside its prompt.
+        """
         for side in ("positive", "negative"):
             self._places(side)
         return [{"side": "positive"}, {"side": "negative"}]
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
         """One run per prompt of the side, capturing resid_post of every layer, without logits."""
+        # want=None: a mean of states needs no logits, and a run without them no unembedding.
         hooks = HookSpec().capture("blocks.*.hook_resid_post")
         return [Run(ids, hooks, None) for ids, _ in self._places(cell["side"])]
 
@@ -113,9 +118,7 @@ class ContrastiveVectors(Experiment):
         }
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """mean_state [side, layer, hidden] of one side, float32; the coordinate `prompts` counts the
-        prompts.
-        """
+        """mean_state [side, layer, hidden] of one side, float32; the coordinate `prompts` is their number."""
         import xarray as xr
 
         positions = [position for _, position in self._places(cell["side"])]
@@ -127,7 +130,7 @@ class ContrastiveVectors(Experiment):
             coords={
                 "side": [cell["side"]],
                 "layer": np.arange(len(mean)),
-                "prompts": ("side", [len(positions)], {"long_name": "prompts the mean is over"}),
+                "prompts": ("side", [len(positions)], {"long_name": "number of prompts in the mean"}),
             },
         )
 
@@ -205,11 +208,15 @@ class Pushes(Experiment):
     tokens: tuple[int, ...]
     """Token ids of the prompt that is steered."""
     positive: PromptTokens
-    """Positive prompts; this and the next four fields are those of `ContrastiveVectors`."""
+    """Token ids of the prompts to which the vector points."""
     negative: PromptTokens
+    """Token ids of the prompts from which the vector points."""
     positive_positions: tuple[int, ...] = (-1,)
+    """Position read in each positive prompt, or one for all; negative counts from the end."""
     negative_positions: tuple[int, ...] = (-1,)
+    """Position read in each negative prompt, or one for all."""
     normalised: bool = False
+    """Whether each layer's vector is scaled to norm 1."""
     position: int = -1
     """Position at which the vector is added; negative counts from the end."""
     strengths: tuple[float, ...] = (1.0,)
@@ -218,9 +225,7 @@ class Pushes(Experiment):
     """Layers after which the vector is added, one stored cell each; None for all layers."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but `layers`, which label the cells: another layer leaves the keys of the others
-        unchanged.
-        """
+        """All fields but `layers`, which label the cells, so that another layer changes no key."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
@@ -252,10 +257,13 @@ class Pushes(Experiment):
 
         Arguments:
             ids: token ids of the prompt, followed by pieces of a target, if any.
+            want: logits of each run; None for none.
+            layer: layer after which the vector is added.
             n_layers: number of layers of the model.
             vector: float32 [hidden].
         """
         later = [HookPoint.resid_post(o) for o in range(layer, n_layers)]
+        # Counted from the start: the run may have pieces of a target behind the prompt.
         place = self.position % len(self.tokens)
         return [
             Run(
@@ -269,8 +277,14 @@ class Pushes(Experiment):
         ]
 
     def similarity(self, states: Array, result: HookCache) -> Array:
-        """Cosines of the last token's states with the unsteered `states` [layer, hidden]: float64
-        [read_layer], 1 before the pushed layer.
+        """Cosines of the last token's states with those of the unsteered run.
+
+        Arguments:
+            states: states of the unsteered run, [layer, hidden].
+            result: steered run with resid_post of the layers from the pushed one on.
+
+        Returns:
+            float64 [read_layer], 1 before the pushed layer.
         """
         cosines = np.ones(len(states))
         for point in result:
@@ -287,8 +301,7 @@ class Pushes(Experiment):
 
 @dataclass(frozen=True)
 class PushedStates(Pushes):
-    """A contrastive vector added after each layer by itself: effect on the answer and similarity of later
-    states.
+    """A contrastive vector added after each layer by itself: effect on the answer and on later states.
 
     Fields other than these two are those of `Pushes`.
     """
@@ -300,10 +313,10 @@ class PushedStates(Pushes):
         "similarity": Output(
             ("layer", "strength", "read_layer"),
             "1",
-            "cosine of the last token's state with the undisturbed one",
+            "cosine of the last token's state with that of the unsteered run",
         ),
-        "vector_norm": Output(("layer",), "activation", "length of the vector"),
-        "state_norm": Output(("layer",), "activation", "length of the last token's undisturbed state"),
+        "vector_norm": Output(("layer",), "activation", "norm of the added vector at strength 1"),
+        "state_norm": Output(("layer",), "activation", "norm of the last token's unsteered state"),
     }
 
     target: tuple[int, ...] = ()
@@ -341,12 +354,11 @@ class PushedStates(Pushes):
         return measured | {"similarity": similarity}
 
     def dataset(self, prepared: _Prepared, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Effects [layer, strength], similarity [layer, strength, read_layer], and norms [layer] of one
-        layer.
-        """
+        """Effects [layer, strength], similarity [layer, strength, read_layer], norms [layer]."""
         import xarray as xr
 
         layer = cell["layer"]
+        # [None]: the layer axis of the cell, along which cells are concatenated.
         similarity = np.array([run["similarity"] for run in measured])[None]
         lengths = [float(np.linalg.norm(rows[layer])) for rows in (prepared.vectors, prepared.states)]
         arrays = {"similarity": similarity, "vector_norm": lengths[:1], "state_norm": lengths[1:]}
@@ -369,7 +381,12 @@ class PushedStates(Pushes):
 
 
 def cosine(x: Array, y: Array) -> float:
-    """Cosine of two vectors, computed in float64; 0 if either has norm 0."""
+    """Cosine of two vectors, computed in float64; 0 if either has norm 0.
+
+    Arguments:
+        x: vector [hidden].
+        y: vector [hidden].
+    """
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return 0.0 if norm < _NORM else float(a @ b) / norm
@@ -384,6 +401,7 @@ def best_layer(similarity: Mapping[int, Array], kl: Mapping[int, float], near: f
     Arguments:
         similarity: cosines [read_layer], by pushed layer.
         kl: KL(baseline || steered) in nats, by pushed layer.
+        near: cosine from which two states count as near.
     """
     deep = [layer for layer, row in similarity.items() if (np.asarray(row)[layer + 1 :] >= near).any()]
     # Keyed by (KL, layer): min alone would depend on the order of the mapping.

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 NEXT_TOKENS: Mapping[str, Output] = {
-    f"{name}_token_id": Output(("pair",), "1", f"said by the {name} prompt")
+    f"{name}_token_id": Output(("pair",), "1", f"most likely next token of the {name} prompt")
     for name in ("original", "counterfactual")
 }
 """Outputs of both experiments: the most likely next token of each unpatched prompt."""
@@ -104,6 +104,10 @@ def differing_span(original: Sequence[int], counterfactual: Sequence[int]) -> tu
 
     Spans of unequal length are aligned at their last token, where a subject is complete (Meng et al. 2022);
     surplus positions at the start of the original get the first counterfactual position.
+
+    Arguments:
+        original: token ids.
+        counterfactual: token ids.
     """
     start, end = common_ends(original, counterfactual)
     last, source = (max(len(prompt) - end - 1, 0) for prompt in (original, counterfactual))
@@ -113,7 +117,12 @@ def differing_span(original: Sequence[int], counterfactual: Sequence[int]) -> tu
 
 
 def blocks_of(num_layers: int, size: int) -> list[list[int]]:
-    """Contiguous blocks of `size` layers; the last may be shorter."""
+    """Contiguous blocks of layers; the last may be shorter.
+
+    Arguments:
+        num_layers: number of layers of the model.
+        size: layers per block.
+    """
     return [list(range(start, min(start + size, num_layers))) for start in range(0, num_layers, size)]
 
 
@@ -170,6 +179,8 @@ def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[i
     """Interventions that overwrite positions in every layer of a block with counterfactual states.
 
     Arguments:
+        unpatched: unpatched runs of the pair.
+        block: layers.
         places: (position, counterfactual position) of each overwritten position.
     """
     positions, sources = zip(*places, strict=True)
@@ -181,8 +192,10 @@ def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[i
 
 
 def weights_of(config: Architecture) -> list[HookPoint]:
-    """Hook points of the attention weights of every layer. Raises StageError for a model without
-    attention.
+    """Hook points of the attention weights of every layer.
+
+    Raises:
+        StageError: for a model without attention.
     """
     if config.attention_kind is None:
         raise StageError(
@@ -192,7 +205,12 @@ def weights_of(config: Architecture) -> list[HookPoint]:
 
 
 def attention_to(fact: Sequence[int], result: HookCache) -> Floats:
-    """Mean attention of the last position over the positions of a fact, float64 [layer, head]."""
+    """Mean attention of the last position over the positions of a fact, float64 [layer, head].
+
+    Arguments:
+        fact: positions of the fact.
+        result: run with the attention weights of every layer.
+    """
     layers = [result[point][0, :, -1, list(fact)].float().mean(-1).cpu().numpy() for point in result]
     weights: Floats = np.stack(layers).astype(np.float64)
     return weights
@@ -228,7 +246,13 @@ class FactPairExperiment(Experiment):
         return self.runs(PairRuns(config, None), cell)
 
     def changes(self, prepared: PairRuns, pair: FactTokens, result: HookCache) -> tuple[float, int]:
-        """KL(original || patched) in nats, and the most likely next token of the patched run."""
+        """KL(original || patched) in nats, and the most likely next token of the patched run.
+
+        Arguments:
+            prepared: unpatched runs.
+            pair: the pair.
+            result: patched run.
+        """
         logits = as_vector(result.logits)
         return float(kl_divergence(prepared.of(pair).original, logits)), int(logits.argmax())
 
@@ -241,7 +265,7 @@ class CounterFactPatching(FactPairExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "kl": Output(("patch",), "nats", "KL(original || patched) of next-token distributions"),
-        "token_id": Output(("patch",), "1", "said when patched"),
+        "token_id": Output(("patch",), "1", "most likely next token of the patched run"),
         **NEXT_TOKENS,
     }
 
@@ -279,6 +303,7 @@ class CounterFactPatching(FactPairExperiment):
             "position": ("patch", np.tile(np.arange(len(sources)), blocks)),
             "counterfactual_position": ("patch", np.tile(sources, blocks)),
         }
+        # `runs` lists blocks, and within each all positions: repeat and tile follow that order.
         kl, token_ids = (np.array(column) for column in zip(*measured, strict=True))
         arrays = {
             "kl": self.outputs["kl"].variable(kl.astype(np.float64)),

@@ -51,12 +51,12 @@ class Denoising(Experiment):
     name: ClassVar[str] = "denoising"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "token_id": Output(("prompt", "position"), "1", "tokens of the text at its end, -1 past it"),
-        "step_filled": Output(("prompt", "position"), "1", "pass that filled a mask, -1 where none was"),
-        "logprob": Output(("prompt", "position"), "nats", "of a token when it was filled in"),
-        "best_id": Output(("prompt", "step", "position"), "1", "likeliest token at a mask, -1 elsewhere"),
-        "best_logprob": Output(("prompt", "step", "position"), "nats", "of that token"),
-        "entropy": Output(("prompt", "step", "position"), "nats", "of what is said at a mask"),
+        "token_id": Output(("prompt", "position"), "1", "tokens of the final text, -1 past its end"),
+        "step_filled": Output(("prompt", "position"), "1", "pass that filled a mask, -1 for other tokens"),
+        "logprob": Output(("prompt", "position"), "nats", "log-probability of a token when it was filled in"),
+        "best_id": Output(("prompt", "step", "position"), "1", "most likely token at a mask, -1 elsewhere"),
+        "best_logprob": Output(("prompt", "step", "position"), "nats", "log-probability of that token"),
+        "entropy": Output(("prompt", "step", "position"), "nats", "entropy of the distribution at a mask"),
     }
 
     prompts: tuple[tuple[int, ...], ...]
@@ -75,9 +75,8 @@ class Denoising(Experiment):
     """Interventions in every pass; captures are refused."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but prompts, which label the cells; temperature and seed only where something is
-        sampled.
-        """
+        """All fields but prompts, which label the cells."""
+        # Temperature and seed only where something is sampled: otherwise they would split the cache.
         params: dict[str, Any] = {"mask": self.mask, "steps": self.steps, "order": self.order}
         if self.temperature > 0 or self.order == "random":
             params |= {"temperature": self.temperature, "seed": self.seed}
@@ -142,6 +141,7 @@ class Denoising(Experiment):
         best_id = np.full(trace, -1, np.int32)
         best, entropy = np.full(trace, np.nan), np.full(trace, np.nan)
         for step, count in enumerate(counts):
+            # Looked up in every pass: tokens filled in before are part of the text.
             masked = np.flatnonzero(ids == self.mask)
             logprobs = self._logprobs(prepared, ids, masked)
             # The mask token is excluded from the candidates only; probabilities stay those over the whole
@@ -219,6 +219,10 @@ class Denoising(Experiment):
 
 def filled_by_step(masks: int, steps: int | None) -> list[int]:
     """Number of masks that each pass fills: equal numbers, with the remainder spread over the first passes.
+
+    Arguments:
+        masks: number of masks.
+        steps: most passes; None for one per mask.
 
     >>> filled_by_step(7, 3), filled_by_step(2, 5), filled_by_step(2, None)
     ([3, 2, 2], [1, 1], [1, 1])

@@ -90,9 +90,7 @@ class Draws(Experiment):
         return {name: replace(output, dims=("draw", *output.dims)) for name, output in outputs.items()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Cells of every draw, labelled with its parameters, so that a draw keeps its keys when others are
-        added.
-        """
+        """Cells of every draw, labelled with its parameters."""
         return [
             # Parameters label the cell, not the draw's number: adding draws leaves the keys of others
             # unchanged.
@@ -135,6 +133,7 @@ class Draws(Experiment):
         """Cells of each draw joined as the experiment joins them, then concatenated along `draw`."""
         import xarray as xr
 
+        # Draws differ in their cause only, so each has the same number of cells.
         cells_per_draw, remainder = divmod(len(parts), len(self.experiments))
         if remainder:
             raise StageError(f"{self.name}: expected as many cells of every draw, found {len(parts)} in all")
@@ -155,14 +154,14 @@ class Draws(Experiment):
         )
 
     def _of(self, cell: CellLabels) -> tuple[int, CellLabels]:
-        """Number of the draw to which a cell belongs, and the cell with the labels of that draw's
-        experiment.
-        """
+        """Number of the draw to which a cell belongs, and the cell with the labels of its experiment."""
         draw_cell = {name: label for name, label in cell.items() if name != "draw"}
         return self._numbers[digest("draw", cell["draw"])], draw_cell
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
+        """Digest of a draw's parameters -> its number."""
+        # By digest, as parameters are a dict and cannot be a key themselves.
         return {
             digest("draw", experiment.params()): number for number, experiment in enumerate(self.experiments)
         }

@@ -49,15 +49,15 @@ EFFECTS: Mapping[str, Output] = {
     "first_probability": Output((), "1", "probability of the target's first piece"),
     "target_logprob": Output((), "nats", "log-probability of the whole target, all its pieces"),
     "changed_id": Output(("rank",), "1", "tokens whose probability changed most"),
-    "changed_baseline": Output(("rank",), "1", "their probability in the baseline"),
-    "changed_other": Output(("rank",), "1", "their probability in the changed run"),
+    "changed_baseline": Output(("rank",), "1", "probability of these tokens in the baseline"),
+    "changed_other": Output(("rank",), "1", "probability of these tokens in the changed run"),
 }
 """Measurements of one changed run, with the axes of one run. Those of the target are NaN without a target."""
 OF_BASELINE: Mapping[str, Output] = {
     "baseline_id": Output(("rank",), "1", "most likely next tokens"),
-    "baseline_probability": Output(("rank",), "1", "their probability"),
-    "baseline_first_probability": Output((), "1", "probability of the first piece"),
-    "baseline_target_logprob": Output((), "nats", "log-probability of the whole target"),
+    "baseline_probability": Output(("rank",), "1", "probability of the most likely next tokens"),
+    "baseline_first_probability": Output((), "1", "probability of the target's first piece"),
+    "baseline_target_logprob": Output((), "nats", "log-probability of the whole target, all its pieces"),
 }
 """Measurements of the unchanged run."""
 
@@ -85,7 +85,13 @@ class Baseline:
         return cls(config, np.zeros((0, 0)), {})
 
     def weight(self, layer: int, heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]) -> Floats:
-        """Mean attention weight of `edges` in each of `heads` (None: all), float64 [head]."""
+        """Mean attention weight of some edges, float64 [head].
+
+        Arguments:
+            layer: layer of the pattern.
+            heads: heads; None for all.
+            edges: (query, key) positions.
+        """
         return edge_weight(self.pattern[layer], heads, edges)
 
 
@@ -95,6 +101,9 @@ def baseline_run(
     """Unchanged run of a prompt and its target.
 
     Arguments:
+        model: the model.
+        tokens: token ids of the prompt.
+        target: token ids of the target's pieces; may be empty.
         layers: layers whose attention patterns are captured.
 
     Raises:
@@ -114,10 +123,12 @@ def baseline_run(
 def edge_weight(
     pattern: npt.NDArray[Any], heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]
 ) -> Floats:
-    """Mean weight of `edges` (query, key) in each of `heads` (None: all), float64 [head].
+    """Mean attention weight of some edges, float64 [head].
 
     Arguments:
         pattern: attention weights [head, query, key].
+        heads: heads; None for all.
+        edges: (query, key) positions.
     """
     queries, keys = zip(*edges, strict=True)
     selected = pattern if heads is None else pattern[list(heads)]
@@ -126,7 +137,12 @@ def edge_weight(
 
 
 def layers_of(layers: Sequence[int] | None, n_layers: int, window: int = 1) -> list[int]:
-    """The layers of a sweep, all by default; the window that starts at each must fit the model.
+    """First layers of the windows of a sweep.
+
+    Arguments:
+        layers: first layers; None for all that leave room for a window.
+        n_layers: number of layers of the model.
+        window: layers per window.
 
     Raises:
         InterventionError: for a layer out of range, no layers, or one named twice.
@@ -145,7 +161,11 @@ def layers_of(layers: Sequence[int] | None, n_layers: int, window: int = 1) -> l
 def with_target(tokens: Sequence[int], target: Sequence[int]) -> tuple[tuple[int, ...], Logits]:
     """Token ids to run and logits to read, such that every piece of the target is read where it is predicted.
 
-    These are the prompt's last position, and each piece but the last.
+    These positions are the prompt's last one, and that of each piece but the last.
+
+    Arguments:
+        tokens: token ids of the prompt.
+        target: token ids of the target's pieces; may be empty.
     """
     if not target:
         return tuple(tokens), Logits(positions=(len(tokens) - 1,))
@@ -155,16 +175,33 @@ def with_target(tokens: Sequence[int], target: Sequence[int]) -> tuple[tuple[int
 
 
 def check_tokens(tokens: Sequence[int], target: Sequence[int] = ()) -> None:
-    """Raise PromptError for an empty prompt, or ids that are not non-negative integers."""
+    """Check token ids without a model.
+
+    Arguments:
+        tokens: token ids of the prompt.
+        target: token ids of the target's pieces; may be empty.
+
+    Raises:
+        PromptError: for an empty prompt, or ids that are not non-negative integers.
+    """
     if not tokens:
         raise PromptError("expected a prompt of at least one token, found none")
     for token in (*tokens, *target):
+        # bool is a subclass of int: True would pass as token 1.
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise PromptError(f"expected token ids counted from 0, found {token!r}; encode the text first")
 
 
 def check_target(target: Sequence[int], config: Architecture) -> None:
-    """Raise ConfigError for a multi-token target on a bidirectional model."""
+    """Check a target against a model.
+
+    Arguments:
+        target: token ids of the target's pieces.
+        config: architecture of the model.
+
+    Raises:
+        ConfigError: for several pieces on a bidirectional model.
+    """
     # With bidirectional attention the pieces behind the prompt would change the prediction they are read
     # from.
     if len(target) > 1:
@@ -172,7 +209,15 @@ def check_target(target: Sequence[int], config: Architecture) -> None:
 
 
 def check_words(words: Sequence[int], vocab_size: int) -> None:
-    """Raise PromptError for token ids outside the vocabulary."""
+    """Check that tokens are in the vocabulary.
+
+    Arguments:
+        words: token ids.
+        vocab_size: number of tokens of the model.
+
+    Raises:
+        PromptError: for an id outside the vocabulary.
+    """
     outside = [word for word in words if word >= vocab_size]
     if outside:
         raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {outside[0]}")
@@ -180,6 +225,7 @@ def check_words(words: Sequence[int], vocab_size: int) -> None:
 
 def array(values: Any) -> npt.NDArray[np.float32]:
     """A tensor of any dtype and device as a float32 numpy array."""
+    # float(), as numpy has no bfloat16.
     converted: npt.NDArray[np.float32] = values.detach().float().cpu().numpy()
     return converted
 
@@ -193,7 +239,8 @@ def effect(baseline: Floats, changed: Floats, target: Sequence[int], top_k: int)
     """Measurements of `EFFECTS` for one changed run.
 
     Arguments:
-        baseline, changed: logits [piece, vocab]; row 0 is the prompt's last position.
+        baseline: logits of the unchanged run, [piece, vocab]; row 0 is the prompt's last position.
+        changed: logits of the changed run, same shape.
         target: token ids of the pieces; may be empty.
         top_k: number of most changed tokens.
     """
@@ -215,7 +262,12 @@ def effect(baseline: Floats, changed: Floats, target: Sequence[int], top_k: int)
 def gather(
     measured: Sequence[Mapping[str, Any]], axes: Mapping[str, int]
 ) -> dict[str, tuple[tuple[str, ...], npt.NDArray[Any], dict[str, str]]]:
-    """Measurements of several runs as variables along `axes` (name -> size, slowest first), with units."""
+    """Measurements of several runs as variables, with units.
+
+    Arguments:
+        measured: results of `effect`, one per run.
+        axes: name -> size of each axis of the runs, slowest first.
+    """
     variables = {}
     outputs = effects_along(*axes)
     for name in EFFECTS:
@@ -226,7 +278,13 @@ def gather(
 
 
 def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[str, Any]:
-    """Measurements of `OF_BASELINE` as variables."""
+    """Measurements of `OF_BASELINE` as variables.
+
+    Arguments:
+        baseline: the unchanged run.
+        target: token ids of the target's pieces; may be empty.
+        top_k: number of most likely tokens.
+    """
     logprob = log_softmax(baseline.logits)
     # Stable, so that ties are resolved by token id.
     order = np.argsort(-logprob[0], kind="stable")[:top_k]

@@ -62,13 +62,13 @@ class FactualRouting(FactPairExperiment):
     version: ClassVar[int] = 2
     outputs: ClassVar[Mapping[str, Output]] = {
         "attention": Output(
-            ("pair", "block", "layer", "head"), "1", "mean attention of the last token over the fact, patched"
+            ("pair", "block", "layer", "head"), "1", "mean attention of the last token to the fact, patched"
         ),
         "baseline_attention": Output(
-            ("pair", "layer", "head"), "1", "mean attention of the last token over the fact"
+            ("pair", "layer", "head"), "1", "mean attention of the last token to the fact, unpatched"
         ),
         "kl": Output(("pair", "block"), "nats", "KL(original || patched) of next-token distributions"),
-        "token_id": Output(("pair", "block"), "1", "said when patched"),
+        "token_id": Output(("pair", "block"), "1", "most likely next token of the patched run"),
         **NEXT_TOKENS,
     }
 
@@ -86,8 +86,8 @@ class FactualRouting(FactPairExperiment):
                 raise PromptError(
                     f"{self.name}: expected the subject's positions in both prompts, found none"
                 )
-            own, sources = zip(*pair.subject, strict=True)
-            in_range("subject", "position", own, len(pair.original))
+            positions, sources = zip(*pair.subject, strict=True)
+            in_range("subject", "position", positions, len(pair.original))
             in_range("counterfactual subject", "position", sources, len(pair.counterfactual))
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
@@ -103,6 +103,7 @@ class FactualRouting(FactPairExperiment):
 
     def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
         """One run per block, capturing the attention weights of every layer."""
+        # A cell's pair has no subject; its positions are a label of the cell.
         pair, config = pair_of(cell), prepared.config
         patterns = weights_of(config)
         return [
@@ -124,7 +125,7 @@ class FactualRouting(FactPairExperiment):
         import xarray as xr
 
         unpatched = prepared.of(pair_of(cell))
-        # `prepare` asks for attention, so it is never None here.
+        # `prepare` requests attention, so it is never None here.
         assert unpatched.attention is not None
         kl, tokens, attention = zip(*measured, strict=True)
         values = {

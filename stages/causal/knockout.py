@@ -58,13 +58,16 @@ class _Knockout(LayerSweep):
 
     def prepare(self, model: Model) -> Baseline:
         """Unchanged run with the attention patterns of the swept layers."""
+        # Of the swept layers only: patterns of all layers take layers x heads x length^2 numbers.
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
 
     def _specs(self) -> list[KnockoutSpec]:
+        """Knockouts of all runs of a cell, without layer."""
         raise NotImplementedError
 
     def _spec(self, edges: Sequence[Edge]) -> KnockoutSpec:
+        """Knockout of some edges together, in all heads, without layer."""
         spec = KnockoutSpec(keeps_self=self.keeps_self)
         for query, key in edges:
             spec = spec.edge(query, key)
@@ -90,6 +93,7 @@ class EdgeKnockout(_Knockout):
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One run per edge, cut in the layer of the cell."""
         length = len(self.tokens)
+        # No captures: what an edge carried before the cut is read from the unchanged run.
         return [
             self.run_of(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()
         ]
@@ -112,8 +116,8 @@ class EdgeKnockout(_Knockout):
             },
             coords={
                 "layer": [layer],
-                "query": ("edge", sides[:, 0], {"long_name": "position that reads, -1 for all"}),
-                "key": ("edge", sides[:, 1], {"long_name": "position that is read, -1 for all"}),
+                "query": ("edge", sides[:, 0], {"long_name": "query position, -1 for all"}),
+                "key": ("edge", sides[:, 1], {"long_name": "key position, -1 for all"}),
             },
         )
 
@@ -137,9 +141,7 @@ class EdgeKnockout(_Knockout):
 
 @dataclass(frozen=True)
 class HeadKnockout(_Knockout):
-    """The same edges cut in one head after another; without edges, the whole head is zeroed at every
-    position.
-    """
+    """The same edges cut in one head after another; without edges, whole heads zeroed at every position."""
 
     name: ClassVar[str] = "head_knockout"
     version: ClassVar[int] = 1

@@ -65,13 +65,16 @@ class LayerSweep(Experiment):
         return 1
 
     def params(self) -> dict[str, Any]:
-        """All fields but `layers`, which label the cells: another layer leaves the keys of the others
-        unchanged.
-        """
+        """All fields but `layers`, which label the cells, so that another layer changes no key."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per layer. Raises what `check` raises, and PromptError for an empty prompt."""
+        """One cell per layer.
+
+        Raises:
+            PromptError: for an empty prompt.
+            InterventionError, StageError: what `check` raises.
+        """
         check_tokens(self.tokens, self.target)
         check_target(self.target, config)
         self.check(config)
@@ -83,8 +86,10 @@ class LayerSweep(Experiment):
         return range(cell["layer"], cell["layer"] + self.width)
 
     def prepare(self, model: Model) -> Baseline:
-        """The unchanged run, without attention patterns. Raises PromptError for a target outside the
-        vocabulary.
+        """The unchanged run, without attention patterns.
+
+        Raises:
+            PromptError: for a target outside the vocabulary.
         """
         return baseline_run(model, self.tokens, self.target)
 

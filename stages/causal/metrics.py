@@ -40,16 +40,24 @@ def log_softmax(logits: Any) -> Floats:
 
 
 def kl_divergence(baseline: Any, other: Any) -> Floats:
-    """KL(softmax(baseline) || softmax(other)) in nats, float64 [...]; leading axes broadcast."""
+    """KL(softmax(baseline) || softmax(other)) in nats, float64 [...]; leading axes broadcast.
+
+    Arguments:
+        baseline: logits [..., vocab].
+        other: logits [..., vocab].
+    """
     p, q = log_softmax(baseline), log_softmax(other)
     divergence: Floats = (np.exp(p) * (p - q)).sum(-1)
-    # Summed over the whole vocabulary, so never negative but for rounding (about 1e-15 of the terms).
+    # Over the whole vocabulary KL is never negative but for rounding (about 1e-15 of the terms).
     return np.maximum(divergence, 0.0)
 
 
 def kl_gradient(baseline: Any, other: Any) -> Floats:
-    """Gradient of KL(softmax(baseline) || softmax(other)) with respect to `other`: q - p, float64 [...,
-    vocab].
+    """Gradient of KL(softmax(baseline) || softmax(other)) with respect to `other`, float64 [..., vocab].
+
+    Arguments:
+        baseline: logits [..., vocab].
+        other: logits [..., vocab].
     """
     # d/dz KL(p || softmax(z)) = softmax(z) - p.
     gradient: Floats = np.exp(log_softmax(other)) - np.exp(log_softmax(baseline))
@@ -57,7 +65,16 @@ def kl_gradient(baseline: Any, other: Any) -> Floats:
 
 
 def logit_difference(logits: Any, token: int, other: int) -> Floats:
-    """logits[token] - logits[other], float64 [...]. Raises PromptError for ids outside the vocabulary."""
+    """logits[token] - logits[other], float64 [...].
+
+    Arguments:
+        logits: [..., vocab].
+        token: token id.
+        other: token id whose logit is subtracted.
+
+    Raises:
+        PromptError: for an id outside the vocabulary.
+    """
     values = np.asarray(logits, np.float64)
     _check(values, token, other)
     difference: Floats = values[..., token] - values[..., other]
@@ -65,15 +82,29 @@ def logit_difference(logits: Any, token: int, other: int) -> Floats:
 
 
 def probability(logits: Any, token: int) -> Floats:
-    """softmax(logits)[token], float64 [...]. Raises PromptError for an id outside the vocabulary."""
+    """Probability of a token, softmax(logits)[token], float64 [...].
+
+    Arguments:
+        logits: [..., vocab].
+        token: token id.
+
+    Raises:
+        PromptError: for an id outside the vocabulary.
+    """
     _check(np.asarray(logits), token)
     values: Floats = np.exp(log_softmax(logits)[..., token])
     return values
 
 
 def log_probability_gradient(logits: Any, token: int) -> Floats:
-    """Gradient of log softmax(logits)[token] with respect to logits: onehot(token) - softmax, float64 [...,
-    vocab].
+    """Gradient of log softmax(logits)[token] with respect to logits: onehot - softmax, float64 [..., vocab].
+
+    Arguments:
+        logits: [..., vocab].
+        token: token id.
+
+    Raises:
+        PromptError: for an id outside the vocabulary.
     """
     _check(np.asarray(logits), token)
     gradient: Floats = -np.exp(log_softmax(logits))
@@ -84,9 +115,16 @@ def log_probability_gradient(logits: Any, token: int) -> Floats:
 
 
 def probability_gradient(logits: Any, token: int) -> Floats:
-    """Gradient of softmax(logits)[token] with respect to logits: p times that of its logarithm, float64 [...,
-    vocab].
+    """Gradient of softmax(logits)[token] with respect to logits, float64 [..., vocab].
+
+    Arguments:
+        logits: [..., vocab].
+        token: token id.
+
+    Raises:
+        PromptError: for an id outside the vocabulary.
     """
+    # dp/dz = p d(log p)/dz, which keeps the accuracy of the gradient of the logarithm.
     gradient: Floats = probability(logits, token)[..., None] * log_probability_gradient(logits, token)
     return gradient
 
@@ -112,7 +150,9 @@ def top_changed(baseline: Any, other: Any, k: int = 10) -> list[TokenChange]:
     """The k tokens whose probability changed most, by absolute change; ties by token id.
 
     Arguments:
-        baseline, other: logits [vocab] without and with the intervention.
+        baseline: logits [vocab] without the intervention.
+        other: logits [vocab] with it.
+        k: number of tokens.
     """
     p, q = np.exp(log_softmax(baseline)), np.exp(log_softmax(other))
     # Stable, so that ties are resolved by token id on every platform.
@@ -121,6 +161,7 @@ def top_changed(baseline: Any, other: Any, k: int = 10) -> list[TokenChange]:
 
 
 def _check(logits: npt.NDArray[Any], *tokens: int) -> None:
+    # A negative id would silently count from the end of the vocabulary.
     size = logits.shape[-1] if logits.ndim else 0
     for token in tokens:
         if not 0 <= token < size:

@@ -61,10 +61,12 @@ class RandomPushes(Pushes):
         "similarity": Output(
             ("layer", "strength", "read_layer"),
             "1",
-            "cosine of the last token's state with the undisturbed one",
+            "cosine of the last token's state with that of the unsteered run",
         ),
         "pushed": Output(
-            ("layer", "strength"), "1", "cosine of the pushed state with what it was, at its position"
+            ("layer", "strength"),
+            "1",
+            "cosine of the state after the push with the state before, at its position",
         ),
     }
 
@@ -88,7 +90,7 @@ class RandomPushes(Pushes):
         )
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell for all layers, as a draw is small. Raises what `Pushes.cells` raises."""
+        """One cell for all layers, as a draw is small; checks as those of `Pushes.cells`."""
         return [{"layers": [cell["layer"] for cell in super().cells(config)]}]
 
     def runs(self, prepared: Undisturbed, cell: CellLabels) -> list[Run]:
@@ -106,6 +108,7 @@ class RandomPushes(Pushes):
         import xarray as xr
 
         layers, vectors = cell["layers"], self.directions(prepared)
+        # resid_post at the pushed position is this sum, so that no run has to capture it.
         before = prepared.at_push
         pushed = [[cosine(before[i], before[i] + s * vectors[i]) for s in self.strengths] for i in layers]
         similarity = np.array(measured).reshape(len(layers), len(self.strengths), -1)
@@ -120,8 +123,6 @@ class RandomPushes(Pushes):
         )
 
     def directions(self, prepared: Undisturbed) -> Array:
-        """Random directions of this draw, float32 [layer, hidden], with the norms of the contrastive
-        vectors.
-        """
+        """Random directions of this draw, of the contrastive vectors' norms, float32 [layer, hidden]."""
         directions: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]
         return directions

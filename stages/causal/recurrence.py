@@ -1,5 +1,4 @@
-"""Recurrent continuation: text generated while a block of layers is run repeatedly, with feedback of a word
-direction.
+"""Recurrent continuation: text generated while a block of layers runs repeatedly, with feedback.
 
 The feedback, added at the last token of a prompt, is the normalised mean of the words' rows of the
 unembedding, times a strength: candle-mi's "anacrousis" (forward/hooks/recurrent.py defines the pass). The
@@ -44,7 +43,7 @@ __all__ = ["RecurrentContinuation", "Trial", "words_direction"]
 TOP = 100
 """`words_in_top` counts words among this many most likely tokens."""
 _SHORTEST = 1e-8
-"""Norm up to which a mean of unembedding rows is not normalised."""
+"""Norm up to which a mean of unembedding rows is not normalised: opposite rows cancel but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,8 @@ class Trial:
     def __post_init__(self) -> None:
         if not self.words:
             raise ConfigError("expected words to follow and to feed, found none")
+        # Made and discarded: RecurrentPass checks layers, depth and strength, which do not need the
+        # direction.
         self.fed(np.zeros(1, np.float32))
 
     def fed(self, direction: npt.NDArray[np.float32]) -> RecurrentPass:
@@ -104,13 +105,15 @@ class RecurrentContinuation(Experiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "token_id": Output(("trial", "step"), "1", "generated tokens, -1 past the end"),
-        "logprob": Output(("trial", "step"), "nats", "of each token"),
-        "generated_text": Output(("trial",), "1", "what was generated, without special tokens"),
-        "words_logprob": Output(("trial",), "nats", "that one of the words comes next behind the prompt"),
-        "best_word": Output(("trial",), "1", "token of the likeliest of the words there"),
-        "best_word_logprob": Output(("trial",), "nats", "of that token"),
-        "best_word_rank": Output(("trial",), "1", "its place among all tokens, counted from 0"),
-        "words_in_top": Output(("trial",), "1", f"tokens of the words among the {TOP} likeliest"),
+        "logprob": Output(("trial", "step"), "nats", "log-probability of each generated token"),
+        "generated_text": Output(("trial",), "1", "generated text, without special tokens"),
+        "words_logprob": Output(
+            ("trial",), "nats", "log-probability that one of the words follows the prompt"
+        ),
+        "best_word": Output(("trial",), "1", "token of the most likely word after the prompt"),
+        "best_word_logprob": Output(("trial",), "nats", "log-probability of that token"),
+        "best_word_rank": Output(("trial",), "1", "rank of that token among all tokens, from 0"),
+        "words_in_top": Output(("trial",), "1", f"words among the {TOP} most likely tokens"),
     }
     reads_text: ClassVar[bool] = True
 
@@ -131,7 +134,11 @@ class RecurrentContinuation(Experiment):
         return {name: value for name, value in vars(self.settings).items() if name != "seed"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per group. Raises ConfigError for layers that the model does not have."""
+        """One cell per group.
+
+        Raises:
+            ConfigError: for layers that the model does not have.
+        """
         for trial in chain.from_iterable(self.groups):
             RecurrentPass(trial.loop_start, trial.loop_end).check(config, len(trial.prompt))
         return [{"trials": [trial.labels() for trial in group]} for group in self.groups]
@@ -162,9 +169,11 @@ class RecurrentContinuation(Experiment):
 
         recurrent = trial.fed(_direction(model, trial))
         stream = TokenStream(model, [trial.prompt], None, self.settings, recurrent)
+        # A stream generates while it is iterated; the whole text is in its result.
         for _ in stream:
             pass
         (result,) = stream.result()
+        # A pass of its own: the result has log-probabilities of generated tokens only, not of the words.
         logits = model.forward([trial.prompt], want=LAST_LOGITS, recurrent=recurrent).logits[0, 0]
         values: dict[str, Any] = {
             "token_id": np.array([result.generated_ids], np.int32),
@@ -176,10 +185,7 @@ class RecurrentContinuation(Experiment):
             },
         }
         return xr.Dataset(
-            {
-                name: (output.dims, values[name], {"units": output.unit, "long_name": output.long_name})
-                for name, output in self.outputs.items()
-            },
+            {name: output.variable(values[name]) for name, output in self.outputs.items()},
             {"step": np.arange(len(result.generated_ids))},
         )
 
@@ -196,6 +202,10 @@ class RecurrentContinuation(Experiment):
 def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float32]:
     """Unit-norm mean of the unembedding rows of some tokens, float32 [hidden].
 
+    Arguments:
+        model: the model.
+        words: token ids.
+
     Raises:
         ConfigError: for a model whose LM head is not a linear map of the residual stream.
     """
@@ -207,6 +217,7 @@ def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float3
 
 
 def _direction(model: Model, trial: Trial) -> npt.NDArray[np.float32]:
+    """Direction that a trial feeds back: that of its words, or a random one of equal norm."""
     direction = words_direction(model, trial.words)
     if trial.draw is None:
         return direction

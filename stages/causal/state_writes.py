@@ -75,6 +75,9 @@ class _StateWriteSweep(LayerSweep):
         """Effects [layer, *axes] of one cell, and measurements of the unchanged run.
 
         Arguments:
+            prepared: the unchanged run.
+            cell: labels of the cell.
+            measured: results of `effect`, one per run.
             axes: coordinate labels by name of the axis, slowest first.
         """
         import xarray as xr
@@ -98,8 +101,10 @@ class StateKnockout(_StateWriteSweep):
     """Positions whose writes are knocked out, one run each; None for every position of the prompt."""
 
     def check(self, config: Architecture) -> None:
-        """Raise InterventionError for a model without a recurrent state, or positions or heads that do not
-        exist.
+        """Check the fields against a model.
+
+        Raises:
+            InterventionError: for a model without a recurrent state, or positions or heads that do not exist.
         """
         self._spec(self._positions()).validate(config, len(self.tokens))
 
@@ -123,9 +128,7 @@ class StateKnockout(_StateWriteSweep):
 
 @dataclass(frozen=True)
 class StateSteering(_StateWriteSweep):
-    """The writes of some positions multiplied together by several scales, in each layer or window of
-    layers.
-    """
+    """The writes of some positions multiplied together by several scales, in each layer or window."""
 
     name: ClassVar[str] = "state_steering"
     version: ClassVar[int] = 1
@@ -208,6 +211,7 @@ class RandomWrites(_StateWriteSweep):
         """Unchanged run with the keys and values of every layer."""
         unchanged, layers = super().prepare(model), range(model.config.num_layers)
         points = [HookPoint(kind, layer) for kind in ("rwkv_k", "rwkv_v") for layer in layers]
+        # A pass of its own over the prompt alone: the baseline run also reads the pieces of the target.
         captured = model.forward(self.tokens, HookSpec().capture(*points))
         keys, values = (
             {layer: array(captured[HookPoint(kind, layer)][0]) for layer in layers}
@@ -254,6 +258,7 @@ class RandomWrites(_StateWriteSweep):
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """Effects [layer, position, draw_of_write] of leaving out the random writes."""
         effects = []
+        # Per position one run without the write, then one per draw (`runs`).
         for start in range(0, len(measured), self.draws + 1):
             without, *with_random = measured[start : start + self.draws + 1]
             effects += [effect(logits, without, self.target, self.top_k) for logits in with_random]

@@ -66,6 +66,7 @@ DOSE_LEVELS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 _NONE = 1e-10
 """Attention weight below which an edge counts as absent."""
 _OVER = "mean over edges and steered layers"
+"""Part of the descriptions of attention weights."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ class DoseResponse(LayerSweep):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         **effects_along("layer", "dose"),
-        "baseline_attention": Output(("layer",), "1", f"attention weight before, {_OVER} and heads"),
-        "attention": Output(("layer", "dose"), "1", f"attention weight after, {_OVER} and heads"),
-        "baseline_head_attention": Output(("layer", "head"), "1", f"attention weight before, {_OVER}"),
-        "head_attention": Output(("layer", "dose", "head"), "1", f"attention weight after, {_OVER}"),
+        "baseline_attention": Output(("layer",), "1", f"attention weight before steering, {_OVER} and heads"),
+        "attention": Output(("layer", "dose"), "1", f"attention weight after steering, {_OVER} and heads"),
+        "baseline_head_attention": Output(
+            ("layer", "head"), "1", f"attention weight before steering, {_OVER}"
+        ),
+        "head_attention": Output(("layer", "dose", "head"), "1", f"attention weight after steering, {_OVER}"),
     }
 
     edges: tuple[Edge, ...]
@@ -99,8 +102,11 @@ class DoseResponse(LayerSweep):
         return self.window
 
     def check(self, config: Architecture) -> None:
-        """Raise StageError for missing or repeated doses, InterventionError for edges or heads that do not
-        exist.
+        """Check the fields against a model.
+
+        Raises:
+            StageError: for missing or repeated doses.
+            InterventionError: for edges or heads that do not exist.
         """
         check_doses(self.doses)
         for dose in self.doses:
@@ -110,6 +116,7 @@ class DoseResponse(LayerSweep):
 
     def prepare(self, model: Model) -> Baseline:
         """Unchanged run with the attention patterns of the steered layers."""
+        # A set: windows of neighbouring cells overlap, and each layer is captured once.
         steered = {layer for cell in self.cells(model.config) for layer in self.changed(cell)}
         return baseline_run(model, self.tokens, self.target, sorted(steered))
 
@@ -161,6 +168,8 @@ class DoseResponse(LayerSweep):
         )
 
     def _resolved(self, config: Architecture) -> tuple[tuple[int, int], ...]:
+        """The steered edges as pairs of positions, None resolved."""
+        # Of the first dose: edges are the same for all.
         return self._spec(self.doses[0]).resolved(len(self.tokens), ahead=config.looks_ahead)
 
     def _spec(self, dose: float) -> SteeringSpec:
@@ -203,7 +212,11 @@ def measure_attention_to_targets(pattern: Any, query: int, keys: Sequence[int]) 
 
 
 def steered_weight(weight: Any, factor: float) -> Any:
-    """Weight after scaling by a factor > 0 and renormalising: f a / (1 + (f - 1) a), elementwise.
+    """Weight after scaling and renormalising: f a / (1 + (f - 1) a), elementwise.
+
+    Arguments:
+        weight: attention weight a, a number or an array.
+        factor: factor f > 0.
 
     >>> steered_weight(0.25, 2.0)
     0.4
@@ -298,9 +311,7 @@ class SteeringCalibration:
         return self.scale_factor_for_target(self.source_baseline)
 
     def exact_factor_for_target(self, attention: float) -> float:
-        """Factor that gives one edge of weight target_baseline this attention weight, renormalisation
-        included.
-        """
+        """Factor that gives an edge of weight target_baseline this weight, renormalisation included."""
         return 1.0 if self.target_baseline <= _NONE else exact_factor(self.target_baseline, attention)
 
     @property
@@ -343,7 +354,14 @@ class DoseResponseCurve:
 
     @classmethod
     def of(cls, response: xr.Dataset, layer: int, *, sample_id: str, condition: str) -> DoseResponseCurve:
-        """Curve of one layer of a `DoseResponse` result."""
+        """Curve of one layer of a `DoseResponse` result.
+
+        Arguments:
+            response: the result.
+            layer: first steered layer.
+            sample_id: name of the prompt.
+            condition: name of its condition.
+        """
         part = response.sel(layer=layer)
         columns = (part[name].values.tolist() for name in ("dose", "attention", "kl"))
         points = tuple(DosePoint(*row) for row in zip(*columns, strict=True))
@@ -352,15 +370,20 @@ class DoseResponseCurve:
     def with_point(
         self, scale_factor: float, attention_level: float, kl_divergence: float
     ) -> DoseResponseCurve:
-        """Copy with one more point."""
+        """Copy with one more point.
+
+        Arguments:
+            scale_factor: factor of the attention weight.
+            attention_level: mean attention weight under this dose.
+            kl_divergence: KL(baseline || steered) in nats.
+        """
         points = (*self.points, DosePoint(scale_factor, attention_level, kl_divergence))
         return DoseResponseCurve(self.sample_id, self.condition, self.layer, self.baseline_attention, points)
 
     def scale_for_target(self, attention: float) -> float | None:
         """Factor at which attention reaches a level, by linear interpolation; None if no points bracket it.
 
-        The first two neighbouring points that bracket the level are used; neighbours of equal level are
-        skipped.
+        The first two neighbouring points that bracket the level are used.
         """
         for point, next_point in zip(self.points, self.points[1:], strict=False):
             low, high = point.attention_level, next_point.attention_level

@@ -1,3 +1,1 @@
-"""Circuits: discovery of the edges that a behaviour needs, by gradients and exact runs, and their
-evaluation.
-"""
+"""Circuits: the edges that a behaviour needs, found by gradients and by exact runs, and their evaluation."""

@@ -20,15 +20,13 @@ from ..forward.edges.layout import Layout
 from ..forward.edges.parts import SplitNetwork
 from ..forward.edges.prompts import EdgeSources, sources_of
 from ..forward.hooks.wants import Logits
+from .experiment import MEMORY
 from .pairs import Alternative, Pair, by_length, tokens_of
 
 if TYPE_CHECKING:
     from ..forward.models.model import Model
 
-__all__ = ["MEMORY", "PairBatch", "as_array", "batches", "gradients", "network_of"]
-
-MEMORY = 1 << 30
-"""Default budget of bytes beside the model's weights."""
+__all__ = ["PairBatch", "as_array", "batches", "gradients", "network_of"]
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,12 @@ def batches(
     memory: int = MEMORY,
     only: int | None = None,
 ) -> Iterator[PairBatch]:
-    """All pairs in batches of equal length, sized to fit a quarter of the memory.
+    """Pairs in batches of equal length, with their clean runs.
 
     Arguments:
+        model: the model.
+        layout: its graph.
+        pairs: all pairs.
         alternative: what an edge that is left out carries; see `Alternative`.
         seed: of the prompts drawn for "resampled".
         memory: budget of bytes beside the model.
@@ -84,11 +85,12 @@ def batches(
     network = network_of(model)
     for group in by_length(pairs):
         length, element = len(pairs[group[0]].clean), network.dtype.itemsize
-        # Clean outputs, replacements and their difference are held at once, hence the factor 3.
+        # Clean outputs, replacements and their difference are in memory at once, hence the factor 3; a
+        # quarter of the budget, as runs of circuits and backward passes need the rest.
         bytes_per_pair = 3 * len(layout.sources) * length * model.config.hidden_size * element
         batch_size = max(1, memory // 4 // bytes_per_pair)
         parts = [group[start : start + batch_size] for start in range(0, len(group), batch_size)]
-        # The mean is over all pairs of this length, whatever the batch or `only`.
+        # Over all pairs of this length, whatever the batch or `only`: a pair's numbers depend on neither.
         mean = _mean(model, layout, pairs, parts) if alternative == "mean" else None
         donors = _donors(group, seed)
         for indices in parts if only is None else [[index] for index in group if index == only]:
@@ -105,7 +107,7 @@ def batches(
                 donor_ids = _ids(model, [pairs[donors[index]].clean for index in indices])
                 replacement_ids = corrupted if alternative == "corrupted" else donor_ids
                 replacement = sources_of(network, layout, replacement_ids).added
-            # Metrics read the last position only, so one row per prompt is unembedded.
+            # Metrics read the last position only, so one row per prompt is unembedded, not a whole prompt.
             logits = network.unembed(network.final_norm(clean.streams.logits[:, -1]), Logits())
             yield PairBatch(indices, batch_pairs, ids, corrupted, clean, replacement, as_array(logits))
 
@@ -117,7 +119,16 @@ def as_array(logits: Tensor) -> Floats:
 
 
 def gradients(batch: PairBatch, logits: Tensor) -> Tensor:
-    """Gradient of each pair's metric with respect to the last logits of its run, [B, vocab]."""
+    """Gradient of each pair's metric with respect to the last logits of its run.
+
+    Arguments:
+        batch: the pairs, with their clean logits.
+        logits: last logits of the runs, [B, vocab].
+
+    Returns:
+        [B, vocab], dtype and device of the logits.
+    """
+    # In closed form, in float64 (`Metric.gradient`), not by autograd: users define metrics in numpy.
     runs = as_array(logits)
     gradient = np.zeros_like(runs)
     for row, (pair, run, clean) in enumerate(zip(batch.pairs, runs, batch.logits, strict=True)):
@@ -140,7 +151,7 @@ def _mean(model: Model, layout: Layout, pairs: Sequence[Pair], parts: Sequence[S
 
 
 def _donors(group: Sequence[int], seed: int) -> dict[int, int]:
-    """Donor of each pair, another pair of the group, as {index: donor index}."""
+    """Index of each pair -> index of its donor, another pair of the group."""
     order = np.random.default_rng(seed).permutation(len(group))
     # A random cycle: no pair is its own donor, and each is used once.
     shifted = np.roll(order, 1)

@@ -63,6 +63,7 @@ class Circuit:
             )
         # Impossible edges are dropped silently, so that complements stay within the graph.
         edges &= _edges(self.layout, len(edges) if edges.ndim == 3 else None)
+        # Read-only, as the names of edges and nodes are derived once.
         edges.setflags(write=False)
         object.__setattr__(self, "chosen", edges)
 
@@ -71,20 +72,26 @@ class Circuit:
         """Length of the position axis; None for a circuit whose edges hold at all positions."""
         return len(self.chosen) if self.chosen.ndim == 3 else None
 
-    # -- made of
+    # -- constructors
 
     @classmethod
     def whole(cls, layout: Layout, positions: int | None = None) -> Circuit:
         """Every edge: the full model.
 
         Arguments:
+            layout: graph of the model.
             positions: number of positions with edges of their own; None for edges at all positions.
         """
         return cls(layout, _edges(layout, positions))
 
     @classmethod
     def of(cls, layout: Layout, names: Iterable[str], positions: int | None = None) -> Circuit:
-        """Edges by name, "m1->a2.h3<v>", with positions "m1->a2.h3<v>@5".
+        """Edges by name.
+
+        Arguments:
+            layout: graph of the model.
+            names: "m1->a2.h3<v>", or with positions "m1->a2.h3<v>@5".
+            positions: number of positions with edges of their own; None for edges at all positions.
 
         Raises:
             ConfigError: for an edge that does not exist.
@@ -110,10 +117,12 @@ class Circuit:
 
     @classmethod
     def top(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """The `size` edges of largest |score|; ties go to the first by position and source.
+        """The edges of largest |score|; ties go to the first by position and source.
 
         Arguments:
+            layout: graph of the model.
             scores: [source, destination], or [position, source, destination].
+            size: number of edges.
         """
         magnitude = _magnitudes(layout, scores)
         # Stable on -|score|: ties keep the order of position, source and destination.
@@ -122,9 +131,14 @@ class Circuit:
 
     @classmethod
     def greedy(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """`size` edges taken backwards from the logits: each time the one of largest |score| into a node of
-        the circuit.
+        """Edges taken backwards from the logits: each time the largest |score| into a node of the circuit.
+
         The source of each edge joins the circuit, so that every edge leads to the logits.
+
+        Arguments:
+            layout: graph of the model.
+            scores: [source, destination], or [position, source, destination].
+            size: number of edges.
         """
         magnitude = _magnitudes(layout, scores)
         order = _from_the_logits(layout, magnitude, _within(size, magnitude))
@@ -132,7 +146,14 @@ class Circuit:
 
     @classmethod
     def at_random(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
-        """`size` random edges, uniform and without replacement."""
+        """Random edges, uniform and without replacement.
+
+        Arguments:
+            layout: graph of the model.
+            size: number of edges.
+            seed: seed of the draw.
+            positions: number of positions with edges of their own; None for edges at all positions.
+        """
         all_edges = _edges(layout, positions)
         places = np.random.default_rng(seed).choice(
             np.flatnonzero(all_edges), _within(size, all_edges), replace=False
@@ -141,9 +162,15 @@ class Circuit:
 
     @classmethod
     def grown(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
-        """`size` random edges taken backwards from the logits, as `greedy` takes them, so that each leads to
-        the logits.
-        A fairer control than `at_random`, whose edges mostly reach nothing.
+        """Random edges taken backwards from the logits, as `greedy` takes them: each leads to the logits.
+
+        A fairer control than `at_random`, most of whose edges reach nothing.
+
+        Arguments:
+            layout: graph of the model.
+            size: number of edges.
+            seed: seed of the draw.
+            positions: number of positions with edges of their own; None for edges at all positions.
         """
         (circuit,) = cls.growing(layout, (size,), seed=seed, positions=positions)
         return circuit
@@ -152,7 +179,14 @@ class Circuit:
     def growing(
         cls, layout: Layout, sizes: Sequence[int], *, seed: int, positions: int | None = None
     ) -> tuple[Circuit, ...]:
-        """`grown` of several sizes; each contains the smaller ones."""
+        """`grown` of several sizes; each circuit contains the smaller ones.
+
+        Arguments:
+            layout: graph of the model.
+            sizes: numbers of edges.
+            seed: seed of the draw.
+            positions: number of positions with edges of their own; None for edges at all positions.
+        """
         shape = _edges(layout, positions).shape
         # A random order as scores makes `greedy` draw uniformly among the edges into the circuit.
         scores = np.random.default_rng(seed).permutation(int(np.prod(shape))) + 1.0
@@ -231,6 +265,7 @@ class Circuit:
             self._named(self.layout.sources[source], int(node_position))
             for source, node_position in zip(*np.nonzero(with_edges.T), strict=True)
         ]
+        # The logits are the last destination, and are read at the last position only.
         is_read = by_position[-1, :, -1].any()
         return (*names, self._named(LOGITS, len(by_position) - 1)) if is_read else tuple(names)
 
@@ -240,6 +275,7 @@ class Circuit:
         Repeated until nothing changes.
         """
         edges, owner, later = self._by_position, self.layout.owner, self.layout.is_seen_later
+        # One node removed may leave another without edges, hence the loop.
         while True:
             has_input: Bools = np.array(edges.any(1))
             has_input[:, later] = np.logical_or.accumulate(has_input[:, later], axis=0)
@@ -256,7 +292,7 @@ class Circuit:
                 return Circuit(self.layout, edges.reshape(self.chosen.shape))
             edges = remaining
 
-    # -- elsewhere
+    # -- identity and exchange
 
     @property
     def digest(self) -> str:
@@ -281,6 +317,7 @@ class Circuit:
             found = ", ".join(map(str, record)) if isinstance(record, Mapping) else repr(record)
             raise ConfigError(f"expected a circuit with {', '.join(expected)}, found {found}")
         for name, kind in {**expected, **({"positions": int} if "positions" in record else {})}.items():
+            # type, not isinstance: true of JSON would pass as an integer.
             if type(record[name]) is not kind:
                 raise ConfigError(f"circuit: expected {name} as {kind.__name__}, found {record[name]!r}")
         if record["format"] != FORMAT:
@@ -315,6 +352,7 @@ class Circuit:
         weights = None if scores is None else np.asarray(scores).reshape(self._by_position.shape)
         for index in zip(*np.nonzero(self._by_position), strict=True):
             position, source, destination = map(int, index)
+            # Heads read by kind, "a2.h3<v>"; MLPs and logits have one input, called "all".
             node, _, kind = self.layout.destinations[destination].partition("<")
             ends = {
                 "source": self._named(self.layout.sources[source], position),
@@ -329,15 +367,14 @@ class Circuit:
         return {"directed": True, "multigraph": True, "graph": {}, "nodes": nodes, "edges": edges}
 
     def _attending(self) -> list[dict[str, Any]]:
-        """ "attends" edges: from a head at a position where its keys or values are read, to the same head at
-        later ones.
-        """
+        """Edges "attends", from a head where its keys or values are read, to itself at later positions."""
         is_key: Bools = np.array(self._by_position.any(1)) & self.layout.is_seen_later
         writes: Bools = np.array(self._by_position.any(2))
         links = {}
         for start, destination in zip(*np.nonzero(is_key), strict=True):
             head = int(self.layout.owner[destination])
             name = self.layout.sources[head]
+            # A dict: keys and values of one head at one position give one link, not two.
             for end in range(int(start) + 1, len(writes)):
                 if writes[end, head]:
                     ends = self._named(name, int(start)), self._named(name, end)
@@ -354,6 +391,7 @@ class Circuit:
         return node if self.positions is None else f"{node}@{position}"
 
     def _alike(self, other: Circuit) -> Bools:
+        """Edges of a circuit on the same graph; ConfigError for another graph, or other positions."""
         if other.layout != self.layout:
             raise ConfigError(
                 f"expected circuits of one graph, found {self.layout.num_layers} layers of "
@@ -381,7 +419,7 @@ def _among(indices: Any, shape: tuple[int, ...]) -> Bools:
 
 
 def _magnitudes(layout: Layout, scores: Any) -> Floats:
-    """score| of every edge, -inf where the graph has no edge.
+    """Absolute score of every edge, -inf where the graph has no edge.
 
     Raises:
         ShapeError: for scores of another shape than the graph.
@@ -401,8 +439,11 @@ def _magnitudes(layout: Layout, scores: Any) -> Floats:
 
 
 def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
-    """Flat indices of `size` edges in the order in which `Circuit.greedy` takes them; fewer if no more lead
-    to the logits.
+    """Flat indices of edges in the order in which `Circuit.greedy` takes them.
+
+    Arguments:
+        magnitude: |score| of every edge, -inf where there is none.
+        size: number of edges; fewer are returned if no more lead to the logits.
     """
     by_position = magnitude.reshape(-1, *layout.edges.shape)
     is_queued = np.zeros_like(by_position, np.bool_)
@@ -416,6 +457,8 @@ def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
         into[:position, :, ~layout.is_seen_later] = False
         is_queued[into] = True
         for index in np.flatnonzero(into).tolist():
+            # Negated, as heapq pops the smallest; of equal scores the smaller index, so ties are
+            # deterministic.
             heapq.heappush(queue, (-by_position.flat[index], index))
 
     last = len(by_position) - 1

@@ -59,14 +59,16 @@ def eliminated(
     """Eliminate edges of the full model.
 
     Edges into a node without outgoing edges have no effect and are left out without a run; edges that are
-    already gone are no step.
+    already left out are no step.
 
     Arguments:
+        layout: graph of the model.
         order: edges in the order in which they are tested.
         measure: how much worse each masked circuit is.
         is_left_out: the rule.
         at_once: most steps in one batch; the result does not depend on it.
     """
+    # A copy: the graph's own edges are shared by all circuits.
     edges, worse = layout.edges.copy(), 0.0
     waiting, steps, runs = list(order), 0, 0
     # Below the lowest layer tested so far the circuit equals the full model: its activations are reused.
@@ -123,10 +125,12 @@ def downwards(layout: Layout) -> list[Step]:
 
 
 def _index(step: Step) -> tuple[int | slice, int]:
+    """Index of a step's edges in a mask [source, destination]."""
     source, destination = step
     return slice(None) if source is None else source, destination
 
 
 def _is_unread(layout: Layout, edges: Bools, step: Step) -> bool:
+    """Whether the node into which the step's edges lead has no outgoing edge; never for the logits."""
     node = int(layout.owner[step[1]])
     return node >= 0 and not edges[node].any()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..forward.edges.layout import Layout
     from ..forward.models.model import Model
 
-__all__ = ["CircuitValues", "areas", "faithfulness", "without_each"]
+__all__ = ["CircuitValues", "areas", "faithfulness", "require_gap", "without_each"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class CircuitValues(EdgeExperiment):
     name: ClassVar[str] = "circuit_values"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "value": Output(("circuit", "pair"), "<unit>", "the metric where the other edges are left out"),
-        "size": Output(("circuit",), "1", "edges of the circuit"),
-        "clean": Output(("pair",), "<unit>", "the metric of the model"),
-        "empty": Output(("pair",), "<unit>", "the metric where every edge is left out"),
+        "value": Output(("circuit", "pair"), "<unit>", "metric of the circuit: other edges are left out"),
+        "size": Output(("circuit",), "1", "number of edges of the circuit"),
+        "clean": Output(("pair",), "<unit>", "metric of the full model"),
+        "empty": Output(("pair",), "<unit>", "metric where every edge is left out"),
     }
 
     def params(self) -> dict[str, Any]:
@@ -62,10 +62,7 @@ class CircuitValues(EdgeExperiment):
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
         """Outputs in the unit of the metric; `size` has none."""
-        return {
-            name: output if name == "size" else Output(output.dims, self.unit, output.long_name)
-            for name, output in self.outputs.items()
-        }
+        return {**super().outputs_on(config), "size": self.outputs["size"]}
 
     def check(self, config: Architecture) -> Layout:
         """Check the fields against a model, as `EdgeExperiment.check`.
@@ -119,15 +116,28 @@ def faithfulness(values: xr.Dataset) -> Floats:
     Raises:
         StageError: where the full model and the empty circuit have equal metrics.
     """
+    # Ratio of means, not mean of ratios: a pair with a small difference would dominate.
     clean, empty = (float(values[name].mean("pair")) for name in ("clean", "empty"))
-    # Below float32 rounding of the metric the quotient would be noise.
+    require_gap(clean, empty)
+    shares: Floats = (values["value"].mean("pair").values - empty) / (clean - empty)
+    return shares
+
+
+def require_gap(clean: float, empty: float) -> None:
+    """Check that faithfulness is defined.
+
+    Arguments:
+        clean: metric of the full model, mean over pairs.
+        empty: metric of the empty circuit, mean over pairs.
+
+    Raises:
+        StageError: where both are equal up to float32 rounding, so that their quotient would be noise.
+    """
     if abs(clean - empty) <= 1e-7 * max(1.0, abs(clean), abs(empty)):
         raise StageError(
             f"expected a metric in which the model and no edge at all differ, found {clean:.6g} and "
             f"{empty:.6g}; choose other pairs, another metric, or another alternative"
         )
-    shares: Floats = (values["value"].mean("pair").values - empty) / (clean - empty)
-    return shares
 
 
 def areas(shares: Any, faithful: Any) -> tuple[float, float]:

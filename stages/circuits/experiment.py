@@ -1,19 +1,20 @@
 """Base of experiments on edges: pairs of prompts, replacements of sources, and the axes of the graph.
 
-These experiments list no runs: an edge is no hook point, and thousands of edges share more than prefixes of a
-run (forward/edges). Each cell is computed when its dataset is requested.
+These experiments list no runs for the planner: an edge is no hook point, and thousands of edges share more
+than prefixes of a run (forward/edges). Each cell is computed when its dataset is requested.
 
 Border: declarations. Torch is imported when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...pipeline import Output
 from ...store.arrays import Floats
 from ...store.errors import PromptError
 from ..forward.edges.layout import Layout
@@ -22,14 +23,16 @@ from ..forward.runs.run import Run
 from .pairs import Alternative, Pair, checked_layout
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from ..forward.architectures.architecture import Architecture
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
-__all__ = ["EdgeExperiment", "labels", "one_length", "nan_without_edge"]
+__all__ = ["MEMORY", "EdgeExperiment", "concatenated", "labels", "nan_without_edge", "one_length"]
 
 MEMORY = 1 << 30
-"""Default budget of bytes; equal to that of batches.py, which imports torch."""
+"""Default budget of bytes beside the model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class EdgeExperiment(Experiment):
     """Budget of bytes beside the model; not part of the key."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the memory, with pairs as plain values."""
+        """All fields but the memory, which changes no number, with pairs as plain values."""
         fields = {name: value for name, value in vars(self).items() if name != "memory"}
         return {**fields, "pairs": [pair.canonical() for pair in self.pairs]}
 
@@ -54,6 +57,10 @@ class EdgeExperiment(Experiment):
     def unit(self) -> str:
         """Unit of the metric of all pairs."""
         return self.pairs[0].metric.units
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """Outputs in the unit of the metric."""
+        return {name: replace(output, unit=self.unit) for name, output in self.outputs.items()}
 
     def check(self, config: Architecture) -> Layout:
         """The graph of a model. Raises what `checked_layout` raises."""
@@ -87,9 +94,11 @@ def labels(layout: Layout) -> dict[str, list[str]]:
 
 
 def nan_without_edge(layout: Layout, values: Any, *, by_position: bool = False) -> Floats:
-    """Values [..., source, destination] as float64, NaN where the graph has no edge.
+    """Values of edges as float64, NaN where the graph has no edge.
 
     Arguments:
+        layout: the graph.
+        values: [..., source, destination].
         by_position: whether the axis before the source counts positions.
     """
     has_edge = layout.edges_at(np.shape(values)[-3]) if by_position else layout.edges
@@ -98,10 +107,23 @@ def nan_without_edge(layout: Layout, values: Any, *, by_position: bool = False) 
     return masked
 
 
+def concatenated(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
+    """Datasets of cells along an axis.
+
+    Arguments:
+        parts: one dataset per cell.
+        axis: name of the axis; variables without it are equal in all cells, and taken from the first.
+    """
+    import xarray as xr
+
+    return xr.concat(parts, axis, data_vars="minimal", coords="minimal", compat="override", join="override")
+
+
 def one_length(pairs: Sequence[Pair], length: int | None = None) -> int:
     """Number of tokens of every prompt.
 
     Arguments:
+        pairs: pairs of prompts, each of two equally long ones.
         length: expected number; None for any.
 
     Raises:

@@ -74,6 +74,10 @@ def edge_scores(
     """Scores of the edges, and of all outgoing edges of each node together, summed over a batch's pairs.
 
     Arguments:
+        network: the model's network.
+        layout: its graph.
+        batch: pairs of one length with their clean runs.
+        method: method of estimation; see the module.
         steps: n of the integrated-gradients methods.
         of_logits: gradient of each pair's metric at the last logits.
         by_position: whether scores are kept by position instead of summed over positions.
@@ -87,7 +91,7 @@ def edge_scores(
     nodes = torch.zeros(len(layout.sources), dtype=torch.float64)
     if method == "information-flow-routes":
         for columns, shares in _shares(layout, batch):
-            # No gradient: the share depends on the source and on which destinations read the same stream.
+            # Destinations that read the same stream get the same shares.
             by_source = shares.T if by_position else shares.mean(-1)
             scores[..., : len(shares), columns] = by_source[..., None]
         return scores, nodes
@@ -122,9 +126,7 @@ def _gradient_points(
 def _interpolated_inputs(
     network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int
 ) -> Iterator[_GradientPoint]:
-    """Runs with the embedding k / n of the way from corrupted to clean: k = 0 … n - 1 for edges, 1 … n for
-    nodes.
-    """
+    """Runs with the embedding k / n of the way to clean: k = 0 … n - 1 for edges, 1 … n for nodes."""
     clean_input, weight = batch.clean.streams.heads[0], 1 / steps
     difference = network.embed(batch.corrupted_ids, None)[STREAM] - batch.clean.added[:, 0]
     for k in range(steps):
@@ -157,6 +159,7 @@ def _interpolated_groups(
         for layer in range(layout.num_layers):
             heads, mlp = layout.heads(layer), layout.mlp(layer)
             summed = (clean.added[:, heads] + share * change[:, heads]).sum(1)
+            # The group's outputs are replaced as a sum; its constant part (biases) is no source and stays.
             heads_replaced: dict[Place, Tensor] = {
                 ("attn_out", layer): summed + (fixed[layer + 1] - fixed[layer])
             }
@@ -172,9 +175,7 @@ def _interpolated_groups(
 
 
 def _shares(layout: Layout, batch: PairBatch) -> Iterator[tuple[slice, Tensor]]:
-    """Destinations with equal inputs, and each source's share of that input, summed over pairs, float64
-    [source, S].
-    """
+    """Destinations with one input, and each source's share of it, summed over pairs, float64 [source, S]."""
     streams = batch.clean.streams
     inputs: list[tuple[slice, Tensor]] = [(slice(-1, None), streams.logits)]
     for layer in range(layout.num_layers):
@@ -195,9 +196,14 @@ def _shares(layout: Layout, batch: PairBatch) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _product(change: Tensor, gradient: Tensor, *, by_position: bool) -> Tensor:
-    """Inner product over hidden of changes [B, source, S, D] and gradients [B, column, S, D], summed over
-    pairs.
+    """Inner product over hidden of changes and gradients, summed over pairs.
+
+    Arguments:
+        change: [B, source, S, D].
+        gradient: [B, column, S, D].
+        by_position: whether positions are kept apart instead of summed.
+
     Returns:
-        [source, column], summed over positions, or [position, source, column] if `by_position`.
+        [source, column], or [position, source, column] if `by_position`.
     """
     return torch.einsum(f"bspd,bcpd->{'p' if by_position else ''}sc", change, gradient)

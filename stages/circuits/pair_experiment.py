@@ -7,15 +7,14 @@ Axes: pair, and what the experiment changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...pipeline import Output
 from ...store.arrays import Floats
 from ...store.errors import PromptError, StageError
 from ..forward.runs.experiment import CellLabels
-from .experiment import EdgeExperiment
+from .experiment import EdgeExperiment, concatenated
 from .pairs import metric_value, tokens_of
 
 if TYPE_CHECKING:
@@ -52,20 +51,12 @@ class PairExperiment(EdgeExperiment):
     """Position at which sources are changed, negative from the end; None changes them at all positions."""
 
     def params(self) -> dict[str, Any]:
-        """All fields. Pairs label the cells, so they are included only for alternatives that depend on all
-        pairs.
-        """
+        """All fields; pairs, which label the cells, only for alternatives that depend on all pairs."""
         params = super().params()
         # These replacements depend on the pair alone, so a cell keeps its key when other pairs are added.
         if self.alternative in ("corrupted", "zero"):
             del params["pairs"]
         return params
-
-    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Outputs in the unit of the metric."""
-        return {
-            name: Output(output.dims, self.unit, output.long_name) for name, output in self.outputs.items()
-        }
 
     def check(self, config: Architecture) -> Layout:
         """Check the fields against a model, as `EdgeExperiment.check`.
@@ -81,6 +72,7 @@ class PairExperiment(EdgeExperiment):
                 f"expected a position in {-shortest}..{shortest - 1}, which all prompts have, found "
                 f"{self.position}"
             )
+        # Equal pairs would be two cells of one key.
         if len({str(pair.canonical()) for pair in self.pairs}) < len(self.pairs):
             raise StageError("expected pairs that differ, found one of them twice")
         return layout
@@ -91,7 +83,13 @@ class PairExperiment(EdgeExperiment):
         return [{"pair": pair.canonical()} for pair in self.pairs]
 
     def pair_run(self, model: Model, layout: Layout, cell: CellLabels) -> PairMetricRun:
-        """Clean run of the pair of a cell, with its replacements."""
+        """Clean run of the pair of a cell, with its replacements.
+
+        Arguments:
+            model: the model.
+            layout: its graph.
+            cell: labels of the cell.
+        """
         from ..forward.hooks.wants import Logits
         from .batches import as_array, batches
 
@@ -113,10 +111,4 @@ class PairExperiment(EdgeExperiment):
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Cells of all pairs, concatenated along `pair`."""
-        import xarray as xr
-
-        along = [name for name, variable in parts[0].data_vars.items() if "pair" in variable.dims]
-        whole: xr.Dataset = xr.concat(
-            parts, "pair", data_vars=along, coords="minimal", compat="override", join="override"
-        )
-        return whole
+        return concatenated(parts, "pair")

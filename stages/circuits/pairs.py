@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...store.arrays import Floats
 from ...store.errors import PromptError, StageError
@@ -25,7 +25,8 @@ Alternative = Literal["corrupted", "zero", "mean", "resampled"]
 ("zero"), the mean over clean prompts of that length, by position ("mean"), or the output in another clean
 prompt ("resampled").
 """
-ALTERNATIVES: tuple[Alternative, ...] = ("corrupted", "zero", "mean", "resampled")
+ALTERNATIVES: tuple[Alternative, ...] = get_args(Alternative)
+"""All values of `Alternative`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Pair:
 
 def checked_layout(pairs: Sequence[Pair], alternative: str, config: Architecture) -> Layout:
     """The graph of a model, after checking that pairs fit it.
+
+    Arguments:
+        pairs: all pairs of an experiment.
+        alternative: what an edge carries that is left out; see `Alternative`.
+        config: architecture of the model.
 
     Raises:
         StageError: for no pairs, metrics of several units, a `Recovery`, or an unknown or impossible
@@ -117,9 +123,10 @@ def tokens_of(metric: Metric) -> list[int] | None:
 
 
 def metric_value(metric: Metric, logits: Floats, clean: Floats) -> float:
-    """The metric of one run.
+    """The metric of one run, from logits of the whole vocabulary.
 
     Arguments:
+        metric: the metric.
         logits: of this run, [vocab].
         clean: of the clean run, [vocab].
     """

@@ -61,9 +61,9 @@ class PathPatching(PairExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "effect": Output(
-            ("pair", "sender", "receiver"), "<unit>", "change of the metric where the path is patched"
+            ("pair", "sender", "receiver"), "<unit>", "change of the metric when the path is patched"
         ),
-        "clean": Output(("pair",), "<unit>", "the metric of the clean run"),
+        "clean": Output(("pair",), "<unit>", "metric of the clean run"),
     }
 
     def check(self, config: Architecture) -> Layout:
@@ -84,8 +84,8 @@ class PathPatching(PairExperiment):
                 raise StageError(f"expected names that differ, found {', '.join(node_names)}")
         senders, receivers = self.sets(layout)
         for names, numbers in zip(self.receivers, receivers, strict=True):
-            # Nothing is recomputed behind the logits, so they cannot share a pass with receivers that need
-            # it.
+            # Nothing follows the logits, so they cannot share a pass with receivers behind which layers are
+            # recomputed.
             if len(numbers) > 1 and len(layout.destinations) - 1 in numbers:
                 raise StageError(
                     f"expected the logits by themselves, as a path ends there, found {names!r}; ask for them "
@@ -114,8 +114,15 @@ class PathPatching(PairExperiment):
         )
 
     def effects(self, model: Model, layout: Layout, pair: PairMetricRun) -> Floats:
-        """Effect of every sender on every receiver in a pair, float64 [sender, receiver]; NaN without a
-        path.
+        """Effect of every sender on every receiver in a pair.
+
+        Arguments:
+            model: the model.
+            layout: its graph.
+            pair: clean run of the pair.
+
+        Returns:
+            float64 [sender, receiver]; NaN without a path.
         """
         import torch
 
@@ -135,22 +142,29 @@ class PathPatching(PairExperiment):
     def patched(
         self, model: Model, layout: Layout, pair: PairMetricRun, sent: Sent, receivers: Sequence[int]
     ) -> list[float]:
-        """Change of a pair's metric for each row of senders, patched on their paths to `receivers`, [row]."""
+        """Change of a pair's metric when paths to receivers are patched, [row].
+
+        Arguments:
+            model: the model.
+            layout: its graph.
+            pair: clean run of the pair.
+            sent: changed outputs of the senders, one row per run.
+            receivers: destinations that get them.
+        """
         import torch
 
         from ..forward.edges.paths import patched_paths
         from .batches import network_of
 
-        mlps_held, clean = self.mlps == "held", pair.batch.clean
         with torch.no_grad():
             logits = patched_paths(
                 network_of(model),
                 layout,
-                clean,
+                pair.batch.clean,
                 sent,
                 receivers,
                 pair.want,
-                mlps_held=mlps_held,
+                mlps_held=self.mlps == "held",
                 memory=self.memory,
             )
         return pair.changes(logits)
@@ -161,6 +175,7 @@ class PathPatching(PairExperiment):
 
     def sets(self, layout: Layout) -> tuple[Bools, list[list[int]]]:
         """Senders as bool [sender, source], and the destinations of each receiver."""
+        # A row per source; joined names get the union of their rows.
         senders = np.eye(len(layout.sources), dtype=np.bool_)
         if self.senders:
             sets = (_numbers(joined, layout.sources, "sender") for joined in self.senders)
@@ -169,9 +184,10 @@ class PathPatching(PairExperiment):
 
 
 def has_path(layout: Layout, senders: Bools, receivers: Sequence[Sequence[int]]) -> Bools:
-    """Whether any source of a sender is computed before any destination of a receiver, bool [sender,
-    receiver].
+    """Whether a source of a sender is computed before a destination of a receiver, bool [sender, receiver].
+
     Arguments:
+        layout: graph of the model.
         senders: bool [sender, source].
         receivers: destinations of each receiver.
     """
@@ -179,7 +195,12 @@ def has_path(layout: Layout, senders: Bools, receivers: Sequence[Sequence[int]])
 
 
 def _numbers(joined: str, names: Sequence[str], role: str) -> list[int]:
-    """Indices of nodes named in a string, joined by "+".
+    """Indices of the nodes in a name such as "a9.h6<q>+a9.h9<q>", ascending.
+
+    Arguments:
+        joined: names joined by "+".
+        names: all names of the graph.
+        role: "sender" or "receiver", for messages.
 
     Raises:
         ConfigError: for a name that does not exist, with the nearest one.

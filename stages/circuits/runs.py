@@ -17,7 +17,8 @@ from ...store.arrays import Floats
 from ..forward.edges.circuits import Alternatives, circuit_logits
 from ..forward.edges.layout import Bools, Layout
 from ..forward.hooks.wants import Logits
-from .batches import MEMORY, as_array, batches, network_of
+from .batches import as_array, batches, network_of
+from .experiment import MEMORY
 from .pairs import Alternative, Pair, metric_value
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class CircuitRuns:
         """Run all pairs once.
 
         Arguments:
+            model: the model.
+            layout: its graph.
+            pairs: pairs of prompts.
+            alternative: what an edge carries that is left out.
             seed: of the prompts drawn for "resampled".
             memory: budget of bytes beside the model.
         """
@@ -67,6 +72,7 @@ class CircuitRuns:
             first: first layer into which edges are left out; layers below are taken from the clean run.
         """
         metrics: Floats = np.zeros((len(masks), len(self._pairs)))
+        # Copied: masks of a `Circuit` are read-only, and torch warns about tensors over read-only arrays.
         circuits = torch.from_numpy(np.array(masks))
         network, layout = self._network, self._layout
         for batch, alternatives in zip(self._batches, self._alternatives, strict=True):

@@ -54,10 +54,10 @@ class EdgeScores(EdgeExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "score": Output(
-            ("position?", *AXES), "<unit>", "estimated change of the metric where the edge is left out"
+            ("position?", *AXES), "<unit>", "estimated change of the metric when the edge is left out"
         ),
         "node_score": Output(
-            ("source",), "<unit>", "the same of all edges that leave a node", is_optional=True
+            ("source",), "<unit>", "estimated change when all edges of a node are left out", is_optional=True
         ),
     }
 
@@ -136,10 +136,8 @@ class EdgeEffects(PairExperiment):
     name: ClassVar[str] = "edge_effects"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "effect": Output(
-            ("pair", *AXES), "<unit>", "change of the metric where the edge is left out, exactly"
-        ),
-        "clean": Output(("pair",), "<unit>", "the metric of the clean run"),
+        "effect": Output(("pair", *AXES), "<unit>", "exact change of the metric when the edge is left out"),
+        "clean": Output(("pair",), "<unit>", "metric of the clean run"),
     }
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:

@@ -23,7 +23,7 @@ from ...store.errors import StageError
 from ..forward.runs.experiment import CellLabels
 from .circuit import Circuit
 from .evaluation import without_each
-from .experiment import EdgeExperiment, labels, one_length
+from .experiment import EdgeExperiment, concatenated, labels, one_length
 from .names import Method
 from .pairs import Pair
 from .scores import AXES, EdgeScores
@@ -64,16 +64,18 @@ class SelectedCircuits(EdgeExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "chosen": Output(("size", "position?", *AXES), "1", "1 for an edge of the circuit, else 0"),
-        "value": Output(("size", "pair"), "<unit>", "the metric where all other edges are left out"),
-        "complement": Output(("size", "pair"), "<unit>", "the metric where those of the circuit are"),
+        "value": Output(("size", "pair"), "<unit>", "metric of the circuit: all other edges are left out"),
+        "complement": Output(
+            ("size", "pair"), "<unit>", "metric of the complement: the circuit's edges are left out"
+        ),
         "without": Output(
             ("size", "position?", *AXES),
             "<unit>",
-            "the metric, mean over pairs, of the circuit without an edge of it",
+            "metric of the circuit without this edge, mean over pairs",
             is_optional=True,
         ),
-        "clean": Output(("pair",), "<unit>", "the metric of the model"),
-        "empty": Output(("pair",), "<unit>", "the metric where every edge is left out"),
+        "clean": Output(("pair",), "<unit>", "metric of the full model"),
+        "empty": Output(("pair",), "<unit>", "metric where every edge is left out"),
     }
 
     def params(self) -> dict[str, Any]:
@@ -139,9 +141,7 @@ class SelectedCircuits(EdgeExperiment):
         return model, self.scores.dataset(model, {}, ())["score"].values
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Circuit of one size; metrics under it, under its complement, and, if `minimal`, without each
-        edge.
-        """
+        """Circuit of one size; its metrics, those of its complement and, if `minimal`, without each edge."""
         import xarray as xr
 
         from .runs import CircuitRuns
@@ -164,6 +164,7 @@ class SelectedCircuits(EdgeExperiment):
             "empty": values[2],
         }
         if self.minimal:
+            # Boolean indexing visits edges in the order of np.nonzero, in which `without_each` lists them.
             without = np.full(circuit.chosen.shape, np.nan)
             without[circuit.chosen] = values[len(circuits) :].mean(1)
             variables["without"] = without[None]
@@ -174,10 +175,4 @@ class SelectedCircuits(EdgeExperiment):
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Cells of all sizes, concatenated along `size`."""
-        import xarray as xr
-
-        along = [name for name, variable in parts[0].data_vars.items() if "size" in variable.dims]
-        whole: xr.Dataset = xr.concat(
-            parts, "size", data_vars=along, coords="minimal", compat="override", join="override"
-        )
-        return whole
+        return concatenated(parts, "size")

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ...pipeline import Output
-from ...store.arrays import Floats
+from ...store.arrays import Floats, Ints
 from ...store.digest import digest
 from ...store.errors import StageError
 from ..causal.controls import random_directions
@@ -46,14 +45,11 @@ __all__ = ["StrongestPaths", "is_head"]
 
 NONE = -1
 """Fills `chosen` where fewer senders have a path than were requested."""
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrongestPaths(PairExperiment):
-    """Effect of every source on the receivers, and of the strongest ones beside random changes. A cell is a
-    pair.
-    """
+    """Effect of every source on the receivers, and random changes of the strongest ones. A cell is a pair."""
 
     chosen_on: tuple[Pair, ...]
     """Pairs whose mean effects select the strongest senders."""
@@ -75,13 +71,13 @@ class StrongestPaths(PairExperiment):
     outputs: ClassVar[Mapping[str, Output]] = {
         **PathPatching.outputs,
         "chosen_effect": Output(
-            ("sender", "receiver"), "<unit>", "mean change over the pairs senders are chosen on"
+            ("sender", "receiver"), "<unit>", "mean effect on the pairs on which senders are selected"
         ),
-        "chosen": Output(("told", "receiver"), "1", "which senders were chosen, -1 for none"),
+        "chosen": Output(("told", "receiver"), "1", "index of each selected sender, -1 for none"),
         "random": Output(
             ("pair", "draw", "told", "receiver"),
             "<unit>",
-            "change of the metric by random changes of a sender, as long",
+            "change of the metric by random changes of a sender, of equal norm",
         ),
     }
 
@@ -133,13 +129,12 @@ class StrongestPaths(PairExperiment):
         )
 
     def prepare(self, model: Model) -> Any:
-        """The model, path patching to the final receivers, and mean effects on `chosen_on` [sender,
-        receiver].
-        """
+        """Model, path patching to the final receivers, and mean effects [sender, receiver] on `chosen_on`."""
         layout, receivers = self.check(model.config), self.receivers
         mean_effects = self._mean(model, layout, receivers)
         if self.back:
             strongest = _ranked(mean_effects, [is_head(name) for name in layout.sources])[: self.back]
+            # In the order of the graph: a set of heads has one name, whatever the order of their effects.
             heads = [layout.sources[head] for head in sorted(strongest)]
             receivers = tuple(TOGETHER.join(f"{head}<{kind}>" for head in heads) for kind in KINDS)
             mean_effects = self._mean(model, layout, receivers)
@@ -173,10 +168,14 @@ class StrongestPaths(PairExperiment):
         )
 
     def _selected_senders(self, layout: Layout, effects: Floats) -> Ints:
-        """Indices of the n strongest heads, the n strongest other sources and the weakest head, int64 [2 n +
-        1].
+        """Indices of the n strongest heads, the n strongest other sources and the weakest head.
+
         Arguments:
+            layout: graph of the model.
             effects: on one receiver, [sender].
+
+        Returns:
+            int64 [2 n + 1], filled with `NONE` where fewer have a path.
         """
         is_head_source = [is_head(name) for name in layout.sources]
         heads = _ranked(effects[:, None], is_head_source)
@@ -193,8 +192,9 @@ class StrongestPaths(PairExperiment):
     def _random(
         self, model: Model, layout: Layout, paths: PathPatching, pair: PairMetricRun, selected: Ints
     ) -> Floats:
-        """Change of the metric by random changes of the norm of each selected sender's change, [draw, told,
-        receiver].
+        """Change of the metric by random changes of selected senders, [draw, told, receiver].
+
+        Each has the norm of the sender's own change, position by position.
         """
         import torch
 
@@ -206,6 +206,7 @@ class StrongestPaths(PairExperiment):
         effects = np.full((self.draws, *selected.shape), np.nan)
         for row, column in np.argwhere(selected != NONE).tolist():
             source = int(selected[row, column])
+            # numpy has no bfloat16, hence float().
             template = change[source].float().cpu().numpy()
             # Seeded by pair and sender, so that a draw does not depend on which other senders are selected.
             seed = int(digest("random_paths", self.seed, pair_identity, layout.sources[source])[:12], 16)

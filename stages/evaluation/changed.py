@@ -1,7 +1,9 @@
 """Changes under which a model is evaluated: interventions, mean ablation, or a dictionary's reconstructions.
 
-Border: makes the HookSpec of prompts of one length, and the part of a key that identifies the change;
-subclasses define what is measured. So every evaluation can be made of the changed model, on the same tokens.
+Every evaluation (loss, layer order, recall) is a subclass of `ChangedModelExperiment`, so that each can be
+made of the unchanged and of the changed model, on the same tokens.
+
+Border: makes the HookSpec of prompts of one length, and the part of a key that identifies the change.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from ...store.errors import ConfigError, HookPointNotFound
 from ..features.dictionary import StoredDictionary
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
-from ..forward.hooks.spec import HookSpec
+from ..forward.hooks.spec import Capture, HookSpec
+from ..forward.hooks.wants import ALL_LOGITS, Logits
 from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.means import mean_activations
 
@@ -37,9 +40,9 @@ Prompts = tuple[tuple[int, ...], ...]
 SKIP = 1
 """Number of first positions that a dictionary does not reconstruct, as in its training."""
 BATCH_TOKENS = 4096
-"""Most tokens in one batch of prompts."""
+"""Most tokens in one batch of prompts; part of no key, but rounding depends on it (`batches`)."""
 LOGIT_BYTES = 1 << 26
-"""Most bytes of log-probabilities in memory at a time."""
+"""Most bytes of log-probabilities in memory at a time: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,12 @@ class Means:
     references: Prompts
     """Token ids of the prompts over whose positions the mean is taken, all together."""
     skip: int = SKIP
-    """Number of first positions that keep their activations and are left out of the mean: they hold a special
-    token, or a first token that attention rests on.
+    """Number of first positions that keep their activations and are left out of the mean: a BOS token, or a
+    first token that serves as attention sink, has activations unlike all others.
     """
 
     def __post_init__(self) -> None:
+        # A mean over positions is set position by position; an attention pattern has no such row.
         for point in map(HookPoint.parse, self.points):
             if "position" not in point.dims:
                 raise ConfigError(
@@ -76,6 +80,7 @@ class Means:
         """Plain values that identify the change in a key."""
         return {
             "points": list(self.points),
+            # By digest: reference prompts may be a corpus, and a key is stored as text with each result.
             "references": digest("references", [list(ids) for ids in self.references]),
             "skip": self.skip,
         }
@@ -86,14 +91,21 @@ class Means:
         return frozenset(HookPoint.parse(point).kind for point in self.points)
 
     def taken(self, model: Model) -> dict[HookPoint, Tensor]:
-        """Mean of every hook point of these kinds, in all layers, so that draws of other layers share the
-        pass.
-        """
+        """Mean activation of every hook point of these kinds, in all layers."""
+        # All layers, not only the changed ones: controls draw other layers, and share this pass (`baseline`).
         points = [point for point in model.config.hook_points if point.kind in self.kinds]
         return mean_activations(model, points, self.references, skip=self.skip)
 
     def spec(self, means: dict[HookPoint, Tensor], length: int) -> HookSpec:
-        """Interventions on prompts of `length` tokens."""
+        """Interventions on prompts of one length.
+
+        Arguments:
+            means: result of `taken`.
+            length: number of tokens of each prompt.
+
+        Raises:
+            HookPointNotFound: for a hook point that the model does not have.
+        """
         spec, positions = HookSpec(), tuple(range(self.skip, length))
         for point in map(HookPoint.parse, self.points if positions else ()):
             if point not in means:
@@ -117,11 +129,11 @@ class ChangedModelExperiment(Experiment):
     mean: Means | None = None
     """Mean ablation; None for none."""
     dictionary: str = ""
-    """Name of a dictionary whose reconstructions replace the activations it writes, at all layers at once;
-    not part of the key.
+    """Name of a dictionary whose reconstructions replace the activations that it writes, at all its layers at
+    once; not part of the key, which has `features`.
     """
     features: str = ""
-    """Identity of the dictionary."""
+    """Digest of the dictionary's files, its identity in the key."""
     turned: int | None = None
     """Seed of random rotations of the dictionary's errors, a control (random_errors.py); None for the
     reconstructions themselves.
@@ -149,6 +161,7 @@ class ChangedModelExperiment(Experiment):
         """Parameters that identify the change in a key."""
         hooks = None if self.hooks is None else self.hooks.canonical()
         params: dict[str, Any] = {"hooks": hooks, "features": self.features or None}
+        # Only where set: a key does not change when a further kind of change is added to this class.
         if self.mean is not None:
             params["mean"] = self.mean.canonical()
         if self.turned is not None:
@@ -157,9 +170,7 @@ class ChangedModelExperiment(Experiment):
 
     @property
     def baseline(self) -> Hashable:
-        """Identity of what `prepare` computes: means of these kinds over these references, or the
-        dictionary.
-        """
+        """Identity of what `prepare` computes: means of some kinds over some references, or a dictionary."""
         if self.mean is not None:
             return "mean", self.mean.kinds, self.mean.references, self.mean.skip
         return "dictionary", self.dictionary, self.features
@@ -174,11 +185,12 @@ class ChangedModelExperiment(Experiment):
         return StoredDictionary(self.dictionary, self.features, "cpu")
 
     def prepare(self, model: Model) -> tuple[Model, Any]:
-        """The model, and means or reconstructions for `bound`."""
+        """The model, and the means or reconstructions that `bound` reads; None for neither."""
         if self.mean is not None:
             return model, self.mean.taken(model)
         if not self.dictionary:
             return model, None
+        # Imported here: both import torch, which planning an experiment must not.
         from ..features.training.replacement import ReconstructionRuns
         from .random_errors import RandomErrors
 
@@ -237,7 +249,9 @@ def log_probabilities(
     """Next-token log-probabilities of prompts of one length, a few positions at a time.
 
     Arguments:
+        model: the model.
         rows: token ids of the prompts.
+        spec: interventions on these prompts, bound to the model.
         last: whether to compute the last position only.
 
     Returns:
@@ -246,22 +260,19 @@ def log_probabilities(
     Raises:
         ConfigError: for a model that does not predict the next token.
     """
-    from ..forward.architectures.points import HookPoint
-    from ..forward.hooks.spec import Capture
-    from ..forward.hooks.wants import ALL_LOGITS, Logits
-
     model.config.require_next_token()
     length, point = len(rows[0]), HookPoint("final_norm")
     # One position needs no splitting, and a bridged model has no final norm to capture.
     if last or point not in model.config.known_points:
         logits, _ = model.run_batch(rows, spec, Logits(positions=(-1,)) if last else ALL_LOGITS)
-        assert logits is not None  # asked for
+        assert logits is not None  # wanted above
         yield slice(length - 1 if last else 0, length), logits.float().log_softmax(-1)
         return
     final_norm = Capture(point, "after")
     _, captured = model.run_batch(rows, replace(spec, captures=(*spec.captures, final_norm)), None)
     states = captured[final_norm]
     # Logits of all positions may exceed the model in memory: states are captured and unembedded in parts.
+    # 4 bytes: log-probabilities are float32 whatever the dtype of the model.
     step = max(1, LOGIT_BYTES // (4 * len(rows) * model.config.vocab_size))
     for start in range(0, length, step):
         positions = slice(start, min(start + step, length))

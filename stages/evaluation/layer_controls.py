@@ -1,5 +1,4 @@
-"""Layer controls: hook points of the same kinds in random other layers, as a control of changing some hook
-points.
+"""Layer controls: hook points of the same kinds in random other layers, as the control of a changed model.
 
 Border: hook points in, sets of hook points out; no model.
 
@@ -20,7 +19,7 @@ from ..forward.architectures.points import HookPoint
 __all__ = ["layer_controls"]
 
 TRIES = 200
-"""Draws per requested set: where layers differ in kind, not every draw has the hook points."""
+"""Draws per requested set: in hybrid models a drawn layer may lack the hook points."""
 REPEATS = 20
 """After this many draws per known set without a new one, all sets are taken to be known; a further one would
 go unseen with probability e^-20.
@@ -30,13 +29,13 @@ go unseen with probability e^-20.
 def layer_controls(
     points: Sequence[HookPoint], available: Sequence[HookPoint], count: int, *, seed: int
 ) -> list[tuple[HookPoint, ...]]:
-    """Up to `count` distinct other sets of hook points, with the same kinds together in random layers.
-
-    Fewer where fewer exist.
+    """Distinct other sets of hook points, with the same kinds together in random layers.
 
     Arguments:
         points: the hook points that are changed.
         available: every hook point of the model.
+        count: number of sets; fewer are returned where fewer exist.
+        seed: seed of the draws.
 
     >>> model = [HookPoint("mlp_out", layer) for layer in range(3)]
     >>> sorted(layer_controls([model[1]], model, 9, seed=0), key=str)

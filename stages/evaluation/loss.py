@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CorpusLoss", "over_spans"]
 
 TOGETHER = 64
-"""Prompts per cell."""
+"""Prompts per cell: an interrupted evaluation repeats at most as many."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class CorpusLoss(ChangedModelExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "loss": Output(("prompt",), "nats", "mean loss per token"),
-        "tokens": Output(("prompt",), "tokens", "that were predicted"),
-        "correct": Output(("prompt",), "1", "share whose likeliest token is the one that stands there"),
+        "tokens": Output(("prompt",), "tokens", "number of predicted tokens"),
+        "correct": Output(("prompt",), "1", "share of tokens that are the most likely prediction"),
         "position_loss": Output(("position",), "nats", "mean loss of the tokens at a position"),
-        "position_tokens": Output(("position",), "tokens", "how many those are"),
+        "position_tokens": Output(("position",), "tokens", "number of tokens at a position"),
     }
 
     prompts: Prompts
@@ -60,7 +60,11 @@ class CorpusLoss(ChangedModelExperiment):
         return self.change
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """`TOGETHER` prompts per cell. Raises PromptError for a prompt of one token, or no prompts."""
+        """`TOGETHER` prompts per cell.
+
+        Raises:
+            PromptError: for a prompt of one token, or no prompts.
+        """
         if not self.prompts or min(map(len, self.prompts)) < 2:
             raise PromptError(
                 "expected prompts of at least two tokens, as the first is not predicted, found "
@@ -83,6 +87,7 @@ class CorpusLoss(ChangedModelExperiment):
             for positions, logprobs in log_probabilities(model, rows, self.bound(prepared, rows)):
                 next_tokens = target[:, positions]
                 predicted = logprobs[:, : next_tokens.shape[1]]
+                # The block of the last position predicts nothing that is in the prompt.
                 if not next_tokens.numel():
                     continue
                 # float64: sums over a long corpus lose digits in float32.
@@ -115,11 +120,12 @@ class CorpusLoss(ChangedModelExperiment):
             sums[: part.sizes["position"]] += part["position_loss"].values
             counts[: part.sizes["position"]] += part["position_tokens"].values
         whole = xr.concat([part.drop_dims("position") for part in parts], "prompt")
+        # 0 / 0 at position 0, which is not predicted: its loss is NaN.
         with np.errstate(invalid="ignore"):
             whole["position_loss"] = ("position", sums / counts)
         whole["position_tokens"] = ("position", counts)
         for name, output in self.outputs.items():
-            whole[name].attrs |= {"units": output.unit, "long_name": output.long_name}
+            whole[name].attrs |= output.attrs
         return whole
 
 

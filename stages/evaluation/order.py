@@ -1,11 +1,11 @@
 """Layer order: loss of a model as loaded, and with two layers exchanged.
 
-Border: prompts as token ids. No reference model is needed, so a freshly converted model can be tested.
+A converted checkpoint in which two layers are exchanged still produces text, slightly worse; its loss alone
+reveals nothing. But trained layers depend on their order: exchanging any two raises the loss of a correctly
+loaded model, and lowers the loss of a model in which these two were exchanged. So the null distribution of a
+model is the same weights in other orders.
 
-A checkpoint with two layers mixed up still produces text, slightly worse; its loss alone reveals nothing. But
-trained layers depend on their order: exchanging any two raises the loss of a correct model, and lowers that
-of a model in which just these were mixed up. So the null distribution of a model is the same weights in other
-orders.
+Border: prompts as token ids. No reference model is needed, so a freshly converted model can be tested.
 
 Axes: order (0: as loaded), prompt, layer.
 """
@@ -51,6 +51,7 @@ def swaps(layers: int, most: int, *, first: int = 0, seed: int = 0) -> tuple[tup
     pairs = list(combinations(range(first, layers), 2))
     if len(pairs) > most:
         sample = np.random.default_rng(seed).permutation(len(pairs))[:most]
+        # Sorted, so that a larger sample lists its orders in the same sequence.
         pairs = [pairs[i] for i in sorted(sample)]
     orders = [tuple(range(layers))]
     for layer, other_layer in pairs:
@@ -68,7 +69,7 @@ class LayerOrders(ChangedModelExperiment):
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "loss": Output(("order", "prompt"), "nats", "mean loss per token"),
-        "layers": Output(("order", "layer"), "1", "which layer stands in each place"),
+        "layers": Output(("order", "layer"), "1", "layer that is computed at each depth"),
     }
 
     prompts: Prompts
@@ -91,7 +92,8 @@ class LayerOrders(ChangedModelExperiment):
             if sorted(order) != list(range(config.num_layers)):
                 last = config.num_layers - 1
                 raise ConfigError(f"expected every layer 0..{last} once, found {order}")
-        # Some architectures compute in layer 0 what all later layers read.
+        # Where the stream does not start with the embedding itself (RWKV: with its norm), layer 0 computes
+        # it.
         if any(order[0] for order in self.orders) and config.stream_start.kind != "embed":
             raise ConfigError(
                 f"expected layer 0 first in {config.model_type}, as later layers read what it computes, "
@@ -110,17 +112,11 @@ class LayerOrders(ChangedModelExperiment):
         import xarray as xr
 
         orders = [tuple(order) for order in cell["orders"]]
-        attrs = {
-            name: {"units": output.unit, "long_name": output.long_name}
-            for name, output in self.outputs.items()
+        values = {
+            "loss": np.stack([self._losses(prepared, order) for order in orders]),
+            "layers": np.array(orders),
         }
-        loss = np.stack([self._losses(prepared, order) for order in orders])
-        return xr.Dataset(
-            {
-                "loss": (("order", "prompt"), loss, attrs["loss"]),
-                "layers": (("order", "layer"), np.array(orders), attrs["layers"]),
-            }
-        )
+        return xr.Dataset({name: self.outputs[name].variable(array) for name, array in values.items()})
 
     def _losses(self, prepared: Any, order: tuple[int, ...]) -> Floats:
         """Mean nats per token of each prompt, with the layers in one order, float64 [prompt]."""
@@ -136,6 +132,8 @@ class LayerOrders(ChangedModelExperiment):
                 spec = replace(spec, order=order)
             for positions, logprobs in log_probabilities(model, rows, spec):
                 next_tokens = target[:, positions]
+                # Logits at the last position predict no token of the prompt, and are cut off; float64 for
+                # sums.
                 losses = -logprobs[:, : next_tokens.shape[1]].gather(-1, next_tokens[..., None]).double()
                 loss[indices] += losses.sum((1, 2)).cpu().numpy()
         by_prompt: Floats = loss / np.array([len(ids) - 1 for ids in self.prompts])

@@ -1,4 +1,4 @@
-"""Random errors: control of a dictionary's reconstructions, with the reconstruction errors randomly rotated.
+"""Control of a dictionary's reconstructions: the activations with randomly rotated reconstruction errors.
 
 Replacing an activation by anything costs loss. Gurnee (2024, "SAE reconstruction errors are (empirically)
 pathological") compares reconstructions with activations displaced as far, token by token, in random
@@ -38,6 +38,10 @@ def rotated(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
     Random signs and a Hartley transform (Bracewell 1983), three times, each of them orthogonal: as good as a
     uniform rotation for vectors that do not depend on it (Ailon & Chazelle 2009, "The fast
     Johnson-Lindenstrauss transform"), without a matrix [width, width] per layer and draw.
+
+    Arguments:
+        vectors: [..., width].
+        seed: seed of the rotation; equal seeds give equal rotations.
     """
     import torch
 
@@ -54,20 +58,25 @@ class RandomErrors:
     """Interventions that add rotated reconstruction errors to the activations they belong to."""
 
     def __init__(self, worker: ReconstructionRuns) -> None:
-        """Arguments:
-        worker: the dictionary's closed loop of reconstructions.
-        """
+        """Errors are computed by `worker`, the dictionary's closed loop of reconstructions."""
         self.worker = worker
         self._cached: dict[tuple[tuple[int, ...], ...], dict[int, Tensor]] = {}
         self._bytes = 0
 
     def __call__(self, rows: list[list[int]], seed: int) -> HookSpec:
-        """HookSpec that adds the errors of prompts of one length, rotated per layer by `seed`."""
+        """HookSpec that adds rotated errors to the activations.
+
+        Arguments:
+            rows: token ids of prompts of one length.
+            seed: seed of the rotations.
+        """
         errors = self._errors(rows)
+        # The layer is part of the seed, for a rotation of its own per layer, shared by all tokens.
         return self.worker.added({layer: rotated(error, (seed, layer)) for layer, error in errors.items()})
 
     def _errors(self, rows: list[list[int]]) -> dict[int, Tensor]:
-        """Errors by layer. The closed loop needs a pass per layer, so they are cached for all draws."""
+        """Reconstruction errors of prompts by layer, [prompt, position, width]."""
+        # Cached for all draws: the closed loop needs a pass per layer.
         key = tuple(map(tuple, rows))
         if key in self._cached:
             return self._cached[key]

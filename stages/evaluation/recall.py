@@ -36,10 +36,10 @@ class FactualRecall(ChangedModelExperiment):
     name: ClassVar[str] = "factual_recall"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "logprob": Output(("fact", "answer"), "nats", "of every answer behind every prompt"),
-        "rank": Output(("fact",), "1", "of its own answer among all tokens, 0 the likeliest"),
-        "said": Output(("fact",), "1", "likeliest token"),
-        "target": Output(("fact",), "1", "its own answer"),
+        "logprob": Output(("fact", "answer"), "nats", "log-probability of every answer after every prompt"),
+        "rank": Output(("fact",), "1", "rank of the prompt's own answer among all tokens, 0 the likeliest"),
+        "said": Output(("fact",), "1", "most likely next token"),
+        "target": Output(("fact",), "1", "first token of the prompt's own answer"),
     }
 
     prompts: Prompts
@@ -52,7 +52,11 @@ class FactualRecall(ChangedModelExperiment):
         return {"prompts": [list(ids) for ids in self.prompts], "targets": list(self.targets), **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell. Raises PromptError unless there is one answer per prompt."""
+        """One cell.
+
+        Raises:
+            PromptError: unless there is one answer per prompt.
+        """
         if not self.prompts or len(self.prompts) != len(self.targets):
             raise PromptError(
                 f"expected an answer for each prompt, found {len(self.targets)} for {len(self.prompts)}"
@@ -64,6 +68,7 @@ class FactualRecall(ChangedModelExperiment):
         import xarray as xr
 
         model, _ = prepared
+        # Distinct and ascending: several facts may have the same object.
         answers = np.unique(self.targets)
         target = np.array(self.targets, np.int64)
         logprob = np.zeros((len(target), len(answers)))
@@ -76,16 +81,6 @@ class FactualRecall(ChangedModelExperiment):
             # Strictly greater: tied tokens do not push the answer down.
             rank[indices] = (values > correct[:, None]).sum(axis=1)
             top_tokens[indices] = values.argmax(axis=1)
-        attrs = {
-            name: {"units": output.unit, "long_name": output.long_name}
-            for name, output in self.outputs.items()
-        }
-        return xr.Dataset(
-            {
-                "logprob": (("fact", "answer"), logprob, attrs["logprob"]),
-                "rank": ("fact", rank, attrs["rank"]),
-                "said": ("fact", top_tokens, attrs["said"]),
-                "target": ("fact", target, attrs["target"]),
-            },
-            {"answer": answers},
-        )
+        arrays: dict[str, Any] = {"logprob": logprob, "rank": rank, "said": top_tokens, "target": target}
+        variables = {name: self.outputs[name].variable(array) for name, array in arrays.items()}
+        return xr.Dataset(variables, {"answer": answers})

@@ -2,7 +2,7 @@
 
 Idea (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"): the final residual stream is
 the sum of the embedding and the outputs of all attention and MLP layers. With the divisor of the final norm
-held at its captured value the norm is linear, so each part has a share of every logit. The shares and a
+fixed to its captured value the norm is linear, so each part has a share of every logit. The shares and a
 constant add up to the logit before a final soft cap, which is not linear (logit_directions.py). Single heads
 and neurons: attribution_units.py.
 
@@ -15,7 +15,7 @@ Axes: component, layer, token (any sample axes in `logit_attrs`), hidden. Unit: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ShapeError
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
-from .lens import logits
+from .lens import join_tokens, logits
 from .logit_directions import MOST_LIKELY, NONE, Directions
 from .readout import require_linear
 from .residual import apply_ln_to_stack, of_one_layer
@@ -37,15 +37,6 @@ __all__ = ["component_attribution", "contrasted_tokens", "logit_attrs"]
 
 LOGIT_BYTES = 1 << 25
 """Bytes of logits [token, vocab] in memory at a time during the search for the most likely tokens."""
-
-
-def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Concatenate the results of consecutive token ranges."""
-    import xarray as xr
-
-    # Variables without a token axis are equal in all parts; "minimal" keeps one copy instead of adding the
-    # axis.
-    return xr.concat(parts, "token", data_vars="minimal", coords="minimal", compat="override", join="exact")
 
 
 @stage(
@@ -119,6 +110,7 @@ def _choose(
     )
 
 
+# Dims of each input of `component_attribution`.
 _WRITTEN: Mapping[str, tuple[str, ...] | None] = {
     "embed": ("token", "hidden"),
     "attn_out": ("layer", "token", "hidden"),
@@ -143,8 +135,8 @@ _WRITTEN: Mapping[str, tuple[str, ...] | None] = {
         "embed_share": Output(("token",), "logits", "share of the embedding"),
         "attn_share": Output(("layer", "token"), "logits", "share of each layer's attention"),
         "mlp_share": Output(("layer", "token"), "logits", "share of each layer's MLP", is_optional=True),
-        "constant": Output(("token",), "logits", "what the biases of the readout add"),
-        "total": Output(("token",), "logits", "sum of all: the logit (difference) before a soft cap"),
+        "constant": Output(("token",), "logits", "share of the biases of final norm and unembedding"),
+        "total": Output(("token",), "logits", "sum of all shares: the logit (difference) before a soft cap"),
     },
     cells="segment",
     combine=join_tokens,
@@ -221,7 +213,16 @@ def component_attribution(
 
 
 def require_whole(attn_out: xr.DataArray, mlp_out: xr.DataArray | None, readout: xr.Dataset) -> None:
-    """ShapeError unless both arrays have layers 0, 1, 2, … without gaps, and the width of the readout."""
+    """Check that both outputs are complete.
+
+    Arguments:
+        attn_out: attention outputs [layer, token, hidden].
+        mlp_out: MLP outputs likewise; None for a model without MLPs.
+        readout: See stages/logits/readout.py.
+
+    Raises:
+        ShapeError: unless both have layers 0, 1, 2, … without gaps, and the width of the readout.
+    """
     present = (attn_out,) if mlp_out is None else (attn_out, mlp_out)
     layers = [array["layer"].values.tolist() for array in present]
     if layers[0] != list(range(len(layers[0]))) or layers[0] != layers[-1]:
@@ -272,8 +273,13 @@ def logit_attrs(
 def constant_share(
     readout: xr.Dataset, *, token: xr.DataArray | int, against: xr.DataArray | int | None = None
 ) -> xr.DataArray:
-    """Contribution of the biases of final norm and unembedding to the logit of any state; 0 without
-    biases."""
+    """Contribution of the biases of final norm and unembedding to a logit; 0 without biases.
+
+    Arguments:
+        readout: See stages/logits/readout.py.
+        token: Token id, or one per state [...].
+        against: Likewise, the token whose logit is subtracted.
+    """
     import xarray as xr
 
     require_linear(readout)

@@ -1,10 +1,9 @@
-"""Direct logit attribution to single heads and neurons, over corpora of any length. Needs no model and no
-torch.
+"""Direct logit attribution to single heads and neurons, over corpora of any length.
 
 Idea: the share of head h is d . (z_h W_O[h]), where d is the direction of the logit over the divisor of the
 final norm (logit_directions.py). Computed as (W_O[h] d) . z_h it needs no array [token, head, hidden]: the
 direction is mapped back through the output projection once, to the width of z. Neurons likewise: (W_out[n] .
-d) times their activation.
+d) times their activation. Needs no model and no torch.
 
 In families that normalise attention and MLP outputs (Gemma 2) the direction is mapped back through that norm
 as well: times its weight, over its captured divisor per layer and token. This is a second form of each stage,
@@ -24,7 +23,7 @@ from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ShapeError
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
-from .attribution import join_tokens
+from .lens import join_tokens
 from .logit_directions import Directions
 from .residual import require_post_scale
 
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["head_attribution", "neuron_attribution"]
 
 
-_TOLD: dict[str, tuple[str, ...] | None] = {
+_CONTEXT: dict[str, tuple[str, ...] | None] = {
     "scale": ("token",),
     "targets": ("token",),
     "against": ("token",),
     "readout": None,
     "weights": None,
 }
-_HEADS: dict[str, tuple[str, ...] | None] = {"z": ("layer", "token", "head", "d_head"), **_TOLD}
-_NEURONS: dict[str, tuple[str, ...] | None] = {"post_act": ("layer", "token", "mlp"), **_TOLD}
+_HEADS: dict[str, tuple[str, ...] | None] = {"z": ("layer", "token", "head", "d_head"), **_CONTEXT}
+_NEURONS: dict[str, tuple[str, ...] | None] = {"post_act": ("layer", "token", "mlp"), **_CONTEXT}
 _POST: dict[str, tuple[str, ...] | None] = {"post_scale": ("layer", "token")}
 _HEAD_OUTPUTS = {
     "head_share": Output(("layer", "token", "head"), "logits", "share of each head"),
@@ -50,7 +49,7 @@ _HEAD_OUTPUTS = {
 }
 _NEURON_OUTPUTS = {
     "neuron_id": Output(("layer", "token", "rank"), "1", "neurons of the largest shares by magnitude"),
-    "neuron_share": Output(("layer", "token", "rank"), "logits", "their shares"),
+    "neuron_share": Output(("layer", "token", "rank"), "logits", "shares of these neurons"),
     "neurons_total": Output(("layer", "token"), "logits", "sum over all neurons of the layer"),
     "mlp_bias_share": Output(("layer", "token"), "logits", "share of the bias of each layer's MLP"),
 }
@@ -200,8 +199,16 @@ class _Through:
     def walk(
         self, directions: Directions, scale: Array
     ) -> Iterator[tuple[int, Array, Array, Array, Array | float]]:
-        """Yield (layer, tokens with a target, their states [row, ...], directions [row, unit], bias
-        share)."""
+        """Iterate over layers and token ranges.
+
+        Arguments:
+            directions: Logit directions of all tokens.
+            scale: Divisor of the final norm [token].
+
+        Returns:
+            Tuples of layer, tokens with a target, their states [row, ...], directions at the units [row,
+            unit], and the share of the bias [row], 0.0 without one.
+        """
         # Directions are as wide as hidden, states as wide as units; the larger decides how many tokens fit.
         width = max(self.width, self.weights.sizes["hidden"])
         ranges = directions.chosen(token_ranges(self.states, width))
@@ -213,6 +220,8 @@ class _Through:
         for (layer, token_range, with_target), rows in ahead(
             reads, lambda request: read_rows(self.states, request[1], request[2], layer=request[0])
         ):
+            # The weights of a layer are read once, at its first range: all ranges of a layer follow each
+            # other.
             if token_range is ranges[0][0]:
                 matrix = self._layer(self.matrix, layer)
                 # [head, d_head, hidden] as [unit, hidden], so that heads and neurons take one matrix product.
@@ -227,10 +236,11 @@ class _Through:
     def _before_norm(
         self, direction: Array, layer: int, token_range: slice, with_target: Array
     ) -> tuple[Array, Array | float]:
-        """Map directions back through the norm after a layer's output; also returns the share of its bias."""
+        """Directions before the norm after a layer's output, and the share of the norm's bias."""
         bias: Array | float = 0.0
         if self.post_scale is None:
             return direction, bias
+        # The norm's bias is added last, so it meets the direction before that is multiplied by the weight.
         if f"{self.post}_bias" in self.weights:
             bias = direction @ self._layer(f"{self.post}_bias", layer)
         direction *= self._layer(f"{self.post}_weight", layer)

@@ -1,9 +1,7 @@
-"""Output weights of attention heads and neurons as datasets: projections, biases and norm weights of all
-layers.
+"""Output weights of attention heads and of neurons as datasets: projections, biases, norm weights.
 
-Read straight from checkpoint files, without torch if these hold plain numbers, and stored once per model. Two
-separate datasets, because the neurons' weights are several times larger and not needed for questions about
-heads:
+They are read from checkpoint files, without torch if these hold plain numbers, and stored once per model. Two
+datasets, because the weights of neurons are several times larger, and questions about heads do not need them:
 
 "attention":
   W_O float32 [layer, head, d_head, hidden]   maps z of a head to its part of the attention output
@@ -27,7 +25,7 @@ import numpy as np
 
 from ...store.errors import ConfigError
 from ..forward.checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
-from .readout import read_weight
+from .readout import effective_gain, read_weight
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -99,7 +97,13 @@ def component_weights(
 
 
 def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "float32") -> SourceNode:
-    """Source node of one of the datasets; stored once per model and dtype."""
+    """Source node of one of the datasets, stored once per model and dtype.
+
+    Arguments:
+        files: the model's files.
+        part: "attention" or "mlp".
+        dtype: dtype in which the model computes; weights are rounded to it.
+    """
     from ...pipeline import Estimate, SourceNode
 
     config, identity = files.architecture(), files.identity(dtype=dtype)
@@ -129,10 +133,7 @@ def _reader(
             return np.ascontiguousarray(values.T).reshape(shape)
         if variable == "W_out":
             return np.ascontiguousarray(values.T)
-        # Gemma stores w and multiplies by 1 + w.
-        if config.norm_type == "gemma_rms" and variable.endswith("_weight"):
-            return values + np.float32(1)
-        return values
+        return effective_gain(values, config.norm_type) if variable.endswith("_weight") else values
 
     return read
 

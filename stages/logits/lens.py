@@ -35,21 +35,24 @@ __all__ = [
     "format_probability",
     "format_text",
     "format_token",
+    "join_tokens",
     "logit_lens",
     "logits",
     "next_tokens",
 ]
 
 
-BLOCK_BYTES = 1 << 25  # bytes of logits per block; about four blocks are in memory at a time
+BLOCK_BYTES = 1 << 25
+"""Bytes of logits per block, 32 MiB; about four blocks are in memory at a time."""
 
 
 def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
     """Concatenate the results of consecutive token ranges."""
     import xarray as xr
 
-    # "all": the lens has the token axis in every variable.
-    return xr.concat(parts, "token", data_vars="all", coords="minimal", compat="override", join="exact")
+    # Variables without a token axis are equal in all parts; "minimal" keeps one copy instead of adding the
+    # axis.
+    return xr.concat(parts, "token", data_vars="minimal", coords="minimal", compat="override", join="exact")
 
 
 @stage(
@@ -57,10 +60,12 @@ def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
     inputs={"resid_post": ("layer", "token", "hidden"), "targets": ("token",), "readout": None},
     outputs={
         "top_id": Output(("layer", "token", "rank"), "1", "most likely tokens"),
-        "top_logprob": Output(("layer", "token", "rank"), "nats", "their log-probabilities"),
+        "top_logprob": Output(
+            ("layer", "token", "rank"), "nats", "log-probabilities of the most likely tokens"
+        ),
         "entropy": Output(("layer", "token"), "nats", "entropy of the distribution"),
         "kl": Output(("layer", "token"), "nats", "KL(last layer || this layer)"),
-        "target_id": Output(("token",), "1", "token followed, -1 for none"),
+        "target_id": Output(("token",), "1", "token whose probability is tracked, -1 for none"),
         "target_logprob": Output(("layer", "token"), "nats", "log-probability of the target"),
         "target_rank": Output(("layer", "token"), "1", "rank of the target, 1 = most likely, 0 = no target"),
     },
@@ -121,8 +126,16 @@ def logit_lens(
 
 
 def logits(states: xr.DataArray, readout: xr.Dataset, *, soft_cap: bool = True) -> xr.DataArray:
-    """Logits float32 [..., vocab] of states [..., hidden]; for few states, as all logits are in memory at
-    once."""
+    """Logits of states, all in memory at once: for few states.
+
+    Arguments:
+        states: [..., hidden].
+        readout: See stages/logits/readout.py.
+        soft_cap: Whether to apply the model's final soft cap, if it has one.
+
+    Returns:
+        float32 [..., vocab].
+    """
     import xarray as xr
 
     states = states.transpose(..., "hidden")
@@ -137,15 +150,24 @@ def final_norm(states: Array, readout: xr.Dataset) -> Array:
 
     Arguments:
         states: [..., hidden].
-        readout: Its attrs have norm ("rms", "layer" or "none") and eps. rms: x / sqrt(mean(x^2) + eps) *
-            weight. layer: the mean is subtracted first, and a bias added last if there is one.
+        readout: Its attrs have norm and eps. "rms": x / sqrt(mean(x^2) + eps) * weight. "layer": the mean is
+            subtracted first, and a bias, if there is one, added last. "none": states are unchanged.
     """
     return _normed(states, readout, "norm", readout.attrs["eps"])
 
 
 def before_head(states: Array, readout: xr.Dataset) -> Array:
-    """Input of the LM head for states [..., hidden], float32: the final norm, and in encoders with a
-    transform also its dense layer, activation and norm (Devlin et al., BERT, 2019), [..., embedding]."""
+    """Input of the LM head: states after the final norm, and after the transform of an encoder.
+
+    The transform is a dense layer, an activation and a norm (Devlin et al. 2019, "BERT").
+
+    Arguments:
+        states: [..., hidden].
+        readout: See stages/logits/readout.py.
+
+    Returns:
+        float32 [..., hidden], or [..., embedding] after a transform.
+    """
     states = final_norm(states, readout)
     if "transform_weight" not in readout:
         return states
@@ -195,6 +217,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
+    # exp(-x) overflows to inf for very negative x, and x / inf is the right limit, -0.
     "silu": lambda x: x / (1 + np.exp(-x)),
 }
 """Activations of head transforms, by their names in architectures/."""
@@ -222,7 +245,7 @@ def first_appearance(top_id: xr.DataArray, token_id: int, k: int = 10) -> int | 
     """First layer with `token_id` among its `k` most likely tokens; None if there is none.
 
     Compared by id, so that " Parisian" does not count as " Paris". A word of several tokens is tracked by its
-    first.
+    first token.
 
     Arguments:
         top_id: [layer, rank], the lens at one token.
@@ -286,6 +309,7 @@ class _Head:
         values: Array = before_head(states, self.readout) @ self.unembed.T
         if self.bias is not None:
             values += self.bias
+        # In place: logits of a block are the largest array of the lens.
         if self.cap:
             values /= self.cap
             np.tanh(values, out=values)
@@ -326,6 +350,7 @@ def _read(logprobs: Array, final: Array, targets: Array, k: int) -> dict[str, Ar
 
 
 def _sample_axis(states: xr.DataArray, readout: xr.Dataset) -> str:
+    """Name of the axis of states, usually "token"."""
     sample_dims = [str(dim) for dim in states.dims if dim not in ("layer", "hidden")]
     if states.ndim != 3 or len(sample_dims) != 1:
         raise ShapeError(
@@ -341,6 +366,7 @@ def _sample_axis(states: xr.DataArray, readout: xr.Dataset) -> str:
 
 
 def _targets(targets: xr.DataArray | None, axis: str, n_tokens: int, vocab: int) -> npt.NDArray[np.int32]:
+    """Checked target ids, -1 for none, int32 [token]."""
     if targets is None:
         return np.full(n_tokens, -1, np.int32)
     values = np.asarray(targets.values, np.int64)

@@ -29,6 +29,7 @@ __all__ = ["MOST_LIKELY", "NONE", "Directions"]
 
 NONE, MOST_LIKELY = -1, -2
 _TILE = 256
+"""Tokens whose directions are gathered at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +39,20 @@ class Directions:
     rows: Array
     """float32 [row, hidden], one row per distinct token id."""
     constants: Array
-    """float64 [row]."""
+    """Share of the biases of norm and unembedding, float64 [row]."""
     target: Array
     """Row index of each token's target, or NONE."""
     against: Array
-    """Row of the token that is subtracted; NONE for none."""
+    """Row index of the contrasted token, whose logit is subtracted; NONE for none."""
 
     @classmethod
     def of(cls, readout: xr.Dataset, targets: Array, against: Array) -> Directions:
-        """Directions for token ids [token]; reads only the rows of the unembedding that are needed.
+        """Directions of tokens; reads only the rows of the unembedding that are needed.
+
+        Arguments:
+            readout: See stages/logits/readout.py.
+            targets: Token ids [token]; NONE for no target.
+            against: Token ids [token] whose logit is subtracted; NONE for none.
 
         Raises:
             ShapeError: An id is outside the vocabulary, or shapes differ.
@@ -67,7 +73,8 @@ class Directions:
         is_needed = np.zeros(vocab + 1, bool)
         is_needed[both] = True
         ids = np.flatnonzero(is_needed[:vocab])
-        place = np.full(vocab + 1, NONE)  # its last entry is the one that index NONE (-1) reads
+        # One entry more: index NONE (-1) reads the last one, which stays NONE.
+        place = np.full(vocab + 1, NONE)
         place[ids] = np.arange(len(ids))
         return cls(*_weighted(readout, ids), *place[both])
 
@@ -77,13 +84,23 @@ class Directions:
         return [(token_range, rows) for token_range, rows in selected if len(rows)]
 
     def along(self, token_range: slice, tokens: Array, scale: Array) -> Array:
-        """Directions of selected tokens of a range, divided by the final norm's divisor, [row, hidden]."""
+        """Directions of selected tokens of a range, divided by the final norm's divisor.
+
+        Arguments:
+            token_range: Range of tokens.
+            tokens: Indices within the range of tokens with a target.
+            scale: Divisor of the final norm [token].
+
+        Returns:
+            float32 [row, hidden]; the caller may modify it.
+        """
         target, against = self.target[token_range][tokens], self.against[token_range][tokens]
         divisor = np.asarray(scale[token_range][tokens], np.float32)[:, None]
         has_contrast = against != NONE
         directions = np.empty((len(target), self.rows.shape[1]), np.float32)
         for start in range(0, len(target), _TILE):
-            tile = slice(start, start + _TILE)  # small enough to stay in the CPU cache for all steps below
+            # Small enough to stay in the CPU cache for all steps below.
+            tile = slice(start, start + _TILE)
             # mode="clip" avoids a bounds check with a temporary copy; the ids were checked in `of`.
             out = np.take(self.rows, target[tile], axis=0, out=directions[tile], mode="clip")
             if has_contrast[tile].all():
@@ -95,7 +112,8 @@ class Directions:
 
     def constant(self) -> Array:
         """Contribution of the biases of norm and unembedding, float64 [token]; NaN without a target."""
-        padded = np.append(self.constants, 0.0)  # index NONE (-1) reads this zero
+        # Index NONE (-1) reads the zero at the end.
+        padded = np.append(self.constants, 0.0)
         return np.where(self.target == NONE, np.nan, padded[self.target] - padded[self.against])
 
 

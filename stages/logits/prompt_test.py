@@ -1,7 +1,5 @@
-"""Check how likely an answer is after a prompt; unembedding directions of tokens.
-
-Counterparts of TransformerLens: `test_prompt` (utils.py) and `tokens_to_residual_directions`
-(HookedTransformer.py).
+"""Counterparts of TransformerLens' `test_prompt` (utils.py) and `tokens_to_residual_directions`
+(HookedTransformer.py): how likely an answer is after a prompt, and unembedding directions of tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +28,13 @@ class Likely:
     """A token with its logit and probability at one position."""
 
     token: str
+    """Text of the token."""
     token_id: int
+    """Index in the vocabulary."""
     logit: float
+    """Logit, after a soft cap."""
     probability: float
+    """Probability, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,15 @@ class AnswerToken:
     """Answer token scored at its position: rank, logit, probability, likelier alternatives."""
 
     token: str
+    """Text of the token."""
     token_id: int
+    """Index in the vocabulary."""
     rank: int
     """Rank among all tokens, 0 for the most likely."""
     logit: float
+    """Logit, after a soft cap."""
     probability: float
+    """Probability, 0 to 1."""
     top: tuple[Likely, ...]
     """Most likely tokens at this position, in descending order."""
 
@@ -54,8 +60,11 @@ class PromptTest:
     """Probabilities of answers after a prompt."""
 
     prompt: str
+    """Text of the prompt."""
     prompt_tokens: tuple[str, ...]
+    """Text of each token of the prompt, special tokens included."""
     answers: tuple[str, ...]
+    """The answers as they were passed."""
     tokens: tuple[AnswerToken, ...]
     """All tokens of a single answer, or the first token of each of several answers."""
 
@@ -113,6 +122,7 @@ def test_prompt(
     # answers are alternatives for the same position, so none of them is read.
     answer_context = rows[0][:-1] if len(rows) == 1 else []
     expected = rows[0] if len(rows) == 1 else [row[0] for row in rows]
+    # float64: probabilities of a vocabulary are summed, and ranks compare nearly equal logits.
     logits = model.forward([*prompt_ids, *answer_context]).logits[0].double()
     positions = (
         range(len(prompt_ids) - 1, len(prompt_ids) + len(answer_context))
@@ -160,6 +170,7 @@ def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any
 
 
 def _single(model: Model, token: str | int) -> int:
+    """Token id of a text of one token; an id is returned unchanged."""
     if not isinstance(token, str):
         return int(token)
     ids = model.tokenizer.encode(token, add_special=False).ids
@@ -169,6 +180,8 @@ def _single(model: Model, token: str | int) -> int:
 
 
 def _ids(model: Model, answer: str, prepend_space: bool) -> list[int]:
+    """Token ids of an answer, without special tokens."""
+    # Most tokenizers have one token for " Paris" within a text, and another for "Paris" at its start.
     text = f" {answer}" if prepend_space and not answer.startswith(" ") else answer
     ids = model.tokenizer.encode(text, add_special=False).ids
     if not answer or not ids:

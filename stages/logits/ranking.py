@@ -20,9 +20,14 @@ __all__ = ["descending", "in_order", "ranked", "ranks", "top_columns"]
 
 
 def top_columns(values: Array, k: int) -> Ints:
-    """Columns of the k largest values per row, int32 [row, k], in descending order, ties by smaller column.
+    """Columns of the largest values of each row, in descending order, ties by smaller column.
 
-    All columns if a row has no more than k. NaN counts as smallest.
+    Arguments:
+        values: [row, column]; NaN counts as smallest.
+        k: Number of columns per row.
+
+    Returns:
+        int32 [row, k]; all columns if a row has no more than k.
     """
     width = values.shape[1]
     if k >= width:
@@ -56,9 +61,16 @@ def descending(row: Ints, value: Array, column: Ints) -> Ints:
     """Indices that sort cells by row, then by descending value, then by column; NaN last.
 
     Equals np.lexsort((column, -value, row)); measured three times as fast for a million cells.
+
+    Arguments:
+        row: Row of each cell, below 2^31.
+        value: Value of each cell.
+        column: Column of each cell.
     """
+    # float64 beyond the range of float32 becomes infinite; `in_order` resolves such ties by the exact values.
     with np.errstate(over="ignore"):
-        near = value.astype(np.float32) + np.float32(0)  # adding 0 turns -0 to 0, whose bits differ
+        # Adding 0 turns -0 to 0: the two are equal, but their bits differ.
+        near = value.astype(np.float32) + np.float32(0)
     near[np.isnan(near)] = -np.inf
     bits = near.view(np.int32).astype(np.int64)
     # Bit patterns of positive floats sort like integers; those of negative ones in reverse, so they are
@@ -96,7 +108,8 @@ def _reaching(values: Array, k: int) -> tuple[Ints, Ints]:
     # Eight groups per wanted value keep the bound close; sqrt balances group count and group size for small
     # k.
     groups = min(width, max(8 * k, int(width**0.5)))
-    size = width // groups if groups >= 2 * k else 1  # narrower ones are as many as the columns
+    # In rows narrower than 2 k each column is a group of its own.
+    size = width // groups if groups >= 2 * k else 1
     groups = groups if size > 1 else width
     grouped = values[:, : groups * size].reshape(rows, groups, size)
     most = grouped.max(axis=2) if size > 1 else values

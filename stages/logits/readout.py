@@ -1,8 +1,7 @@
-"""The readout of a model as a dataset: final norm, unembedding and vocabulary, stored once beside its
-activations.
+"""The readout of a model as a dataset: final norm, unembedding and vocabulary, stored with its activations.
 
-These few tensors turn a residual stream into logits. Read straight from checkpoint files, without torch, so
-analyses of a store need neither torch nor the model.
+These few tensors turn a residual stream into logits. They are read from checkpoint files, without torch, so
+that analyses of a store need neither torch nor the model.
 
 Variables and attributes:
   unembed float32 [vocab, hidden]         row = direction of a token, times the model's logit scale (Cohere)
@@ -35,8 +34,14 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture, HeadTransform, Stored
     from ..forward.models.files import ModelFiles
 
-__all__ = ["readout", "readout_from_files", "readout_node", "require_linear"]
-
+__all__ = [
+    "effective_gain",
+    "read_weight",
+    "readout",
+    "readout_from_files",
+    "readout_node",
+    "require_linear",
+]
 
 VERSION = 1
 """Version of this dataset in its key."""
@@ -78,12 +83,10 @@ def readout(
             f"{unembed.shape} and {norm_weight.shape}"
         )
     weight = np.asarray(norm_weight, np.float32)
-    rows = len(unembed)
     data: dict[str, Any] = {
         "unembed": (("vocab", "hidden"), np.asarray(unembed, np.float32)),
-        "norm_weight": ("hidden", weight + 1 if norm == "gemma_rms" else weight),
-        # Rows beyond the tokenizer are padding for efficient matrix sizes in many models.
-        "token": ("vocab", np.array([*vocabulary[:rows], *[""] * (rows - len(vocabulary))], dtype=object)),
+        "norm_weight": ("hidden", effective_gain(weight, norm)),
+        "token": ("vocab", _token_texts(vocabulary, len(unembed))),
     }
     if norm_bias is not None:
         data["norm_bias"] = ("hidden", np.asarray(norm_bias, np.float32))
@@ -128,6 +131,7 @@ def readout_from_files(
         require_tied(copy, original, np.array_equal(copied, source))
     unembed, norm_weight = take("head"), take("final_norm")
     assert unembed is not None  # every model has one
+    # An encoder with a transform may have no final norm: its stream ends with the norm of its last layer.
     if config.transform is not None:
         return _transformed(config, config.transform, take, vocabulary)
     assert norm_weight is not None  # without a transform every model has one
@@ -141,6 +145,23 @@ def readout_from_files(
         unembed_bias=take("head.bias"),
         vocabulary=vocabulary,
     )
+
+
+def effective_gain(weight: Array, norm_type: str) -> Array:
+    """Factor by which a norm multiplies, from its stored weight.
+
+    Arguments:
+        weight: float32 [hidden].
+        norm_type: `Architecture.norm_type`.
+    """
+    # Gemma stores w and multiplies by 1 + w.
+    return weight + np.float32(1) if norm_type == "gemma_rms" else weight
+
+
+def _token_texts(vocabulary: Sequence[str], rows: int) -> Array:
+    """Text of each row of the unembedding, object [vocab]; "" past the end of the vocabulary."""
+    # Many models pad the unembedding beyond the tokenizer, to matrix sizes that GPUs multiply fast.
+    return np.array([*vocabulary[:rows], *[""] * (rows - len(vocabulary))], dtype=object)
 
 
 def _transformed(
@@ -166,9 +187,8 @@ def _transformed(
     for name, (weight, axes) in dims.items():
         if (values := take(weight)) is not None:
             data[name] = (axes, np.asarray(values, np.float32))
-    rows, norm = config.vocab_size, "layer" if config.norm_type == "layer" else "rms"
-    words = [*vocabulary[:rows], *[""] * (rows - len(vocabulary))]
-    data["token"] = ("vocab", np.array(words, dtype=object))
+    norm = "layer" if config.norm_type == "layer" else "rms"
+    data["token"] = ("vocab", _token_texts(vocabulary, config.vocab_size))
     attrs = {
         "norm": norm if "norm_weight" in data else "none",
         "eps": float(config.final_norm_eps),
@@ -191,8 +211,12 @@ def require_linear(readout: xr.Dataset) -> None:
 
 
 def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
-    """Source node of a model's readout; stored once per model, tokenizer and dtype. Without a tokenizer,
-    token ids serve as texts."""
+    """Source node of a model's readout, stored once per model, tokenizer and dtype.
+
+    Arguments:
+        files: the model's files; without a tokenizer, token ids serve as texts.
+        dtype: dtype in which the model computes; weights are rounded to it.
+    """
     from ...pipeline import Estimate, SourceNode
 
     config, tokenizer = files.architecture(), files.tokenizer()
@@ -208,7 +232,8 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
         "tokenizer": "ids" if tokenizer is None else tokenizer.digest,
         "dtype": dtype,
     }
-    rows, width = config.tensors.outside["head"].shape  # fails here, before anything else is computed
+    # Looked up while the plan is made: a checkpoint without a head is an error before anything is computed.
+    rows, width = config.tensors.outside["head"].shape
     size = 4 * rows * width
     estimate = Estimate(size, size, 2 * size)
     return SourceNode("readout", VERSION, params, make, estimate, (files.pinned,))
@@ -223,7 +248,7 @@ def read_weight(
     rows: slice | Array | None = None,
     columns: slice | None = None,
 ) -> Array:
-    """Read a weight in the form the model uses: rounded, [out, in], with the family's factors on its rows.
+    """Read a weight as the model uses it: rounded, [out, in], with the family's factors on its rows.
 
     Arguments:
         checkpoint: The checkpoint.
@@ -232,21 +257,23 @@ def read_weight(
         dtype: Dtype in which the model computes.
         rows: Rows to read; None for all. An unquantised file is read only in these rows.
         columns: Columns to read; None for all.
+
+    Returns:
+        float32 [row, column], or [row] for a vector.
     """
-    row_index, column_index = (
-        slice(None) if rows is None else rows,
-        slice(None) if columns is None else columns,
-    )
+    row_index, column_index = (slice(None) if index is None else index for index in (rows, columns))
     if stored.constant is not None:
         return np.full(stored.shape, stored.constant, np.float32)[row_index]
     tensor = checkpoint.array(name)
+    # Grouped tensors hold the diagonal blocks only; the model multiplies with the whole matrix.
     if stored.groups is not None:
         tensor = stored.on_diagonal(
             tensor, np.zeros((len(tensor), tensor.shape[1] * stored.groups), tensor.dtype)
         )
+    # Conv1D of GPT-2 stores [in, out].
     tensor = (tensor.T if stored.is_transposed else tensor)[row_index]
     values = rounded(tensor if tensor.ndim == 1 else tensor[:, column_index], dtype)
-    # Rounded again after the addition, as the model computes it in its dtype.
+    # Rounded again after the addition, as the model adds in its own dtype.
     if stored.plus:
         values = rounded(values + np.float32(stored.plus), dtype)
     values = np.ascontiguousarray(values)
@@ -258,10 +285,16 @@ def read_weight(
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Round to `dtype`, widened back to float32."""
+    """Values rounded to a dtype and widened back, float32.
+
+    Arguments:
+        values: Array of any float dtype.
+        dtype: Name of the dtype.
+    """
+    # numpy has no bfloat16 of its own.
     import ml_dtypes
 
-    # Already exact in that dtype.
+    # Nothing to round: float32 is the result's dtype, and values of `dtype` are exact in it.
     if dtype in ("float32", values.dtype.name):
         return values.astype(np.float32)
     return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float32)

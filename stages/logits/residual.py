@@ -132,8 +132,7 @@ def stack_head_results(
             "remainder".
     """
     results = _written(z, weights, "W_O", "ln1_post", post_scale, over=["d_head"])
-    stacked = _flattened(results, "head", "L{}H{}")
-    return stacked if remainder_of is None else _with_remainder(stacked, remainder_of)
+    return _flattened(results, "head", "L{}H{}", remainder_of)
 
 
 def stack_neuron_results(
@@ -154,8 +153,7 @@ def stack_neuron_results(
         remainder_of: See `stack_head_results`.
     """
     results = _written(post_act, weights, "W_out", "ln2_post", post_scale, over=[])
-    stacked = _flattened(results, "mlp", "L{}N{}")
-    return stacked if remainder_of is None else _with_remainder(stacked, remainder_of)
+    return _flattened(results, "mlp", "L{}N{}", remainder_of)
 
 
 def full_resid_decomposition(
@@ -184,6 +182,7 @@ def full_resid_decomposition(
     """
     embed = of_one_layer(embed)
     attention_scale, mlp_scale = post_scales or (None, None)
+    # One component for all biases: none of them belongs to a head or neuron.
     bias = _bias(embed, attention_weights, "b_O", "ln1_post", attention_scale)
     if mlp_weights is not None:
         bias = bias + _bias(embed, mlp_weights, "b_out", "ln2_post", mlp_scale)
@@ -260,8 +259,16 @@ def _after_norm(
 
 
 def require_post_scale(weights: xr.Dataset, post: str, post_scale: xr.DataArray | None) -> None:
-    """Raise ShapeError if the divisor of a norm after attention or MLP is missing, or given without such a
-    norm."""
+    """Check the captured divisor of a norm after attention or MLP against the weights.
+
+    Arguments:
+        weights: a dataset of component_weights.py.
+        post: "ln1_post" or "ln2_post".
+        post_scale: divisor of that norm; None for none.
+
+    Raises:
+        ShapeError: the divisor is missing, or the model has no such norm.
+    """
     has_norm = f"{post}_weight" in weights
     if has_norm and post_scale is None:
         raise ShapeError(
@@ -288,23 +295,30 @@ def _bias(
     return total.transpose(*embed.dims)
 
 
-def _flattened(results: xr.DataArray, unit: str, label: str) -> xr.DataArray:
-    """Flatten [layer, unit, ..., hidden] to [component, ..., hidden], units of the first layer first."""
+def _flattened(
+    results: xr.DataArray, unit: str, label: str, remainder_of: xr.DataArray | None
+) -> xr.DataArray:
+    """Flatten [layer, unit, ..., hidden] to [component, ..., hidden], units of the first layer first.
+
+    Arguments:
+        unit: axis of heads or neurons.
+        label: format of a component's label, from layer and number of the unit.
+        remainder_of: state whose remainder becomes the last component; None for none.
+    """
     results = results.transpose("layer", unit, ..., "hidden")
     numbers = results[unit].values if unit in results.coords else range(results.sizes[unit])
     labels = [label.format(layer, number) for layer in results["layer"].values for number in numbers]
     dropped = results.drop_vars([unit], errors="ignore")
-    return (
+    stacked = (
         # create_index=False: a MultiIndex of layers and units would take as much memory as small states.
         dropped.stack(component=("layer", unit), create_index=False)
         .drop_vars(["layer"], errors="ignore")
         .transpose("component", ..., "hidden")
         .assign_coords(component=labels)
     )
-
-
-def _with_remainder(stacked: xr.DataArray, whole: xr.DataArray) -> xr.DataArray:
-    remainder = whole.drop_vars("layer", errors="ignore") - stacked.sum("component")
+    if remainder_of is None:
+        return stacked
+    remainder = remainder_of.drop_vars("layer", errors="ignore") - stacked.sum("component")
     return _concatenated([stacked, _stack([("remainder", remainder)])])
 
 
@@ -321,6 +335,8 @@ def _layers(states: xr.DataArray, stop: int | None) -> list[int]:
 
 
 def _at(states: xr.DataArray, layer: int) -> xr.DataArray:
+    # drop=True: a scalar coordinate `layer` of one part would conflict with that of another in a
+    # concatenation.
     return states.sel(layer=layer, drop=True)
 
 

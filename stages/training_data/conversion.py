@@ -1,4 +1,4 @@
-"""Exact conversion of stored numbers to float32, and a check that they are finite. Needs no torch for arrays.
+"""Exact conversion of stored numbers to float32, and a check that they are finite. Arrays need no torch.
 
 numpy converts float16 number by number, measured nine times slower than the bit operations here. bfloat16 is
 the upper half of a float32.
@@ -28,6 +28,7 @@ _EXPONENT = np.float32(2.0**112)
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
 """Bits of infinity; NaNs are larger."""
 _SIGN = 0x8000
+"""Sign bit of a 16-bit float."""
 
 
 def as_float32(rows: Array) -> npt.NDArray[np.float32]:
@@ -38,17 +39,25 @@ def as_float32(rows: Array) -> npt.NDArray[np.float32]:
     step = max(1, _BLOCK // (rows.size // len(rows)))
     # By block: each step below reads and writes the same numbers, so they should stay in the cache.
     for start in range(0, len(rows), step):
+        # int16 to int32 repeats the sign bit, so that it is at bit 31 wherever the shift leaves the number.
         bits = rows[start : start + step].view(np.int16).astype(np.int32)
         np.left_shift(bits, 13, out=bits)
         np.bitwise_and(bits, _SIGN_AND_NUMBER, out=bits)
+        # The product also turns subnormal halves into normal floats, which the shifted bits alone would not.
         np.multiply(bits.view(np.float32), _EXPONENT, out=out[start : start + step])
     return out
 
 
 def as_tensor(rows: npt.NDArray[Any], *, widen: bool = True) -> Tensor:
-    """Rows as a tensor: float32, or in their stored dtype if `widen` is False."""
+    """Rows as a tensor that shares their memory where no conversion is needed.
+
+    Arguments:
+        rows: array of any stored dtype.
+        widen: whether to convert to float32; otherwise the stored dtype is kept.
+    """
     import torch
 
+    # torch.from_numpy does not know the bfloat16 of ml_dtypes; as integers its bits pass unchanged.
     if rows.dtype.name == "bfloat16":
         tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
     else:

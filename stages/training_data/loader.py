@@ -50,15 +50,14 @@ class LoaderOptions:
     batch: int = option(4096, "Rows per batch.", kind="count")
     seed: int = option(
         0,
-        "Seed of the order, which is a function of it, the epoch, the prompts chosen and the segments of the "
-        "run, and of nothing else.",
+        "Seed of the order. Order is a function of seed, epoch, selected prompts and the run's segments.",
     )
     buffer_tokens: int = option(
-        1 << 15, "Rows shuffled together in memory; two such buffers are held.", kind="count"
+        1 << 15, "Rows shuffled together in memory, in each of two buffers.", kind="count"
     )
     block_tokens: int = option(1 << 10, "Neighbouring tokens that enter a buffer together.", kind="count")
-    epochs: int | None = option(1, "Passes over the rows; None without end.", kind="count")
-    drop_last: bool = option(False, "Leave out the last batch where it is shorter.")
+    epochs: int | None = option(1, "Passes over the rows; None for an endless loader.", kind="count")
+    drop_last: bool = option(False, "Leave out a last batch that is shorter than the others.")
     skip_positions: int = option(0, "Number of first positions of each prompt that are left out.")
     without: Iterable[int] = option((), "Token ids whose rows are left out, such as BOS and padding.")
     normalise: str | None = option(
@@ -68,17 +67,14 @@ class LoaderOptions:
         None, "Statistics of the rows (`state_statistics`); by variable where there are several."
     )
     dtype: Literal["float32", "stored"] = option(
-        "float32", "Dtype of batches, or that of the store.", choices=("float32", "stored")
+        "float32", "Dtype of batches: float32, or the dtype of the store.", choices=("float32", "stored")
     )
     labels: bool = option(False, "Whether batches hold run, prompt, position and token_id of their rows.")
 
     def __post_init__(self) -> None:
-        _check(
-            batch=self.batch,
-            buffer_tokens=self.buffer_tokens,
-            block_tokens=self.block_tokens,
-            epochs=self.epochs,
-        )
+        for name in ("batch", "buffer_tokens", "block_tokens", "epochs"):
+            if name != "epochs" or self.epochs is not None:
+                as_count(getattr(self, name), name)
         if self.dtype not in ("float32", "stored"):
             raise ConfigError(f"expected dtype 'float32' or 'stored', found {self.dtype!r}")
         if self.buffer_tokens < self.block_tokens:
@@ -86,8 +82,8 @@ class LoaderOptions:
                 f"expected buffer_tokens of at least block_tokens={self.block_tokens}, found "
                 f"{self.buffer_tokens}"
             )
-        without = tuple(self.without) if isinstance(self.without, Iterator) else self.without
-        object.__setattr__(self, "without", tuple(as_indices(without, "without")))
+        object.__setattr__(self, "without", as_indices(self.without, "without"))
+        # Scaled float16 or int8 rows would be rounded a second time.
         if self.normalise is not None and self.dtype == "stored":
             raise ConfigError("expected dtype 'float32' of rows that are normalised, found 'stored'")
 
@@ -101,7 +97,7 @@ class ActivationLoader:
 
     Arguments:
         states: A dataset from `capture` or `store.entry(…).open()`, possibly with selected prompts or layers;
-            or several.
+            or several of one model.
         variables: Names of the variables; None for all.
         layers: Layers; None for all. A single number removes the layer axis.
         options: See below.
@@ -125,9 +121,10 @@ class ActivationLoader:
         settings = LoaderOptions(**loader_options)
         source = _source(states)
         if variables is not None:
-            # A text is iterable, too: a single name is handled in _cells.
+            # A single name is an iterable of letters, too; `_cells` handles it.
             require_kind(variables, Iterable, "variables as names", "write ['resid_post']")
         layer_numbers = None if layers is None else as_indices(layers, "layers")
+        # layers=3 drops the layer axis and layers=[3] keeps it, as indexing does in numpy and xarray.
         self._is_single = layers is not None and not is_several(layers)
         self.cells = _cells(states, source, variables, layer_numbers)
         source.require(cell for cells in self.cells.values() for cell in cells)
@@ -135,6 +132,7 @@ class ActivationLoader:
         self._scaled = _normalisations(self.cells, settings.normalise, settings.statistics)
         self.position = 0
         self._batches = Batches(
+            # All layers of a variable as one wide cell: one row then is one slice of the window.
             Joined(
                 source.leaving_out(positions=settings.skip_positions, tokens=tuple(settings.without)),
                 {(variable, None): cells for variable, cells in self.cells.items()},
@@ -168,8 +166,9 @@ class ActivationLoader:
                 "epochs, or set position to 0"
             )
         for batch in self._batches.since(self.position):
+            # Before the yield: a caller that stops here has received this batch.
             self.position = batch.number + 1
-            yield self._made(batch)
+            yield self._arrays(batch)
 
     def shared(self, worker: int, workers: int, *, taken: int = 0) -> Iterator[Arrays]:
         """Batches of one worker, from `position` on: number `worker`, and every `workers`-th after it.
@@ -183,8 +182,9 @@ class ActivationLoader:
         """
         if not 0 <= worker < workers:
             raise ConfigError(f"expected a worker below workers={workers}, found {worker}")
+        # Each worker has returned `taken` batches, so together they are `taken * workers` batches further.
         for batch in self._batches.since(self.position + taken * workers, (worker, workers)):
-            yield self._made(batch)
+            yield self._arrays(batch)
 
     def to_torch(self) -> ActivationDataset:
         """The loader as a torch `IterableDataset`, for `DataLoader(loader.to_torch(), batch_size=None,
@@ -199,6 +199,7 @@ class ActivationLoader:
     def identity(self) -> str:
         """Digest of the rows and their order."""
         batches = self._batches
+        # Without epochs and drop_last: they end the order, and do not change a batch before its end.
         settings = [batches.batch, batches.window, batches.block, batches.seed, *self._left_out()]
         return digest("activation loader", batches.source.identity(batches.cells), settings)
 
@@ -207,7 +208,11 @@ class ActivationLoader:
         return {"position": self.position, "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Restore a saved position. ConfigError if rows or order differ."""
+        """Restore the position of a `state_dict`.
+
+        Raises:
+            ConfigError: The state belongs to other rows, or to another order of them.
+        """
         if state["identity"] != self.identity:
             raise ConfigError(
                 "expected a place in these rows in this order, found one in others; load the same runs with "
@@ -217,13 +222,16 @@ class ActivationLoader:
         return self
 
     def _left_out(self) -> list[Any]:
+        """Skipped positions and excluded token ids, as plain values."""
+        # All runs of an EndToEnd leave out the same.
         source: Any = self._batches.source
         first_run = source.source.runs[0] if isinstance(source.source, EndToEnd) else source.source
         return [first_run.skip_positions, list(first_run.without)]
 
     # -- batches
 
-    def _made(self, batch: Batch) -> Arrays:
+    def _arrays(self, batch: Batch) -> Arrays:
+        """Arrays of a batch by variable, converted and normalised."""
         arrays: Arrays = {}
         for variable, cells in self.cells.items():
             stored = batch.rows[variable, None]
@@ -237,13 +245,8 @@ class ActivationLoader:
         return arrays | (self._batches.source.labels(batch.tokens) if self.labels else {})
 
 
-def _check(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None or name != "epochs":
-            as_count(value, name)
-
-
 def _source(states: Any) -> StoredActivations | EndToEnd:
+    """Rows of one dataset, or of several concatenated."""
     if isinstance(states, StoredActivations | EndToEnd):
         return states
     if isinstance(states, Sequence) and not isinstance(states, str | bytes):
@@ -268,7 +271,14 @@ def _cells(
     variables: Sequence[str] | str | None,
     layers: Sequence[int] | None,
 ) -> dict[str, list[Cell]]:
-    """Cells of each variable: the requested ones, by default those in the (first) dataset."""
+    """Cells of each variable: the requested ones, by default those in the (first) dataset.
+
+    Arguments:
+        states: what the user passed.
+        source: the same as rows.
+        variables: names of variables; None for all.
+        layers: layer numbers; None for all.
+    """
     from ...store.reading.selection import as_layer
 
     first_states = states[0] if isinstance(states, Sequence) else states
@@ -300,12 +310,13 @@ def _cells(
 
 def _normalisations(
     cells: Mapping[str, Sequence[Cell]],
-    how: str | None,
+    method: str | None,
     statistics: xr.Dataset | dict[str, xr.Dataset] | None,
 ) -> dict[Cell, Normalisation]:
-    if how is None and statistics is None:
+    """Normalisation of each cell; empty without a method."""
+    if method is None and statistics is None:
         return {}
-    if how is None or statistics is None:
+    if method is None or statistics is None:
         raise ConfigError(
             "expected normalise= and statistics= together, found one of them; statistics are what "
             "state_statistics(states.resid_post) gives"
@@ -320,7 +331,7 @@ def _normalisations(
             f"expected statistics of {absent[0]}, found those of {', '.join(map(str, by_name))}"
         )
     return {
-        cell: Normalisation.of(by_name[name], cell[1], how)
+        cell: Normalisation.of(by_name[name], cell[1], method)
         for name, variable_cells in cells.items()
         for cell in variable_cells
     }

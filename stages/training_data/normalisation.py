@@ -1,7 +1,8 @@
 """Statistics of stored states as a cached stage, and normalisation of rows by them.
 
-The summary of a segment is the mean and the mean squared deviation of each dimension; segments are merged
-(Chan, Golub and LeVeque 1983) in float64, because residual streams have large values with small variance.
+The summary of a segment is the mean and the mean squared deviation of each dimension. Segments are merged by
+the update of Chan, Golub and LeVeque (1983, "Algorithms for Computing the Sample Variance"), in float64,
+because residual streams have large values with small variance.
 
 Axes: layer, token, hidden. Needs no model and no torch.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Output, stage
+from ...store.arrays import Bools
 from ...store.errors import ConfigError, EntryNotFound, ShapeError, nearest
 from ..corpus.state_cells import as_layers, by_layer, state_rows
 
@@ -26,8 +28,9 @@ __all__ = ["NORMALISATIONS", "Normalisation", "state_statistics"]
 
 LAYER, DIMENSION = ("layer",), ("layer", "hidden")
 DIMS = {"n": LAYER, "mean": DIMENSION, "variance": DIMENSION, "norm": LAYER, "largest_norm": LAYER}
+"""Dims of each statistic."""
 NORMALISATIONS = ("expected_average_only_in", "centred", "standard")
-
+"""Methods; see `Normalisation.of`."""
 
 Summary = dict[str, npt.NDArray[Any]]
 """n, norm, largest_norm [...]; mean, variance [..., hidden]."""
@@ -62,7 +65,7 @@ def _joined(first_summary: Summary, second_summary: Summary) -> Summary:
     }
 
 
-def _together(parts: list[xr.Dataset]) -> xr.Dataset:
+def _merged(parts: list[xr.Dataset]) -> xr.Dataset:
     """Merge the statistics of consecutive token ranges."""
     merged = reduce(_joined, ({name: part[name].values for name in DIMS} for part in parts))
     first_part = parts[0]
@@ -75,12 +78,12 @@ def _together(parts: list[xr.Dataset]) -> xr.Dataset:
     outputs={
         "n": Output(LAYER, "tokens", "number of states"),
         "mean": Output(DIMENSION, "1", "mean over tokens"),
-        "variance": Output(DIMENSION, "1", "mean squared distance from the mean"),
+        "variance": Output(DIMENSION, "1", "mean squared deviation from the mean"),
         "norm": Output(LAYER, "1", "mean length of a state"),
         "largest_norm": Output(LAYER, "1", "largest length of a state"),
     },
     cells=("layer", "segment"),
-    combine=by_layer(_together),
+    combine=by_layer(_merged),
     memory=1.0,
 )
 def state_statistics(states: xr.DataArray, *, skip_positions: int = 0) -> xr.Dataset:
@@ -88,17 +91,18 @@ def state_statistics(states: xr.DataArray, *, skip_positions: int = 0) -> xr.Dat
 
     Arguments:
         states: [layer, token, hidden], any float dtype, lazy or not.
-        skip_positions: Leading positions of each prompt to exclude (their states are often ten times as long
-            as others).
+        skip_positions: Leading positions of each prompt to exclude; the norm of the first state is often ten
+            times that of others.
 
     Returns:
-        n int64; mean, variance (without n - 1) float64 [layer, hidden]; norm, largest_norm float64 [layer]. A
-        range without any state left has n = 0 and zeros.
+        n int64; mean, variance (divided by n, not n - 1) float64 [layer, hidden]; norm, largest_norm float64
+        [layer]. A range without any state left has n = 0 and zeros.
     """
     import xarray as xr
 
     states = as_layers(states)
-    is_kept, width = _behind(states, skip_positions), states.sizes["hidden"]
+    is_kept, width = _after(states, skip_positions), states.sizes["hidden"]
+    # Neutral element of the merge: a range in which every token is excluded still has a result.
     nothing: Summary = {name: np.zeros(width if "hidden" in dims else ()) for name, dims in DIMS.items()}
     nothing["n"] = np.zeros((), np.int64)
     layers = []
@@ -109,46 +113,47 @@ def state_statistics(states: xr.DataArray, *, skip_positions: int = 0) -> xr.Dat
     return xr.Dataset(data, coords={"layer": states["layer"]}, attrs={"skip_positions": skip_positions})
 
 
-def _behind(states: xr.DataArray, skip_positions: int) -> npt.NDArray[np.bool_]:
-    """Mask of the tokens that count, bool [token]."""
+def _after(states: xr.DataArray, skip_positions: int) -> Bools:
+    """Mask of the tokens after the first positions of their prompt, bool [token]."""
+    # Without a skip no coordinate is needed: states of other sources may have none.
     if not skip_positions:
         return np.ones(states.sizes["token"], bool)
     if "position" not in states.coords:
         raise ShapeError(
             "expected a coordinate 'position' beside the states, found none; or leave skip_positions at 0"
         )
-    is_kept: npt.NDArray[np.bool_] = states["position"].values >= skip_positions
+    is_kept: Bools = states["position"].values >= skip_positions
     return is_kept
 
 
 @dataclass(frozen=True, eq=False)
 class Normalisation:
-    """(x - mean) * scale for rows [..., hidden]; both float32, a number or [hidden]."""
+    """The map (x - mean) * scale of rows [..., hidden]."""
 
     mean: npt.NDArray[np.float32]
+    """Subtracted first, float32 [] or [hidden]."""
     scale: npt.NDArray[np.float32]
+    """Factor, float32 [] or [hidden]."""
 
     @classmethod
-    def of(cls, statistics: xr.Dataset, layer: int | None, how: str) -> Normalisation:
+    def of(cls, statistics: xr.Dataset, layer: int | None, method: str) -> Normalisation:
         """Normalisation of the rows of a layer.
-
-        Methods: "expected_average_only_in" scales to an average length of sqrt(hidden) without centring (the
-        name is SAELens's). "centred": mean 0 and mean squared entry 1, with one factor for all dimensions.
-        "standard": mean 0 and variance 1 in every dimension; constant dimensions become 0.
 
         Arguments:
             statistics: Result of `state_statistics`.
             layer: Layer number; None for the only layer.
-            how: The method.
+            method: "expected_average_only_in" scales to an average norm of sqrt(hidden) without centring (the
+                name is SAELens's). "centred" gives mean 0 and mean squared entry 1, with one factor for all
+                dimensions. "standard" gives mean 0 and variance 1 in every dimension; constant ones become 0.
 
         Raises:
             ConfigError: Unknown method, or all states are 0.
             EntryNotFound: The statistics lack the layer.
         """
-        if how not in NORMALISATIONS:
-            near = nearest(how, NORMALISATIONS)
+        if method not in NORMALISATIONS:
+            near = nearest(method, NORMALISATIONS)
             raise ConfigError(
-                f"expected a normalisation among {', '.join(NORMALISATIONS)}, found {how!r}"
+                f"expected a normalisation among {', '.join(NORMALISATIONS)}, found {method!r}"
                 + (f"; nearest is {near!r}" if near else "")
             )
         layers = np.atleast_1d(statistics["layer"].values).tolist()
@@ -162,10 +167,10 @@ class Normalisation:
             else statistics.isel(layer=layers.index(layers[0] if layer is None else layer))
         )
         mean, variance = layer_statistics["mean"].values, layer_statistics["variance"].values
-        if how == "expected_average_only_in":
-            return cls(np.zeros((), np.float32), _over(np.sqrt(len(mean)), float(layer_statistics["norm"])))
-        if how == "centred":
-            return cls(mean.astype(np.float32), _over(1.0, np.sqrt(variance.mean())))
+        if method == "expected_average_only_in":
+            return cls(np.zeros((), np.float32), _factor(np.sqrt(len(mean)), float(layer_statistics["norm"])))
+        if method == "centred":
+            return cls(mean.astype(np.float32), _factor(1.0, np.sqrt(variance.mean())))
         spread = np.sqrt(variance)
         # A constant dimension would be scaled to infinity.
         scale = np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > 0)
@@ -173,12 +178,14 @@ class Normalisation:
 
     def __call__(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Normalise rows in place and return them."""
+        # In place: a batch may be the largest array in memory.
         rows -= self.mean
         rows *= self.scale
         return rows
 
 
-def _over(target: float, actual: float) -> npt.NDArray[np.float32]:
+def _factor(target: float, actual: float) -> npt.NDArray[np.float32]:
+    """target / actual; ConfigError where actual is 0 or NaN."""
     if not actual > 0:
         raise ConfigError(
             "expected states that differ from each other and from 0, found none to scale by; "

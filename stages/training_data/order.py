@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from ...store.arrays import Ints
 
 __all__ = ["Order", "RowStretch"]
 
-Indices = npt.NDArray[np.int64]
-_BLOCKS, _ROWS = 1, 2  # part of the random seed, so that the two kinds of permutation are independent
+_BLOCKS, _ROWS = 1, 2
+"""Part of the random seed that makes permutations of blocks and of rows independent."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RowStretch:
     """Consecutive rows, in the order of reading, that lie in one window."""
 
     epoch: int
+    """Number of the epoch, from 0."""
     window: int
     """Number of the window within the epoch."""
     first: int
@@ -44,11 +46,12 @@ class RowStretch:
 class Order:
     """Order of the rows of all epochs."""
 
-    counts: Indices
-    """Rows per block."""
+    counts: Ints
+    """Rows per block, int64 [block]."""
     per_window: int
     """Blocks per window."""
     seed: int
+    """Seed of all permutations."""
 
     @property
     def rows(self) -> int:
@@ -60,24 +63,42 @@ class Order:
         """Number of windows per epoch; the last may have fewer blocks."""
         return -(-len(self.counts) // self.per_window)
 
-    def blocks(self, epoch: int, window: int) -> Indices:
-        """Blocks of a window, in the order of reading."""
+    def blocks(self, epoch: int, window: int) -> Ints:
+        """Blocks of a window, in the order of reading.
+
+        Arguments:
+            epoch: number of the epoch.
+            window: number of the window within it.
+        """
         return self._blocks(epoch)[window * self.per_window : (window + 1) * self.per_window]
 
-    def permutation(self, epoch: int, window: int, rows: int) -> Indices:
-        """Permutation of the `rows` rows of a window."""
+    def permutation(self, epoch: int, window: int, rows: int) -> Ints:
+        """Random permutation of the rows of a window.
+
+        Arguments:
+            epoch: number of the epoch.
+            window: number of the window within it.
+            rows: number of rows in the window.
+        """
         # Seeded by its position, so that any window can be computed without those before it.
         return np.random.default_rng([self.seed, _ROWS, epoch, window]).permutation(rows)
 
     def pieces(self, first: int, stop: int | None) -> Iterator[RowStretch]:
-        """Rows `first` to `stop` of all epochs, window by window; endless if `stop` is None."""
+        """Stretches of rows of all epochs, window by window.
+
+        Arguments:
+            first: number of the first row, counted over all epochs.
+            stop: number after the last row; None for an endless sequence.
+        """
         epoch, rows_before = divmod(first, self.rows)
         while stop is None or epoch * self.rows < stop:
             # Rows per window of this epoch: windows have equally many blocks, but blocks differ in rows.
             sizes = np.add.reduceat(
                 self.counts[self._blocks(epoch)], np.arange(0, len(self.counts), self.per_window)
             )
-            ends = np.cumsum(sizes)  # end of each window, in rows of the epoch
+            # End of each window, in rows of the epoch.
+            ends = np.cumsum(sizes)
+            # Starts in the window of the first row: resuming a long training permutes no window before it.
             for window in range(int(np.searchsorted(ends, rows_before, side="right")), self.windows):
                 window_start = epoch * self.rows + int(ends[window] - sizes[window])
                 begin, end = max(0, first - window_start), int(sizes[window])
@@ -87,5 +108,6 @@ class Order:
                     yield RowStretch(epoch, window, window_start + begin, begin, end)
             epoch, rows_before = epoch + 1, 0
 
-    def _blocks(self, epoch: int) -> Indices:
+    def _blocks(self, epoch: int) -> Ints:
+        """Permutation of all blocks in an epoch."""
         return np.random.default_rng([self.seed, _BLOCKS, epoch]).permutation(len(self.counts))

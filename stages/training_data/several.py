@@ -19,9 +19,9 @@ from ...store.digest import digest
 from ...store.errors import ConfigError, PromptError, ShapeError
 
 if TYPE_CHECKING:
-    from ...store.arrays import Array
+    from ...store.arrays import Array, Ints
     from ...store.runs.packed import PackedTokens
-    from .stored import Cell, Indices, StoredActivations, TokenRows
+    from .stored import Cell, StoredActivations, TokenRows
 
 __all__ = ["EndToEnd", "Joined", "SideBySide"]
 
@@ -35,8 +35,10 @@ class EndToEnd:
     """
 
     runs: tuple[StoredActivations, ...]
+    """Runs, in the order of their tokens."""
 
     def __post_init__(self) -> None:
+        # Under other interventions the same hook point has another distribution; one dictionary fits neither.
         kinds = {(run.entry.run.model, run.entry.run.hooks) for run in self.runs}
         if len(kinds) != 1:
             raise ConfigError(
@@ -45,17 +47,29 @@ class EndToEnd:
             )
 
     @cached_property
-    def _starts(self) -> Indices:
+    def _starts(self) -> Ints:
+        """First token of each run, and the end of the last, int64 [run + 1]."""
         sizes = [run.entry.tokens.n_tokens for run in self.runs]
         return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> EndToEnd:
-        """Exclude the first positions of each prompt, and token ids."""
+        """As `StoredActivations.leaving_out`, in every run.
+
+        Arguments:
+            positions: number of first positions of each prompt.
+            tokens: token ids.
+        """
+        # A tuple: an iterator would be used up by the first run.
         excluded_ids = tuple(tokens)
         return EndToEnd(tuple(run.leaving_out(positions=positions, tokens=excluded_ids) for run in self.runs))
 
     def split(self, share: float, seed: int) -> tuple[EndToEnd, EndToEnd]:
-        """Split prompts of every run at random into training and held-out sets."""
+        """As `StoredActivations.split`, of each run by itself.
+
+        Arguments:
+            share: share of the prompts that is held out.
+            seed: seed of the split.
+        """
         splits = [run.split(share, seed) for run in self.runs]
         most_prompts, held_out = zip(*splits, strict=True)
         return EndToEnd(most_prompts), EndToEnd(held_out)
@@ -72,21 +86,18 @@ class EndToEnd:
             ids_by_prompt += run.ids(remaining)
         return ids_by_prompt
 
-    def blocks(self, size: int) -> tuple[Indices, Indices]:
+    def blocks(self, size: int) -> tuple[Ints, Ints]:
         """(starts, stops) of the blocks of all runs; no block crosses runs."""
         blocks_by_run = [run.blocks(size) for run in self.runs]
-        starts, stops = (
-            np.concatenate(
-                [
-                    bounds[end] + run_start
-                    for bounds, run_start in zip(blocks_by_run, self._starts, strict=False)
-                ]
-            )
-            for end in (0, 1)
-        )
-        return starts, stops
+        # strict=False: `_starts` has one entry more, the end of the last run.
+        moved = [
+            (starts + offset, stops + offset)
+            for (starts, stops), offset in zip(blocks_by_run, self._starts, strict=False)
+        ]
+        all_starts, all_stops = map(np.concatenate, zip(*moved, strict=True))
+        return all_starts, all_stops
 
-    def counts(self, starts: Indices, stops: Indices) -> Indices:
+    def counts(self, starts: Ints, stops: Ints) -> Ints:
         """Number of selected tokens in each block, int64 [block]."""
         run_numbers = self._run_of(starts)
         n_tokens = np.zeros(len(starts), np.int64)
@@ -97,7 +108,7 @@ class EndToEnd:
             )
         return n_tokens
 
-    def tokens(self, start: int, stop: int) -> Indices:
+    def tokens(self, start: int, stop: int) -> Ints:
         """Selected tokens of a block, ascending."""
         number = int(self._run_of(np.array([start]))[0])
         run_start = int(self._starts[number])
@@ -116,11 +127,11 @@ class EndToEnd:
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
         """Common dtype of the rows; float32 if runs differ."""
-        dtypes = {run.dtype(cell) for run in self.runs}
-        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+        return _common_dtype(run.dtype(cell) for run in self.runs)
 
     def require(self, cells: Iterable[Cell]) -> None:
         """Check that every run has these cells complete, with one row per token."""
+        # A tuple: an iterator would be used up by the first run.
         requested = tuple(cells)
         for run in self.runs:
             run.require(requested)
@@ -130,12 +141,13 @@ class EndToEnd:
         requested = tuple(cells)
         return digest("training data end to end", [run.identity(requested) for run in self.runs])
 
-    def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
+    def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
         """Copy rows of one block (ascending tokens) into `out`."""
+        # No block crosses runs, so the first token decides.
         number = int(self._run_of(tokens[:1])[0])
         self.runs[number].scatter(cell, tokens - self._starts[number], out, places)
 
-    def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
+    def labels(self, tokens: Ints) -> dict[str, npt.NDArray[Any]]:
         """run, prompt, position and token_id per token, int64."""
         run_numbers = self._run_of(tokens)
         labels = {name: np.zeros(len(tokens), np.int64) for name in ("run", "prompt", "position", "token_id")}
@@ -147,8 +159,9 @@ class EndToEnd:
                     labels[name][is_in_run] = values
         return labels
 
-    def _run_of(self, tokens: Indices) -> Indices:
-        run_numbers: Indices = np.searchsorted(self._starts, tokens, side="right") - 1
+    def _run_of(self, tokens: Ints) -> Ints:
+        # side="right": the first token of a run belongs to it, not to the run before.
+        run_numbers: Ints = np.searchsorted(self._starts, tokens, side="right") - 1
         return run_numbers
 
 
@@ -163,22 +176,33 @@ class SideBySide:
     """
 
     runs: tuple[StoredActivations, ...]
+    """One run per model; the first decides tokens and order."""
 
     def __post_init__(self) -> None:
-        _ = self._moved
+        # Computed here, so that a missing prompt is an error before anything is trained.
+        _ = self._offsets
 
     @cached_property
-    def _moved(self) -> list[Indices | None]:
-        """Per run, the offset of each of the first run's prompts on its token axis, [prompt]; None for no
-        offset."""
-        return [_moves(self.runs[0], run, number) for number, run in enumerate(self.runs)]
+    def _offsets(self) -> list[Ints | None]:
+        """Per run, what to add to tokens of the first run, int64 [prompt]; None for equal tokens."""
+        return [_prompt_offsets(self.runs[0], run, number) for number, run in enumerate(self.runs)]
 
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> SideBySide:
-        """Exclude the first positions of each prompt, and token ids."""
+        """As `StoredActivations.leaving_out`, in the first run, which decides.
+
+        Arguments:
+            positions: number of first positions of each prompt.
+            tokens: token ids.
+        """
         return self._of(self.runs[0].leaving_out(positions=positions, tokens=tokens))
 
     def split(self, share: float, seed: int) -> tuple[SideBySide, SideBySide]:
-        """Split prompts at random into training and held-out sets, equal in all runs."""
+        """As `StoredActivations.split`, with the same prompts held out in all runs.
+
+        Arguments:
+            share: share of the prompts that is held out.
+            seed: seed of the split.
+        """
         most_prompts, held_out = self.runs[0].split(share, seed)
         return self._of(most_prompts), self._of(held_out)
 
@@ -189,15 +213,15 @@ class SideBySide:
         """Layer numbers stored for a hook kind in every run."""
         return _common(run.layers(kind) for run in self.runs)
 
-    def blocks(self, size: int) -> tuple[Indices, Indices]:
+    def blocks(self, size: int) -> tuple[Ints, Ints]:
         """(starts, stops) of blocks of the first run."""
         return self.runs[0].blocks(size)
 
-    def counts(self, starts: Indices, stops: Indices) -> Indices:
+    def counts(self, starts: Ints, stops: Ints) -> Ints:
         """Number of selected tokens in each block of the first run, int64 [block]."""
         return self.runs[0].counts(starts, stops)
 
-    def tokens(self, start: int, stop: int) -> Indices:
+    def tokens(self, start: int, stop: int) -> Ints:
         """Selected tokens of a block of the first run, ascending."""
         return self.runs[0].tokens(start, stop)
 
@@ -226,9 +250,9 @@ class SideBySide:
         contents = [run.identity(by_run[number]) for number, run in enumerate(self.runs)]
         return digest("training data side by side", contents)
 
-    def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
+    def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
         """Copy rows of one block (ascending tokens) into `out`."""
-        offsets = self._moved[_number(cell)]
+        offsets = self._offsets[_number(cell)]
         if offsets is not None:
             starts = self.runs[0].entry.tokens.row_start
             tokens = tokens + offsets[np.searchsorted(starts, tokens, side="right") - 1]
@@ -237,7 +261,7 @@ class SideBySide:
             tokens, places = tokens[order], places[order]
         self._run(cell).scatter(cell, tokens, out, places)
 
-    def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
+    def labels(self, tokens: Ints) -> dict[str, npt.NDArray[Any]]:
         """run, prompt, position and token_id per token of the first run, int64."""
         return self.runs[0].labels(tokens)
 
@@ -251,20 +275,22 @@ class SideBySide:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Rows of a source with further cells, each a concatenation of cells of the source."""
+    """Rows of a source with wide cells, each a concatenation of cells of the source."""
 
     source: TokenRows
+    """Rows of the parts."""
     cells: Mapping[Cell, Sequence[Cell]]
+    """Wide cell -> its parts, in order."""
 
-    def blocks(self, size: int) -> tuple[Indices, Indices]:
+    def blocks(self, size: int) -> tuple[Ints, Ints]:
         """(starts, stops) of blocks on the token axis."""
         return self.source.blocks(size)
 
-    def counts(self, starts: Indices, stops: Indices) -> Indices:
+    def counts(self, starts: Ints, stops: Ints) -> Ints:
         """Number of selected tokens in each block, int64 [block]."""
         return self.source.counts(starts, stops)
 
-    def tokens(self, start: int, stop: int) -> Indices:
+    def tokens(self, start: int, stop: int) -> Ints:
         """Selected tokens of a block, ascending."""
         return self.source.tokens(start, stop)
 
@@ -278,8 +304,7 @@ class Joined:
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
         """Common dtype of the parts; float32 if they differ."""
-        dtypes = {self.source.dtype(part) for part in self.cells[cell]}
-        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+        return _common_dtype(self.source.dtype(part) for part in self.cells[cell])
 
     def require(self, cells: Iterable[Cell]) -> None:
         """Check that all parts are complete, with one row per token."""
@@ -289,17 +314,24 @@ class Joined:
         """Digest of the content of these cells and of the selected prompts."""
         return self.source.identity([part for cell in cells for part in self.cells[cell]])
 
-    def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
+    def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
         """Copy rows of one block (ascending tokens) into `out`."""
         column = 0
         for part in self.cells[cell]:
             width = self.source.width(part)
+            # A view of `out`: parts are written side by side, without a copy to concatenate them.
             self.source.scatter(part, tokens, out[:, column : column + width], places)
             column += width
 
-    def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
+    def labels(self, tokens: Ints) -> dict[str, npt.NDArray[Any]]:
         """run, prompt, position and token_id per token, int64."""
         return self.source.labels(tokens)
+
+
+def _common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """The dtype if all are equal, else float32, to which each stored dtype converts exactly."""
+    distinct = set(dtypes)
+    return distinct.pop() if len(distinct) == 1 else np.dtype(np.float32)
 
 
 def _common(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -311,9 +343,20 @@ def _number(cell: Cell) -> int:
     return cell[2] if len(cell) == 3 else 0
 
 
-def _moves(reference: StoredActivations, other: StoredActivations, number: int) -> Indices | None:
-    """Offset of each prompt of `reference` on the token axis of `other`, [prompt]; None if all tokens are
-    equal."""
+def _prompt_offsets(reference: StoredActivations, other: StoredActivations, number: int) -> Ints | None:
+    """Position of each prompt in `other` minus its position in `reference`, on their token axes.
+
+    Arguments:
+        reference: run whose prompts are looked for.
+        other: run with the same prompts, possibly in another order and among others.
+        number: number of the other run, for the message.
+
+    Returns:
+        int64 [prompt]; None if the runs have equal tokens. 0 for prompts that are not selected.
+
+    Raises:
+        PromptError: `other` lacks a selected prompt.
+    """
     reference_tokens, other_tokens = reference.entry.tokens, other.entry.tokens
     if reference_tokens.digest == other_tokens.digest:
         return None
@@ -333,4 +376,5 @@ def _moves(reference: StoredActivations, other: StoredActivations, number: int) 
 
 
 def _ids(tokens: PackedTokens, row: int) -> bytes:
+    # Bytes are hashable, and a tuple of Python integers would take ten times the memory.
     return tokens.prompt(row).tobytes()

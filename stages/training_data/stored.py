@@ -1,7 +1,7 @@
-"""Rows of activations from a stored run: which hook points and layers, which tokens.
+"""Rows of activations from a stored run, for selected hook points, layers and tokens.
 
 Reads memory-mapped shards of a store's entry. A cell is (hook kind, layer), as in the store. Heads are
-concatenated, so that a row is one vector.
+concatenated, so a row is one vector.
 
 Axes: token (packed, as stored), width.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...store.arrays import as_indices
+from ...store.arrays import Bools, Ints, as_indices
 from ...store.digest import digest
 from ...store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
 from ...store.runs.entries import group_attributes
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "StoredActivations", "TokenRows"]
 
-Mask = npt.NDArray[np.bool_]
-Indices = npt.NDArray[np.int64]
 Cell = tuple[str, int | None] | tuple[str, int | None, int]
 """(hook kind, layer); for runs side by side also the number of the run."""
 
@@ -52,16 +50,15 @@ class TokenRows(Protocol):
     A block is a range of neighbouring tokens, given by its start and stop.
     """
 
-    def blocks(self, size: int) -> tuple[Indices, Indices]:
-        """(starts, stops) of blocks of at most `size` tokens; blocks without a selected prompt are left
-        out."""
+    def blocks(self, size: int) -> tuple[Ints, Ints]:
+        """(starts, stops) of blocks of at most `size` tokens, without blocks that have no selected prompt."""
         ...
 
-    def counts(self, starts: Indices, stops: Indices) -> Indices:
+    def counts(self, starts: Ints, stops: Ints) -> Ints:
         """Number of selected tokens in each block, int64 [block]."""
         ...
 
-    def tokens(self, start: int, stop: int) -> Indices:
+    def tokens(self, start: int, stop: int) -> Ints:
         """Selected tokens of a block, ascending."""
         ...
 
@@ -85,7 +82,7 @@ class TokenRows(Protocol):
         """Digest of the content of these cells and of the selected tokens."""
         ...
 
-    def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
+    def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
         """Copy the rows of ascending tokens of one block to `out` [place, width].
 
         Arguments:
@@ -99,7 +96,7 @@ class TokenRows(Protocol):
         """
         ...
 
-    def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
+    def labels(self, tokens: Ints) -> dict[str, npt.NDArray[Any]]:
         """run, prompt, position and token_id per token, int64; token_id is -1 if unknown."""
         ...
 
@@ -109,7 +106,8 @@ class StoredActivations:
     """Selected tokens of a stored run."""
 
     entry: Entry
-    prompts: Mask | None = None
+    """The stored run."""
+    prompts: Bools | None = None
     """Mask of the entry's prompts, bool [prompt]; None for all."""
     skip_positions: int = 0
     """Leading positions of each prompt to exclude."""
@@ -129,7 +127,14 @@ class StoredActivations:
     def of_run(
         cls, store: Store, run: RunKey, tokens: PackedTokens, dtype: str, cells: Sequence[VariableLayer]
     ) -> StoredActivations:
-        """Rows of the prompts `tokens` of a run, possibly from a larger run that contains them.
+        """Rows of some prompts of a run, possibly from a larger run that contains them.
+
+        Arguments:
+            store: The store.
+            run: Key of the run: model, prompts, interventions.
+            tokens: The prompts, packed.
+            dtype: Dtype in which the run is stored.
+            cells: (hook kind, layer) that must be complete.
 
         Raises:
             EntryNotFound: The cells are not stored completely.
@@ -170,13 +175,21 @@ class StoredActivations:
         return selection if len(rows) == len(sizes) else selection.of_prompts(rows.tolist())
 
     def of_prompts(self, rows: Sequence[int]) -> StoredActivations:
-        """Select prompts of the entry, replacing an earlier selection; their order is that of the entry."""
+        """Select prompts of the entry, replacing an earlier selection; the order stays that of the entry."""
         mask = np.zeros(self.entry.tokens.n_prompts, bool)
         mask[list(rows)] = True
         return replace(self, prompts=mask)
 
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> StoredActivations:
-        """Exclude the first positions of each prompt, and token ids. ConfigError if ids are unknown."""
+        """Exclude the first positions of each prompt, and token ids; replaces earlier exclusions.
+
+        Arguments:
+            positions: Number of first positions of each prompt.
+            tokens: Token ids.
+
+        Raises:
+            ConfigError: The run was imported without token ids.
+        """
         excluded_ids = tuple(sorted(set(as_indices(tokens, "token ids"))))
         if excluded_ids and not self._has_ids:
             raise ConfigError(
@@ -186,15 +199,21 @@ class StoredActivations:
         return replace(self, skip_positions=positions, without=excluded_ids)
 
     @property
-    def chosen(self) -> Mask:
+    def chosen(self) -> Bools:
         """Mask of the selected prompts, bool [prompt of the entry]."""
         return np.ones(self.entry.tokens.n_prompts, bool) if self.prompts is None else self.prompts
 
     def split(self, share: float, seed: int) -> tuple[StoredActivations, StoredActivations]:
-        """Split into (most of the prompts, about `share` of them) at random; each part has at least one
-        prompt.
+        """Split the selected prompts at random.
 
         Whole prompts, because neighbouring tokens are similar and would leak between the parts.
+
+        Arguments:
+            share: Share of the prompts in the second part, rounded; each part gets at least one.
+            seed: Seed of the split.
+
+        Returns:
+            (most of the prompts, the others).
 
         Raises:
             PromptError: There is only one prompt.
@@ -211,8 +230,11 @@ class StoredActivations:
         return replace(self, prompts=self.chosen & ~out), replace(self, prompts=out)
 
     def layers(self, kind: str) -> tuple[int, ...]:
-        """Layers of a hook kind that are stored completely; EntryNotFound, naming the nearest kind, for
-        others."""
+        """Layers of a hook kind that are stored completely.
+
+        Raises:
+            EntryNotFound: The run has no such kind; the message suggests the nearest one.
+        """
         count = self.entry.spec(kind).layers or 0
         return tuple(layer for layer in range(count) if self.entry.record(kind, layer) is not None)
 
@@ -249,19 +271,20 @@ class StoredActivations:
 
     # -- tokens
 
-    def blocks(self, size: int) -> tuple[Indices, Indices]:
-        """(starts, stops) of blocks of at most `size` tokens within segments; blocks without a selected
-        prompt are left out."""
+    def blocks(self, size: int) -> tuple[Ints, Ints]:
+        """(starts, stops) of blocks of at most `size` tokens within segments, as in `TokenRows.blocks`."""
+        # A segment is a file per cell: a block across two of them would open both for a few rows.
         length, total = self.entry.segment_tokens, self.entry.tokens.n_tokens
         inside = np.arange(0, length, size)
         starts = (np.arange(0, total, length)[:, None] + inside).ravel()
         stops = np.minimum(starts + size, (starts // length + 1) * length).clip(max=total)
+        # The last segment may be shorter than the others, and the grid above is a full one.
         is_valid = starts < total
         starts, stops = starts[is_valid], stops[is_valid]
         has_selected = self._before(stops, 0) > self._before(starts, 0)
         return starts[has_selected], stops[has_selected]
 
-    def counts(self, starts: Indices, stops: Indices) -> Indices:
+    def counts(self, starts: Ints, stops: Ints) -> Ints:
         """Number of selected tokens in each block, int64 [block]."""
         # Without excluded ids, counts follow from prompt lengths, and no ids need to be read.
         if not self.without:
@@ -269,9 +292,8 @@ class StoredActivations:
         sizes = [len(self.tokens(int(a), int(b))) for a, b in zip(starts, stops, strict=True)]
         return np.array(sizes, np.int64)
 
-    def tokens(self, start: int, stop: int) -> Indices:
-        """Selected tokens of a block, ascending: in selected prompts, after the skipped positions, not
-        excluded by id."""
+    def tokens(self, start: int, stop: int) -> Ints:
+        """Selected tokens of a block, ascending: of selected prompts, without skipped positions and ids."""
         token_range = np.arange(start, stop)
         prompt, position = self._places(token_range)
         is_kept = self.chosen[prompt] & (position >= self.skip_positions)
@@ -281,6 +303,7 @@ class StoredActivations:
 
     def count(self) -> int:
         """Number of selected tokens."""
+        # Excluded ids have to be looked for, block by block; without them lengths are enough.
         if self.without:
             return int(self.counts(*self.blocks(1 << 20)).sum())
         sizes = self.entry.tokens.row_size[self.chosen]
@@ -297,7 +320,7 @@ class StoredActivations:
             total += len(ids_by_prompt[-1])
         return ids_by_prompt
 
-    def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
+    def labels(self, tokens: Ints) -> dict[str, npt.NDArray[Any]]:
         """run, prompt, position and token_id per token, int64; token_id is -1 if unknown."""
         prompt, position = self._places(tokens)
         ids = np.full(len(tokens), -1, np.int64)
@@ -310,13 +333,14 @@ class StoredActivations:
 
     # -- rows
 
-    def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
+    def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
         """Copy the rows of ascending tokens to `out` [place, width].
 
         Raises:
             ShapeError: A number is not finite; the message names prompt and position.
         """
         length = self.entry.segment_tokens
+        # Where the ascending tokens cross from one segment to the next: each segment is a file.
         edges = np.searchsorted(tokens, np.arange(tokens[0] // length, tokens[-1] // length + 2) * length)
         for begin, end in pairwise(edges.tolist()):
             if begin == end:
@@ -325,6 +349,8 @@ class StoredActivations:
             segment = int(segment_tokens[0]) // length
             shard = self.entry.values(cell[0], cell[1], segment)
             for offset, rows in _pieces(shard, segment_tokens - segment * length):
+                # Checked here, where prompt and position are known; a NaN in a training would only show as a
+                # loss.
                 if not is_finite(rows):
                     raise self._not_finite(cell, segment_tokens[offset : offset + len(rows)], rows)
                 out[places[begin + offset : begin + offset + len(rows)]] = rows.reshape(len(rows), -1)
@@ -335,25 +361,32 @@ class StoredActivations:
         return group_attributes(self.entry.folder, self.entry.path).get("token_ids") != "unknown"
 
     @cached_property
-    def _starts(self) -> Indices:
+    def _starts(self) -> Ints:
+        """First token of each prompt, int64 [prompt]."""
         return self.entry.tokens.row_start
 
-    def _places(self, tokens: Indices) -> tuple[Indices, Indices]:
-        """Prompt and position of tokens."""
+    def _places(self, tokens: Ints) -> tuple[Ints, Ints]:
+        """(prompt, position within it) of each token."""
+        # side="right" - 1: the last prompt that starts at or before the token.
         prompt = np.searchsorted(self._starts, tokens, side="right") - 1
         return prompt, tokens - self._starts[prompt]
 
-    def _before(self, tokens: Indices, skip: int) -> Indices:
-        """Number of tokens before each token that are in selected prompts, after their first `skip`
-        positions."""
+    def _before(self, tokens: Ints, skip: int) -> Ints:
+        """Number of selected tokens before each token.
+
+        Arguments:
+            tokens: Tokens of the entry, or its end.
+            skip: First positions of each prompt that are not counted.
+        """
+        # Prefix sums over prompts, not over tokens: the result of a corpus needs memory per prompt only.
         kept_tokens = (self.entry.tokens.row_size - skip).clip(min=0) * self.chosen
         sums = np.concatenate([[0], np.cumsum(kept_tokens)])
         prompt = (np.searchsorted(self._starts, tokens, side="right") - 1).clip(min=0)
         within = (tokens - self._starts[prompt] - skip).clip(min=0)
-        tokens_before: Indices = sums[prompt] + np.minimum(within, kept_tokens[prompt])
+        tokens_before: Ints = sums[prompt] + np.minimum(within, kept_tokens[prompt])
         return tokens_before
 
-    def _not_finite(self, cell: Cell, tokens: Indices, rows: npt.NDArray[Any]) -> ShapeError:
+    def _not_finite(self, cell: Cell, tokens: Ints, rows: npt.NDArray[Any]) -> ShapeError:
         row = int(np.flatnonzero(~np.isfinite(rows.reshape(len(rows), -1)).all(axis=1))[0])
         prompt, position = (int(values[row]) for values in self._places(tokens))
         return ShapeError(
@@ -363,10 +396,9 @@ class StoredActivations:
         )
 
 
-def _pieces(shard: ShardRows | RestoredRows, rows: Indices) -> list[tuple[int, Array]] | Any:
-    """(offset, rows) of ascending rows of a shard: views of the memory map if they are consecutive, else a
-    copy."""
-    # Consecutive rows can be read through views of the map; the caller copies them once.
+def _pieces(shard: ShardRows | RestoredRows, rows: Ints) -> list[tuple[int, Array]] | Any:
+    """(offset, rows) of ascending rows of a shard: views of the memory map if consecutive, else a copy."""
+    # Consecutive rows are read through views of the map, and the caller copies them once.
     if rows[-1] - rows[0] + 1 == len(rows):
         return shard.blocks(int(rows[0]), int(rows[-1]) + 1)
     return [(0, shard[rows])]

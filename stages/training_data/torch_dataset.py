@@ -4,12 +4,12 @@
     for batch in DataLoader(loader.to_torch(), batch_size=None, num_workers=2):
         batch["resid_post"]                          # float32 tensor [row, layer, hidden]
 
-Batches are made by the dataset: `batch_size=None` tells torch to make none of its own. A DataLoader takes
-from its workers in turn, so that batches come in the loader's order, whatever their number. A training that
-took `n` of them goes on with `loader.position = n`. Workers hold buffers of their own, each for its share of
+The dataset makes the batches, and `batch_size=None` tells torch to make none of its own. A DataLoader takes
+from its workers in turn, so batches come in the loader's order whatever the number of workers. A training
+that took `n` batches continues with `loader.position = n`. Each worker has its own buffers, for its share of
 the rows.
 
-Border: torch's protocol; rows and order are the loader's.
+Border: torch's dataset protocol; the loader decides rows and order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ class SharedBatches(Protocol):
     def shared(
         self, worker: int, workers: int, *, taken: int = 0
     ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
-        """Batches of one worker, skipping its first `taken` batches."""
+        """Batches of one worker.
+
+        Arguments:
+            worker: number of the worker.
+            workers: number of workers.
+            taken: first batches of this worker to skip.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,8 +58,7 @@ class SharedBatches(Protocol):
 
 
 class ActivationDataset(IterableDataset[dict[str, Tensor]]):
-    """Batches of a loader as tensors, from its position on; within a DataLoader worker only that worker's
-    share.
+    """Batches of a loader as tensors, from its position on; in a DataLoader worker, that worker's share.
 
     `state_dict` and `load_state_dict` follow the protocol of torchdata's StatefulDataLoader: they count the
     batches that this worker has returned.
@@ -62,7 +67,8 @@ class ActivationDataset(IterableDataset[dict[str, Tensor]]):
     def __init__(self, loader: SharedBatches) -> None:
         super().__init__()
         self.loader = loader
-        self._begun = 0
+        # Batches of this worker to skip in the next iteration, and those returned in the current one.
+        self._restored = 0
         self._taken = 0
 
     def __len__(self) -> int:
@@ -74,9 +80,11 @@ class ActivationDataset(IterableDataset[dict[str, Tensor]]):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         # A restored position applies to the next iteration only.
-        self._taken, self._begun = self._begun, 0
+        self._taken, self._restored = self._restored, 0
         for batch in self.loader.shared(worker, workers, taken=self._taken):
+            # Before the yield: a state saved while the batch is used must count it.
             self._taken += 1
+            # Not widened here: the loader's dtype= has decided, and a stored dtype is to stay.
             yield {name: as_tensor(values, widen=False) for name, values in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,6 +92,10 @@ class ActivationDataset(IterableDataset[dict[str, Tensor]]):
         return {"taken": self._taken, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Skip as many batches in the next iteration. ConfigError for a loader of other rows."""
+        """Skip the batches of a `state_dict` in the next iteration.
+
+        Raises:
+            ConfigError: The loader has other rows, or another order.
+        """
         self.loader.load_state_dict(state["loader"])
-        self._begun = int(state["taken"])
+        self._restored = int(state["taken"])

@@ -1,3 +1,1 @@
-"""Weight analysis: circuits, composition, copying and singular directions computed from a model's
-matrices.
-"""
+"""Weight analysis: circuits, composition, copying and singular directions, from a model's matrices alone."""

@@ -26,7 +26,7 @@ from ...store.arrays import Array
 from ...store.errors import ConfigError
 from ..forward.models.turned import turned_queries
 from .factored import BLOCK, FactoredMatrix
-from .matrices import attending, heads_in
+from .matrices import attending, heads_in, vocabulary_blocks
 
 if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture, Heads
@@ -52,6 +52,9 @@ def key_queries(
     """Query and key matrix of a head, each [hidden, d_head]; scores are (x W_Q) . (y W_K) of the two streams.
 
     Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
         offset: distance from the key to its query; rotates the queries of a model with rope.
         length: prompt length, for rope that depends on it; see `turned_queries`.
 
@@ -74,9 +77,7 @@ def has_scores(config: Architecture) -> bool:
 
 
 def _between(heads: Heads) -> str:
-    """What happens to queries and keys between their matrices and their scores, apart from rope; empty for
-    nothing.
-    """
+    """Operation on queries and keys between projections and scores, besides rope; empty for none."""
     # Both depend on more than the stream at one position, so no fixed matrix gives the score.
     return (
         "normed" if heads.has_qk_norm else "scaled by their positions" if heads.has_temperature_tuning else ""
@@ -86,11 +87,15 @@ def _between(heads: Heads) -> str:
 def qk_circuit(
     weights: Matrices, layer: int, head: int, *, offset: int = 0, length: int | None = None
 ) -> FactoredMatrix:
-    """QK circuit of a head, W_Q W_K^T [query, key]: the score's bilinear form in the streams at both
-    positions.
-    Scores are this times the head's scale (`Heads.mixer.scale`), before a soft cap; ALiBi is added to them.
+    """QK circuit of a head, W_Q W_K^T [query, key]: the score as a bilinear form of two stream states.
+
+    Scores are this form times the head's scale (`Heads.mixer.scale`), before a soft cap; ALiBi is added to
+    them.
 
     Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
         offset: distance from the key to its query, with rope; 0 leaves queries unrotated.
         length: prompt length, for rope that depends on it.
     """
@@ -99,8 +104,12 @@ def qk_circuit(
 
 
 def ov_circuit(weights: Matrices, layer: int, head: int) -> FactoredMatrix:
-    """OV circuit of a head, W_V W_O [source, target]: what it writes for what it reads with attention weight
-    1.
+    """OV circuit of a head, W_V W_O [source, target]: output for a state that is attended to with weight 1.
+
+    Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
     """
     value = weights.projection("v", layer, head).matrix
     return FactoredMatrix(value, weights.output(layer, head), ("source", "target"))
@@ -118,6 +127,9 @@ def qk_of_tokens(
     """QK circuit through the embedding, [query_token, key_token].
 
     Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
         offset: distance from the key to its query, with rope.
         length: prompt length, for rope that depends on it.
         block: vocabulary rows read at a time.
@@ -129,9 +141,12 @@ def qk_of_tokens(
 
 
 def ov_of_tokens(weights: Matrices, layer: int, head: int, *, block: int = BLOCK) -> FactoredMatrix:
-    """OV circuit through embedding and unembedding, [source_token, target_token]: logits for an attended
-    token.
+    """OV circuit through embedding and unembedding, [source_token, target_token]: logits of attended tokens.
+
     Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
         block: vocabulary rows read at a time.
     """
     value, output = weights.projection("v", layer, head).matrix, weights.output(layer, head)
@@ -140,7 +155,13 @@ def ov_of_tokens(weights: Matrices, layer: int, head: int, *, block: int = BLOCK
 
 
 def bigrams(weights: Matrices, *, block: int = BLOCK) -> FactoredMatrix:
-    """Direct path from embedding to unembedding, [source_token, target_token]."""
+    """Direct path from embedding to unembedding, [source_token, target_token].
+
+    Arguments:
+        weights: matrices of the model.
+        block: vocabulary rows read at a time.
+    """
+    # The identity takes the place of a head's matrices, so that one code path multiplies all circuits.
     eye = np.eye(weights.config.hidden_size, dtype=np.float32)
     embedded, unembedded = _embedded(weights, eye, block), _unembedded(weights, eye, block)
     return FactoredMatrix(embedded, unembedded, ("source_token", "target_token"))
@@ -153,6 +174,7 @@ def mlp_to_mlp(weights: Matrices, source: int, layer: int, *, part: str = "up") 
         source: layer of the MLP that writes.
         layer: layer of the MLP that reads.
         part: input matrix of the reading MLP: "up", or "gate" of a gated MLP.
+        weights: matrices of the model.
 
     Raises:
         ConfigError: unless `source` is before `layer`.
@@ -166,6 +188,8 @@ def head_to_mlp(weights: Matrices, source: int, head: int, layer: int, *, part: 
     """Virtual weights from the stream that a head reads to neurons of an MLP, [source, mlp].
 
     Arguments:
+        weights: matrices of the model.
+        head: index of the head.
         source: layer of the head; may equal `layer` unless attention and MLP are parallel.
         layer: layer of the MLP.
         part: input matrix of the MLP: "up", or "gate" of a gated MLP.
@@ -183,6 +207,9 @@ def feature_to_head(
     """Effect of features on a head.
 
     Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
         written: decoder rows [feature, hidden].
         part: "v" for what the head writes for each feature [feature, target], "q" for the keys that it then
             attends to [feature, key], "k" for the queries that then attend to it [feature, query].
@@ -218,14 +245,12 @@ def _require_before(source: int, layer: int, *, same_layer: bool = False) -> Non
 
 
 def _embedded(weights: Matrices, matrix: Array, block: int) -> Any:
-    """embedding @ matrix, [vocab, column], as a dask array that reads vocabulary rows when they are
-    computed.
-    """
+    """embedding @ matrix, [vocab, column], as a dask array that reads vocabulary rows on computing."""
     return _by_rows(lambda rows: weights.embedding(rows) @ matrix, weights, matrix.shape[1], block)
 
 
 def _unembedded(weights: Matrices, matrix: Array, block: int) -> Any:
-    """matrix @ unembedding, [row, vocab], as a dask array likewise."""
+    """matrix @ unembedding, [row, vocab], as a dask array that reads vocabulary rows on computing."""
     return _by_rows(
         lambda rows: weights.unembedding(rows).matrix.T @ matrix.T, weights, matrix.shape[0], block
     ).T
@@ -236,8 +261,10 @@ def _by_rows(read: Any, weights: Matrices, width: int, block: int) -> Any:
     from dask.delayed import delayed
 
     # pure=False: dask would otherwise hash the closure, and with it the weights, to name the task.
-    vocab, lazy_read = weights.config.vocab_size, delayed(read, pure=False)
-    ranges = [slice(start, min(start + block, vocab)) for start in range(0, vocab, block)]
+    lazy_read = delayed(read, pure=False)
     return da.concatenate(
-        [da.from_delayed(lazy_read(rows), (rows.stop - rows.start, width), np.float32) for rows in ranges]
+        [
+            da.from_delayed(lazy_read(rows), (rows.stop - rows.start, width), np.float32)
+            for rows in vocabulary_blocks(weights.config, block)
+        ]
     )

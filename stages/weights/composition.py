@@ -46,9 +46,9 @@ PAIRS = ("mode", "source_layer", "source_head", "layer", "head")
     version=1,
     inputs={},
     outputs={
-        "score": Output(PAIRS, "1", "composition score, NaN where the head that writes is not before"),
-        "control": Output(PAIRS, "1", "its mean where the head writes elsewhere, as much"),
-        "share_as_large": Output(PAIRS, "1", "share of such heads whose score is as large"),
+        "score": Output(PAIRS, "1", "composition score; NaN unless the writing head's layer is before"),
+        "control": Output(PAIRS, "1", "mean score of heads that write as much in random directions"),
+        "share_as_large": Output(PAIRS, "1", "share of these random heads whose score is as large"),
         "largest_control": Output(("mode", "draw"), "1", "largest control of all pairs, by draw"),
         "ov_norm": Output(("layer", "head"), "1", "Frobenius norm of OV"),
     },
@@ -60,6 +60,7 @@ def composition_scores(
     """Composition scores of all pairs of heads, and of random heads in place of the earlier one.
 
     Arguments:
+        weights: matrices of the model.
         modes: which of "Q", "K", "V".
         controls: number of random heads that replace each writing head.
         seed: of the random heads.
@@ -128,6 +129,7 @@ def _reads(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
     if "V" in modes:
         by_mode["V"] = _joined(_values(weights, layer), np.swapaxes(_outputs(weights, layer), 1, 2))
     stacked = np.stack([by_mode[mode] for mode in modes])
+    # A head of zeros has norm 0 and its scores are NaN, as their quotient is not defined.
     with np.errstate(invalid="ignore", divide="ignore"):
         return stacked / _norms(stacked)[..., None, None]
 
@@ -156,6 +158,8 @@ def _scores(written: Floats, reads: Sequence[Floats], modes: int) -> Floats:
         flat = flat / np.repeat(_norms(written), size)[:, None]
     scores = np.empty((modes, heads, len(reads), reads[0].shape[1]))
     for j, layer_reads in enumerate(reads):
+        # One product of all writing heads with all reading heads of a layer: one BLAS call, not heads^2
+        # calls.
         products = flat @ np.moveaxis(layer_reads, 2, 0).reshape(hidden, -1)
         squares = np.square(products).reshape(heads, size, modes, layer_reads.shape[1], -1).sum(axis=(1, 4))
         scores[:, :, j] = np.sqrt(squares).swapaxes(0, 1)

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...pipeline import Output, stage
 from ...store.arrays import Array, Floats
-from .matrices import attending, heads_in
+from .matrices import attending, heads_in, vocabulary_blocks
 from .random_heads import random_writers
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["copying_scores", "eigenvalue_positivity", "vocabulary_gram"]
 
-ROWS = 4096
-"""Vocabulary rows read at a time."""
 HEADS = ("layer", "head")
 """Dims of one value per head."""
 
@@ -45,7 +43,9 @@ HEADS = ("layer", "head")
     inputs={},
     outputs={
         "copying": Output(HEADS, "1", "copying score"),
-        "control": Output((*HEADS, "draw"), "1", "the same of the head writing elsewhere"),
+        "control": Output(
+            (*HEADS, "draw"), "1", "copying score of heads that write as much in random directions"
+        ),
         "ov_norm": Output(HEADS, "1", "Frobenius norm of OV"),
         "top_share": Output(HEADS, "1", "share of OV's squared norm in its first singular value"),
     },
@@ -57,6 +57,7 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
     Layers without attention are left out. A head that writes nothing has NaN.
 
     Arguments:
+        weights: matrices of the model.
         controls: random heads per head.
         seed: of the random heads.
     """
@@ -68,6 +69,7 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
     copying, norm, top = (np.zeros((len(layers), heads)) for _ in range(3))
     control = np.zeros((len(layers), heads, controls))
     for i, layer in enumerate(layers):
+        # Seeded per layer: controls of one layer do not depend on which other layers attend.
         rng = np.random.default_rng([seed, layer])
         for head in range(heads):
             value = weights.projection("v", layer, head).matrix.astype(np.float64)
@@ -105,10 +107,10 @@ def eigenvalue_positivity(matrix: Array) -> float:
 
 def vocabulary_gram(weights: Matrices) -> Floats:
     """Sum over tokens of unembedding^T embedding, float64 [target hidden, source hidden]."""
-    vocab, hidden = weights.config.vocab_size, weights.config.hidden_size
-    gram = np.zeros((hidden, hidden))
-    for start in range(0, vocab, ROWS):
-        rows = slice(start, min(start + ROWS, vocab))
+    gram = np.zeros((weights.config.hidden_size, weights.config.hidden_size))
+    for rows in vocabulary_blocks(weights.config):
+        # float64: float32 would lose digits in a sum over the vocabulary, and eigenvalues are sensitive to
+        # them.
         unembedding, embedding = weights.unembedding(rows).matrix, weights.embedding(rows)
         gram += unembedding.astype(np.float64) @ embedding.astype(np.float64)
     return gram

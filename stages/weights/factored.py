@@ -61,7 +61,15 @@ class FactoredMatrix:
 
     @classmethod
     def product(cls, *matrices: Any, dims: tuple[str, str] = ("row", "column")) -> FactoredMatrix:
-        """Product of two or more matrices, split into factors at the narrowest inner dimension."""
+        """Product of two or more matrices, split into factors at the narrowest inner dimension.
+
+        Arguments:
+            matrices: numpy or dask arrays, each with as many rows as the one before has columns.
+            dims: names of rows and columns of the product.
+
+        Raises:
+            ShapeError: for fewer than two matrices, or matrices that cannot be multiplied.
+        """
         if len(matrices) < 2:
             raise ShapeError(f"expected at least two matrices to multiply, found {len(matrices)}")
         for matrix, next_matrix in pairwise(matrices):
@@ -74,7 +82,7 @@ class FactoredMatrix:
         cut = min(range(1, len(matrices)), key=lambda i: np.shape(matrices[i])[0])
         return cls(_outwards(matrices[:cut][::-1], left=True), _outwards(matrices[cut:], left=False), dims)
 
-    # -- what it is
+    # -- structure
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,16 +114,14 @@ class FactoredMatrix:
 
     __rmul__ = __mul__
 
-    # -- its numbers
+    # -- entries
 
     @overload
     def __getitem__(self, key: tuple[int, int]) -> float: ...
     @overload
     def __getitem__(self, key: Any) -> Any: ...
     def __getitem__(self, key: Any) -> Any:
-        """[rows, columns]: a number for two indices, a vector for one index, else a factored matrix of the
-        selection.
-        """
+        """[rows, columns]: a number for two indices, a vector for one, else a factored matrix."""
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))
         left, right = self.left[rows], self.right[:, columns]
         if len(left.shape) == 2 and len(right.shape) == 2:
@@ -152,14 +158,16 @@ class FactoredMatrix:
         )
         return xr.DataArray(left @ right, dims=self.dims, coords=coords)
 
-    # -- what follows from the factors, in float64
+    # -- decompositions, in float64
 
     def svd(self) -> tuple[Any, Floats, Any]:
-        """(U [row, rank], singular values [rank] in descending order, V [column, rank]); the matrix is U
-        diag(S) V^T.
-        rank is the minimum of rows, columns and inner width. U and V are dask arrays where their factor is
-        one.
+        """Singular value decomposition U diag(S) V^T.
+
+        Returns:
+            U [row, rank], S [rank] in descending order, V [column, rank], with rank the minimum of rows,
+            columns and inner width. U and V are dask arrays where their factor is one.
         """
+        # Only R_A R_B^T, [inner, inner], is decomposed: its cost does not grow with the vocabulary.
         (q_left, r_left), (q_right, r_right) = _qr(self.left), _qr(self.right.T)
         u, s, vt = np.linalg.svd(r_left @ r_right.T, full_matrices=False)
         return q_left @ u, s, q_right @ vt.T
@@ -196,8 +204,9 @@ class FactoredMatrix:
 
 
 def _outwards(matrices: Sequence[Any], *, left: bool) -> Any:
-    """Product of the matrices on one side of the split, multiplied starting at the split, so that no
-    intermediate is wider.
+    """Product of the matrices on one side of the split.
+
+    Multiplication starts at the split, so that no intermediate result is wider than the narrowest dimension.
     """
     product, *others = matrices
     for matrix in others:
@@ -226,7 +235,7 @@ def _triangle(factor: Any) -> Floats:
     """R of factor = Q R, float64 [min(row, inner), inner].
 
     A dask array is read block by block, each stacked under the previous R (sequential TSQR, Demmel et al.
-    2012).
+    2012, "Communication-optimal Parallel and Sequential QR and LU Factorizations").
     """
     triangle: Floats = np.empty((0, factor.shape[1]))
     for block in _row_blocks(factor):

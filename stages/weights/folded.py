@@ -1,5 +1,4 @@
-"""Folded matrices: layer norms, value biases and means folded into the weights, with the same next-token
-distribution.
+"""Folded matrices: norms, value biases and means folded into the weights.
 
 Border: as matrices.py; no weight is changed or stored. Plain matrices ignore that heads read the stream
 through a norm. Four things can be folded (TransformerLens' `process_weights_`), none of which changes the
@@ -13,8 +12,8 @@ folded into what the part writes with. Only the division of the norm remains.
 * unembedding: a constant added to all logits changes no probability.
 
 Folding a norm after a part leaves out its division by a positive number at each position. Value biases are
-not folded where attention weights do not sum to 1 (sinks), nor means of the stream where norms keep them (RMS
-norm).
+not folded where attention weights do not sum to 1 (sinks), means of the stream not where norms keep them (RMS
+norm), and the mean logit not under a soft cap.
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ import numpy as np
 
 from ...store.arrays import Array
 from ...store.errors import ConfigError
-from .matrices import Affine, Norm, Part, PlainMatrices, heads_in
+from .matrices import Affine, Norm, Part, PlainMatrices, heads_in, vocabulary_blocks
 
 if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
 
 __all__ = ["FoldedMatrices"]
-
-ROWS = 4096
-"""Vocabulary rows read at a time where all are summed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +59,26 @@ class FoldedMatrices:
         return self.plain.config
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """Query, key or value matrix [hidden, d_head] and bias of a head, with the norm that it reads folded
-        in.
+        """As `Matrices.projection`, with the norm before attention folded in.
+
+        Arguments:
+            part: "q", "k" or "v".
+            layer: layer of the head.
+            head: index of the query head.
         """
         folded = self._read_through("ln1", layer, self.plain.projection(part, layer, head))
-        # The bias has moved into output_bias.
+        # The bias has moved into output_bias; counted here as well, it would be added twice.
         if part == "v" and self._folds_values(layer):
             return Affine(folded.matrix, np.zeros_like(folded.bias))
         return folded
 
     def output(self, layer: int, head: int) -> Array:
-        """Output matrix of a head, [d_head, hidden], with the norm after attention folded in."""
+        """As `Matrices.output`, with the norm after attention folded in.
+
+        Arguments:
+            layer: layer of the head.
+            head: index of the head.
+        """
         return self._written("ln1_post", layer, self.plain.output(layer, head))
 
     def output_bias(self, layer: int) -> Array:
@@ -105,7 +110,12 @@ class FoldedMatrices:
         return Affine(written[0], written[1][0])
 
     def behind(self, name: str, layer: int) -> Array:
-        """Bias [hidden] of the norm after a part, "ln1_post" or "ln2_post"; zeros if there is none."""
+        """Bias of the norm after a part, [hidden]; zeros without such a norm.
+
+        Arguments:
+            name: "ln1_post" after attention, "ln2_post" after the MLP.
+            layer: layer number.
+        """
         norm = self.plain.norm(name, layer) if self.norms else None
         bias = np.zeros(self.config.hidden_size, np.float32) if norm is None else norm.bias
         added: Array = self._centred(bias[None])[0]
@@ -116,13 +126,11 @@ class FoldedMatrices:
         return self._centred(self.plain.embedding(rows))
 
     def positions(self) -> Array:
-        """Learned position embeddings [position, hidden], likewise."""
+        """Learned position embeddings [position, hidden], without their mean over hidden where folded."""
         return self._centred(self.plain.positions())
 
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
-        """Unembedding [hidden, vocab] and bias [vocab], with the final norm folded in and without the mean
-        logit.
-        """
+        """Unembedding [hidden, vocab] and bias [vocab], with the final norm folded in and no mean logit."""
         norm = self.plain.norm("final_norm", None) if self.norms else None
         folded = _through(norm, self.plain.unembedding(rows))
         if not self._centres_logits:
@@ -140,13 +148,13 @@ class FoldedMatrices:
     @cached_property
     def _mean_logit(self) -> tuple[Array, float]:
         """Mean unembedding row over the vocabulary, float64 [hidden], and mean bias."""
-        norm, vocab = self.plain.norm("final_norm", None) if self.norms else None, self.config.vocab_size
+        norm = self.plain.norm("final_norm", None) if self.norms else None
         matrix, bias = np.zeros(self.config.hidden_size), 0.0
-        for start in range(0, vocab, ROWS):
-            part = _through(norm, self.plain.unembedding(slice(start, min(start + ROWS, vocab))))
+        for rows in vocabulary_blocks(self.config):
+            part = _through(norm, self.plain.unembedding(rows))
             matrix += part.matrix.sum(axis=1, dtype=np.float64)
             bias += float(part.bias.sum(dtype=np.float64))
-        return matrix / vocab, bias / vocab
+        return matrix / self.config.vocab_size, bias / self.config.vocab_size
 
     def _folds_values(self, layer: int) -> bool:
         # A sink takes a part of the attention weight, so the biases no longer add a constant.
@@ -154,9 +162,7 @@ class FoldedMatrices:
 
     @cached_property
     def _centres_writing(self) -> bool:
-        """Whether every norm of the model subtracts the mean over hidden, so that this mean of the stream has
-        no effect.
-        """
+        """Whether the mean of the stream over hidden has no effect, as every norm subtracts it."""
         places = {layer.norms for layer in self.config.layers}
         return self.writing and self.norms and self.config.norm_type == "layer" and places == {"before"}
 
@@ -189,6 +195,7 @@ def _through(norm: Norm | None, affine: Affine) -> Affine:
     if norm is None:
         return affine
     matrix = affine.matrix.astype(np.float64)
+    # Before the gain is multiplied in: the norm adds its bias after the gain, so it meets the bare matrix.
     bias = affine.bias + norm.bias.astype(np.float64) @ matrix
     matrix *= norm.gain[:, None]
     if norm.is_centring:

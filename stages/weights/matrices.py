@@ -12,7 +12,7 @@ Axes: hidden, d_head, mlp, vocab, position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from ...store.arrays import Array
 from ...store.errors import ConfigError
-from ..logits.readout import read_weight
+from ..logits.readout import effective_gain, read_weight
 
 if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture, Heads, Stored
@@ -36,10 +36,13 @@ __all__ = [
     "heads_in",
     "require_embedding",
     "require_outputs",
+    "vocabulary_blocks",
 ]
 
 Part = Literal["q", "k", "v"]
 """Queries, keys or values of a head."""
+ROWS = 4096
+"""Vocabulary rows read at a time: 64 MiB of float32 in a stream of 4096."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +76,25 @@ class Matrices(Protocol):
         ...
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """Query, key or value matrix of a head, [hidden, d_head], and its bias."""
+        """Query, key or value matrix of a head.
+
+        Arguments:
+            part: "q", "k" or "v".
+            layer: layer of the head.
+            head: index of the query head; its keys and values may be shared with other heads.
+
+        Returns:
+            Matrix [hidden, d_head] and bias [d_head].
+        """
         ...
 
     def output(self, layer: int, head: int) -> Array:
-        """Output matrix of a head, [d_head, hidden]."""
+        """Output matrix of a head, [d_head, hidden].
+
+        Arguments:
+            layer: layer of the head.
+            head: index of the head.
+        """
         ...
 
     def output_bias(self, layer: int) -> Array:
@@ -120,8 +137,12 @@ class PlainMatrices:
     """Dtype in which the model computes; weights are rounded to it."""
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """Query, key or value matrix of a head; with grouped queries, the key or value head that it
-        shares.
+        """As `Matrices.projection`; with grouped queries, keys and values are those that the head shares.
+
+        Arguments:
+            part: "q", "k" or "v".
+            layer: layer of the head.
+            head: index of the query head.
         """
         heads = heads_in(self.config, layer)
         if not 0 <= head < heads.count:
@@ -129,21 +150,26 @@ class PlainMatrices:
         _require_linear(self.config, layer, heads)
         weight, rows = _rows(heads, part, head, fused="qkv" in self.config.tensors.layers[layer])
         matrix = self._in_layer(layer, weight, rows=rows)
-        assert matrix is not None  # every layer that attends has it
         bias = self._in_layer(layer, f"{weight}.bias", rows=rows)
         # Some families fuse the matrices but keep the biases in tensors of their own.
         if bias is None and weight == "qkv":
             part_weight, rows = _rows(heads, part, head, fused=False)
             bias = self._in_layer(layer, f"{part_weight}.bias", rows=rows)
-        return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
+        return _affine(matrix, bias)
 
     def output(self, layer: int, head: int) -> Array:
-        """Output matrix of a head, [d_head, hidden]."""
+        """As `Matrices.output`.
+
+        Arguments:
+            layer: layer of the head.
+            head: index of the head.
+        """
         heads = heads_in(self.config, layer)
         _require_ungated(self.config, layer, heads)
+        # The output projection reads the heads side by side: its columns, as stored, are ordered by head.
         columns = slice(head * heads.size, (head + 1) * heads.size)
         matrix = self._in_layer(layer, "o", columns=columns)
-        assert matrix is not None  # as above
+        assert matrix is not None  # every layer that attends has one
         return matrix.T
 
     def output_bias(self, layer: int) -> Array:
@@ -160,22 +186,17 @@ class PlainMatrices:
             rows_of = {"gate": ("gate_up", slice(0, half)), "up": ("gate_up", slice(half, 2 * half))}
         else:
             rows_of = {name: (name, slice(None)) for name in ("gate", "up") if name in tensors}
-        matrices = {}
-        for name, (weight, rows) in rows_of.items():
-            matrix, bias = (
-                self._in_layer(layer, name_of_weight, rows=rows)
-                for name_of_weight in (weight, f"{weight}.bias")
+        return {
+            name: _affine(
+                *(self._in_layer(layer, tensor, rows=rows) for tensor in (weight, f"{weight}.bias"))
             )
-            assert matrix is not None  # looked up above
-            matrices[name] = Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
-        return matrices
+            for name, (weight, rows) in rows_of.items()
+        }
 
     def mlp_out(self, layer: int) -> Affine:
         """Output matrix of the MLP, [mlp, hidden], and its bias."""
         self._mlp(layer)
-        matrix, bias = self._in_layer(layer, "down"), self._in_layer(layer, "down.bias")
-        assert matrix is not None  # looked up above
-        return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
+        return _affine(self._in_layer(layer, "down"), self._in_layer(layer, "down.bias"))
 
     def embedding(self, rows: slice | Array = slice(None)) -> Array:
         """Token embeddings [vocab, hidden], scaled as the family scales them.
@@ -183,20 +204,25 @@ class PlainMatrices:
         Raises:
             ConfigError: for a model whose embeddings are no rows of a matrix (`require_embedding`).
         """
-        outside = self.config.tensors.outside
         require_embedding(self.config)
+        outside = self.config.tensors.outside
         embedding = self._read(outside["embed"].name, outside["embed"], rows=rows)
         scale = self.config.embedding_scale
         return embedding if scale is None else embedding * np.float32(scale)
 
     def positions(self) -> Array:
-        """Learned position embeddings [position, hidden]. Raises ConfigError for a model without them."""
+        """Learned position embeddings [position, hidden].
+
+        Raises:
+            ConfigError: for a model without them.
+        """
         stored = self.config.tensors.outside.get("positions")
         if stored is None:
             raise ConfigError(
                 f"expected a model with a table of learned positions, found {self.config.model_type}, which "
                 "has none; choose a model with learned positions, as others mix positions into attention only"
             )
+        # RoBERTa counts positions from pad_token_id + 1; no position reads the rows before.
         return self._read(stored.name, stored, rows=slice(self.config.first_position, None))
 
     def token_type(self) -> Array:
@@ -208,19 +234,25 @@ class PlainMatrices:
         return row
 
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
-        """Unembedding matrix [hidden, vocab] and bias [vocab]. Raises ConfigError for logits that are not
-        linear.
+        """Unembedding matrix [hidden, vocab] and bias [vocab].
+
+        Raises:
+            ConfigError: for logits that are not linear in the normalised stream.
         """
-        outside = self.config.tensors.outside
         self.config.require_linear_head()
-        matrix = self._read(outside["head"].name, outside["head"], rows=rows)
-        bias = outside.get("head.bias")
-        added = np.zeros(len(matrix), np.float32)
-        return Affine(matrix.T, added if bias is None else self._read(bias.name, bias, rows=rows))
+        outside = self.config.tensors.outside
+        matrix, bias = (
+            self._read(stored.name, stored, rows=rows) if stored is not None else None
+            for stored in map(outside.get, ("head", "head.bias"))
+        )
+        return _affine(matrix, bias)
 
     def norm(self, name: str, layer: int | None) -> Norm | None:
-        """A norm of a layer ("ln1", "ln2_post", …), or "final_norm" without a layer; None if the model has no
-        such norm.
+        """Parameters of a norm; None if the model has no such norm.
+
+        Arguments:
+            name: "ln1", "ln1_post", "ln2", "ln2_post", or "final_norm".
+            layer: layer of the norm; None for the final norm.
         """
         tensors = self.config.tensors
         tensors_there = tensors.outside if layer is None else tensors.layers[layer]
@@ -234,21 +266,19 @@ class PlainMatrices:
             return None if stored is None else self._read(stored.name, stored)
 
         gain, bias = read(name), read(f"{name}.bias")
-        assert gain is not None  # looked up above
-        # Gemma stores the gain minus 1.
-        if self.config.norm_type == "gemma_rms":
-            gain = gain + np.float32(1)
+        assert gain is not None  # `name` is among the tensors
+        gain = effective_gain(gain, self.config.norm_type)
         return Norm(gain, np.zeros_like(gain) if bias is None else bias, self.config.norm_type == "layer")
 
     def _mlp(self, layer: int) -> Mapping[str, Stored]:
-        held = self.config.tensors.layers[_in_range(self.config, layer)]
-        if "down" not in held or ("up" not in held and "gate_up" not in held):
+        tensors = self.config.tensors.layers[_in_range(self.config, layer)]
+        if "down" not in tensors or ("up" not in tensors and "gate_up" not in tensors):
             kind = self.config.layers[layer].channel_mixer or "none"
             raise ConfigError(
                 f"expected an MLP in layer {layer} of {self.config.model_type}, found {kind}; no matrices of "
                 "neurons are read there"
             )
-        return held
+        return tensors
 
     def _in_layer(
         self, layer: int, weight: str, rows: slice | Array | None = None, columns: slice | None = None
@@ -268,8 +298,31 @@ class PlainMatrices:
         return read_weight(self.checkpoint, name, stored, self.dtype, rows=rows, columns=columns)
 
 
+def _affine(matrix: Array | None, bias: Array | None) -> Affine:
+    """Map of a matrix stored as [out, in], with zeros for a missing bias."""
+    assert matrix is not None  # callers checked that the layer has it
+    return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
+
+
+def vocabulary_blocks(config: Architecture, size: int | None = None) -> Iterator[slice]:
+    """Consecutive slices that cover the vocabulary.
+
+    Arguments:
+        config: architecture of the model.
+        size: rows per slice; None for `ROWS`.
+    """
+    # Embeddings are reduced block by block: as a whole, in float32, they take gigabytes in large models.
+    step = size or ROWS
+    for start in range(0, config.vocab_size, step):
+        yield slice(start, min(start + step, config.vocab_size))
+
+
 def attending(config: Architecture) -> list[int]:
-    """Layers with attention whose heads have matrices. Raises ConfigError for a model without any."""
+    """Layers with attention whose heads have matrices.
+
+    Raises:
+        ConfigError: for a model without any.
+    """
     layers = [layer for layer in range(config.num_layers) if config.heads_of(layer) is not None]
     if not layers:
         raise ConfigError(
@@ -320,8 +373,14 @@ def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
 
 
 def heads_in(config: Architecture, layer: int) -> Heads:
-    """Heads of a layer. Raises ConfigError for a layer out of range, or without attention heads of its
-    own.
+    """Heads of a layer, and where their matrices lie in its tensors.
+
+    Arguments:
+        config: architecture of the model.
+        layer: layer number.
+
+    Raises:
+        ConfigError: for a layer out of range, or without attention heads of its own.
     """
     heads = config.heads_of(_in_range(config, layer))
     if heads is None:
@@ -339,8 +398,9 @@ def _in_range(config: Architecture, layer: int) -> int:
 
 
 def _rows(heads: Heads, part: Part, head: int, *, fused: bool) -> tuple[str, Array]:
-    """Name of the tensor that holds a head's matrix, and its rows, as forward/networks/mixers/attention.py
-    splits them.
+    """Name of the tensor with a head's matrix, and the head's rows in it.
+
+    Fused tensors are split as in forward/networks/mixers/attention.py.
     """
     # With grouped queries, query head h reads key/value head h // (query heads per group).
     head_index = head if part == "q" else head // heads.shared_by
@@ -351,9 +411,11 @@ def _rows(heads: Heads, part: Part, head: int, *, fused: bool) -> tuple[str, Arr
     # Row numbers take the place of weights: slicing and reshaping them finds the rows of one head.
     rows = np.arange((heads.count + 2 * heads.kv_count) * heads.size)
     if heads.layout == "by head":
+        # GPT-NeoX, Falcon: for each key/value head its query heads, its key and its value follow each other.
         grouped = rows.reshape(heads.kv_count, -1, heads.size)
         parts = {"q": grouped[:, :-2], "k": grouped[:, -2], "v": grouped[:, -1]}
     elif heads.layout == "by fourths":
+        # CodeGen: four shards for the four TPU cores of its training, each with queries, values, keys.
         fourths = rows.reshape(4, 3, -1)
         parts = {"q": fourths[:, 0], "v": fourths[:, 1], "k": fourths[:, 2]}
     else:

@@ -26,7 +26,7 @@ from ...pipeline import Output, stage
 from ...store.arrays import Array, Floats
 from ...store.errors import ConfigError
 from .circuits import key_queries
-from .matrices import PlainMatrices, attending, heads_in
+from .matrices import PlainMatrices, attending, heads_in, vocabulary_blocks
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,24 +36,25 @@ if TYPE_CHECKING:
 
 __all__ = ["position_scores"]
 
-ROWS = 4096
-"""Vocabulary rows read at a time."""
-
 
 @stage(
     version=2,
     inputs={},
     outputs={
-        "weight": Output(("layer", "head", "offset"), "1", "mean attention to a position so far back"),
+        "weight": Output(
+            ("layer", "head", "offset"), "1", "mean attention to a key this many positions back"
+        ),
     },
     resources=("weights",),
 )
 def position_scores(*, weights: Matrices, length: int = 64, offsets: int = 8) -> xr.Dataset:
-    """Mean attention by distance, of positions 0 to length - 1 alone, over the queries that have a key at
-    that distance.
+    """Mean attention by distance that position embeddings alone cause.
+
+    The mean is over the queries that have a key at that distance.
+
     Arguments:
         weights: plain matrices, as norms are computed exactly.
-        length: number of positions.
+        length: number of positions, from 0 on.
         offsets: largest distance, in both directions for bidirectional heads.
 
     Raises:
@@ -106,6 +107,7 @@ def _pattern(weights: Matrices, layer: int, head: int, normed: Floats, scale: fl
     is_visible = np.full_like(distance, heads.mixer.is_bidirectional, dtype=bool) | (distance >= 0)
     if heads.mixer.window is not None:
         is_visible &= np.abs(distance) < heads.mixer.window
+    # After the soft cap: capped, -inf would become a finite score.
     scores = np.where(is_visible, scores, -np.inf)
     # The row maximum is subtracted so that exp cannot overflow.
     exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -124,7 +126,7 @@ def _normed(stream: Floats, norm: Norm | None, eps: float) -> Floats:
 
 
 def _mean_embedding(weights: Matrices) -> Array:
-    vocab, total = weights.config.vocab_size, np.zeros(weights.config.hidden_size)
-    for start in range(0, vocab, ROWS):
-        total += weights.embedding(slice(start, min(start + ROWS, vocab))).sum(axis=0, dtype=np.float64)
-    return total / vocab
+    total = np.zeros(weights.config.hidden_size)
+    for rows in vocabulary_blocks(weights.config):
+        total += weights.embedding(rows).sum(axis=0, dtype=np.float64)
+    return total / weights.config.vocab_size

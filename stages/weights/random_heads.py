@@ -16,7 +16,15 @@ __all__ = ["random_writers"]
 
 
 def random_writers(written: Array, rng: np.random.Generator) -> Floats:
-    """Writing matrices [..., d_head, hidden], each rotated at random in the stream: float64, same shape."""
+    """Writing matrices rotated at random in the stream.
+
+    Arguments:
+        written: writing matrices [..., d_head, hidden].
+        rng: generator of the rotations, a different one for each matrix.
+
+    Returns:
+        float64, same shape, with the same singular values.
+    """
     matrices = np.asarray(written, np.float64)
     _, triangle = np.linalg.qr(np.swapaxes(matrices, -1, -2))
     gaussian = rng.standard_normal(np.swapaxes(matrices, -1, -2).shape)

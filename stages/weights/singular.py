@@ -22,6 +22,7 @@ from ...pipeline import Output, stage
 from ...store.arrays import Array, Floats
 from ...store.errors import ConfigError
 from .circuits import ov_circuit, qk_circuit
+from .matrices import vocabulary_blocks
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["singular_directions"]
 
-ROWS = 4096
-"""Vocabulary rows read at a time."""
 TOKENS = ("direction", "rank")
 """Dims of the tokens of each direction."""
 
@@ -44,13 +43,13 @@ TOKENS = ("direction", "rank")
     },
     outputs={
         "told_layer": Output((), "1", "layer of the head"),
-        "told_head": Output((), "1", "the head"),
+        "told_head": Output((), "1", "index of the head in its layer"),
         "singular_value": Output(("direction",), "1", "singular value"),
-        "share": Output(("direction",), "1", "share of the squared norm"),
-        "read_token": Output(TOKENS, "1", "tokens whose embedding lies farthest along what is read"),
-        "read_by": Output(TOKENS, "1", "and how far"),
-        "written_token": Output(TOKENS, "1", "tokens farthest along what is written, or of QK what keys are"),
-        "written_by": Output(TOKENS, "1", "and how far"),
+        "share": Output(("direction",), "1", "share of the circuit's squared Frobenius norm"),
+        "read_token": Output(TOKENS, "1", "tokens whose embedding lies farthest along the read direction"),
+        "read_by": Output(TOKENS, "1", "projection of the token's embedding on the read direction"),
+        "written_token": Output(TOKENS, "1", "tokens farthest along the written (of QK: key) direction"),
+        "written_by": Output(TOKENS, "1", "projection of the token on the written direction"),
     },
     resources=("weights",),
 )
@@ -69,10 +68,12 @@ def singular_directions(
 
     Arguments:
         copying: copying scores [layer, head]; if given, the head with the largest score is used.
-        layer, head: the head, without `copying`.
+        weights: matrices of the model.
+        layer: layer of the head, without `copying`.
+        head: index of the head, without `copying`.
         circuit: "OV" or "QK".
         directions: number of singular directions.
-        top_k: number of tokens of each.
+        top_k: number of tokens per direction.
         offset: distance from the key to its query, for QK with rope.
 
     Returns:
@@ -87,6 +88,7 @@ def singular_directions(
         raise ConfigError(f"expected circuit 'OV' or 'QK', found {circuit!r}")
     if copying is not None:
         scores = copying.transpose("layer", "head")
+        # Layers without attention have no row, so a row number is not a layer number.
         row, best = np.unravel_index(int(np.nanargmax(scores.values)), scores.shape)
         layer, head = int(scores["layer"].values[row]), int(best)
     of_values = circuit == "OV"
@@ -138,16 +140,16 @@ def _top(
     Returns:
         (token ids [direction, rank], projections [direction, rank], sign [direction]).
     """
-    vocab, count = weights.config.vocab_size, min(top_k, weights.config.vocab_size)
+    count = min(top_k, weights.config.vocab_size)
     ids = np.empty((2, along.shape[1], 0), np.int64)
     values = np.empty((2, along.shape[1], 0))
-    for start in range(0, vocab, ROWS):
-        block = slice(start, min(start + ROWS, vocab))
+    for block in vocabulary_blocks(weights.config):
         projections = (rows(block) @ along).T
         # Both signs are ranked: the sign of a direction is chosen after the whole vocabulary was read.
         candidates = np.concatenate([values, np.stack([projections, -projections])], axis=2)
         block_ids = np.broadcast_to(np.arange(block.start, block.stop), (2, *projections.shape))
         candidate_ids = np.concatenate([ids, block_ids], axis=2)
+        # Stable, so that equal projections keep the order of token ids.
         order = np.argsort(-candidates, axis=2, kind="stable")[..., :count]
         values, ids = (np.take_along_axis(array, order, axis=2) for array in (candidates, candidate_ids))
     if sign is None:

@@ -1,5 +1,5 @@
-"""Stored matrices: a model's matrices as a resource of stages, identified by the digest of the weights and
-the folding.
+"""Matrices of a model's files as a resource of stages, identified by weights, dtype and folding.
+
 Border: files and identities. Stages receive opened `Matrices`.
 """
 
@@ -36,7 +36,13 @@ class StoredMatrices(FileResource):
 
     @classmethod
     def of(cls, files: ModelFiles, *, dtype: str = "float32", folded: bool = True) -> StoredMatrices:
-        """Matrices of a model's files in their present state."""
+        """Matrices of a model's files in their present state.
+
+        Arguments:
+            files: the model's files.
+            dtype: dtype in which the model computes; weights are rounded to it.
+            folded: whether norms, value biases and means are folded in.
+        """
         matrices = cls(files.name, files.revision, files.identity(dtype=dtype), folded)
         return matrices.opened_as(OpenResource(files, files.pinned))
 
@@ -51,7 +57,11 @@ class StoredMatrices(FileResource):
         }
 
     def opened_anew(self) -> OpenResource:
-        """Files to which the name refers. SourceChanged if their identity is another."""
+        """Open the files to which the name refers.
+
+        Raises:
+            SourceChanged: if their identity is another.
+        """
         files = resolve(self.name, self.revision)
         files.require_identity(self.model)
         return OpenResource(files, files.pinned)

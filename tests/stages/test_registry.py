@@ -94,7 +94,7 @@ def test_two_of_one_name_are_told(monkeypatch):
         exec("def twin(x):\n    return x", vars(module))
         declare = stage(version=1, inputs={"x": ("layer",)}, outputs={"y": ("layer",)})
         vars(module)["twin"] = declare(module.twin)
-    monkeypatch.setattr(mizarr.stages, "_declaring", lambda: iter((one, other)))
+    monkeypatch.setattr(mizarr.stages, "_declaring_modules", lambda: iter((one, other)))
     with pytest.raises(StageError, match="two stages are named 'twin', one in other"):
         registry.__wrapped__()
 

@@ -1,4 +1,4 @@
-"""What are the norms and spectra of the weight matrices?
+"""What are the shapes and norms of the weight matrices, layer by layer?
 
 Shape, dtype and Frobenius norm of every tensor, layer by layer.
 
@@ -120,8 +120,8 @@ class InspectWeights(Workflow):
     """
 
     name = "inspect_weights"
-    question = "What are the norms and spectra of the weight matrices?"
-    descriptive = "Norms and spectra of the weight matrices in the checkpoint."
+    question = "What are the shapes and norms of the weight matrices, layer by layer?"
+    descriptive = "Shapes and Frobenius norms of the tensors in the checkpoint."
     settings_type = InspectWeightsSettings
 
     def __init__(self, settings: InspectWeightsSettings, model: Model | None = None) -> None:

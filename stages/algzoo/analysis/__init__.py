@@ -1,3 +1,1 @@
-"""Analyses of AlgZoo networks: ablation, linear regions, roles of neurons, exact accuracy, and surprise
-accounting.
-"""
+"""Analyses of AlgZoo networks: ablation, linear regions, roles of neurons, exact accuracy, surprise."""

@@ -32,7 +32,14 @@ def classes_or_numbers(outputs: Array) -> Array:
 
 
 def score(rnn: RnnWeights, x: Array, target: Array) -> float:
-    """Accuracy over samples, or minus the root mean squared error for a scalar answer."""
+    """Accuracy over samples, or minus the root mean squared error for a scalar answer.
+
+    Arguments:
+        rnn: the network.
+        x: inputs [sample, time].
+        target: correct answers [sample].
+    """
+    # Minus, so that a larger score is better and a negative change is damage in both measures.
     answers = classes_or_numbers(rnn.outputs(x))
     if len(rnn.oh) == 1:
         return -float(np.sqrt(np.mean((answers - target) ** 2)))
@@ -45,10 +52,10 @@ def score(rnn: RnnWeights, x: Array, target: Array) -> float:
     outputs={
         "baseline": Output((), "1", "score of the whole network"),
         "ablated": Output(("neuron",), "1", "score without the neuron"),
-        "delta": Output(("neuron",), "1", "change of the score"),
-        "order": Output(("rank",), "1", "neurons by delta, the most harmful first"),
+        "delta": Output(("neuron",), "1", "change of the score without the neuron"),
+        "order": Output(("rank",), "1", "neurons by change of the score, most harmful ablation first"),
         "pair_ablated": Output(("neuron", "neuron_"), "1", "score without both; NaN on the diagonal"),
-        "pair_delta": Output(("neuron", "neuron_"), "1", "change of the score"),
+        "pair_delta": Output(("neuron", "neuron_"), "1", "change of the score without both"),
         "interaction": Output(("neuron", "neuron_"), "1", "pair delta less the sum of both deltas"),
     },
 )
@@ -59,6 +66,7 @@ def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     ones, and positive where either alone is enough to fail.
 
     Arguments:
+        weights: labelled weights of an RNN.
         samples: from `algzoo_samples`.
     """
     import xarray as xr
@@ -106,6 +114,7 @@ def random_ablation(
     compared with the most harmful direction of each random basis: both are the largest of equally many.
 
     Arguments:
+        weights: labelled weights of an RNN.
         samples: from `algzoo_samples`.
         draws: random bases.
         seed: of the bases.

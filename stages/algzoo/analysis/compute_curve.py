@@ -1,12 +1,12 @@
-"""Compute curve: mean squared error of estimates of accuracy, against their cost in operations.
+"""Compute curve: mean squared error of estimates of a network's accuracy, against their cost in operations.
 
-The baseline is sampling: n samples have an expected squared error of p (1 - p) / n. It is reported, and also
-measured: stored counts are combined into groups of n samples, whose variance about their mean (divided by
-groups - 1, hence unbiased for the error about the unknown truth) is the error. An explanation is sampled as
-well, with error p_e (1 - p_e) / n plus the square of its bias, the difference of its accuracy from the
-network's.
+The baseline is sampling: the accuracy p over n samples has an expected squared error of p (1 - p) / n. It is
+reported, and also measured: stored counts are combined into groups of n samples, and the error is the
+variance of their accuracies (divided by groups - 1, hence unbiased for the error about the unknown truth). An
+explanation is sampled as well: its error is p_e (1 - p_e) / n plus the square of its bias, which is its
+accuracy minus that of the network.
 
-Cost is samples times operations per sample, which differs between network and explanation.
+Cost is samples times operations per sample, which differ between network and explanation.
 
 Border: counts and surprise accounting in, curves out.
 
@@ -37,14 +37,18 @@ FEWEST_GROUPS = 8
     inputs={"counted": None, "surprise": None},
     outputs={
         "baseline_mse": Output(
-            ("samples",), "1", "measured error of so many samples; NaN for too few groups"
+            ("samples",), "1", "measured squared error of this many samples; NaN for too few groups"
         ),
-        "baseline_expected": Output(("samples",), "1", "p (1 - p) / n"),
-        "groups": Output(("samples",), "1", "groups the error was measured on"),
-        "baseline_operations": Output(("samples",), "operations", "what so many samples cost"),
-        "estimator_mse": Output(("estimator", "samples"), "1", "error of so many samples of the explanation"),
-        "estimator_operations": Output(("estimator", "samples"), "operations", "what they cost"),
-        "bias": Output(("estimator",), "1", "accuracy of the explanation less that of the network"),
+        "baseline_expected": Output(("samples",), "1", "expected squared error, p (1 - p) / n"),
+        "groups": Output(("samples",), "1", "number of groups from which the error is measured"),
+        "baseline_operations": Output(("samples",), "operations", "cost of this many samples of the network"),
+        "estimator_mse": Output(
+            ("estimator", "samples"), "1", "expected squared error of this many samples of the explanation"
+        ),
+        "estimator_operations": Output(
+            ("estimator", "samples"), "operations", "cost of this many samples of the explanation"
+        ),
+        "bias": Output(("estimator",), "1", "accuracy of the explanation minus that of the network"),
     },
 )
 def compute_curve(counted: xr.Dataset, surprise: xr.Dataset, *, budgets: tuple[int, ...]) -> xr.Dataset:

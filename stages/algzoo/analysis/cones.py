@@ -88,13 +88,13 @@ def split(rays: Floats, plane: Floats) -> tuple[Floats | None, Floats | None]:
 
 
 def measure(rays: Floats) -> float:
-    """Probability of a cone under a standard normal: angle / 2 pi in the plane, solid angle / 4 pi in
-    space.
-    """
+    """Probability of a cone under a standard normal: angle / 2 pi in 2D, solid angle / 4 pi in 3D."""
     if rays.shape[1] == 2:
         a, b = rays
+        # arctan2 of |cross| and dot: arccos of the dot product loses digits for small angles.
         return float(np.arctan2(abs(a[0] * b[1] - a[1] * b[0]), a @ b) / (2 * np.pi))
     total = 0.0
+    # The cone is fanned into triangles from its first ray.
     for i in range(1, len(rays) - 1):
         a, b, c = rays[0], rays[i], rays[i + 1]
         # Solid angle of a triangle of unit vectors, Van Oosterom and Strackee 1983, eq. 8.
@@ -132,14 +132,19 @@ def second_moment(rays: Floats) -> Floats:
         "accuracy": Output((), "1", "exact accuracy", is_optional=True),
         "rmse": Output((), "1", "exact root mean squared error", is_optional=True),
         "measure": Output(("cone",), "1", "share of inputs in the cone"),
-        "rays": Output(("cone", "ray", "axis"), "1", "its extreme rays in order"),
+        "rays": Output(("cone", "ray", "axis"), "1", "extreme rays of the cone in order"),
         "pattern": Output(("cone", "byte"), "1", "open gates, packed as in regions.py"),
-        "target": Output(("cone",), "1", "the right class there; -1 for a number"),
-        "said": Output(("cone",), "1", "the class the network says there; -1 for a number"),
+        "target": Output(("cone",), "1", "correct class in the cone; -1 for a scalar task"),
+        "said": Output(("cone",), "1", "class that the network answers there; -1 for a scalar task"),
     },
 )
 def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Dataset:
     """Accuracy over all standard normal inputs of 2 or 3 numbers, and the cones from which it is computed.
+
+    Arguments:
+        weights: labelled weights of an RNN.
+        task: name of the task.
+        sequence: numbers per input.
 
     Raises:
         ConfigError: for other sequence lengths, which have no closed form, and for integer tasks.
@@ -169,6 +174,7 @@ def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Da
         squares = [
             error @ second_moment(piece.rays) @ error for error, piece in zip(errors, pieces, strict=True)
         ]
+        # Rounding may leave a sum of -1e-18 for a perfect network.
         result = {"rmse": float(np.sqrt(max(sum(squares), 0.0)))}
     else:
         target = zoo_task.targets(inside)
@@ -187,9 +193,7 @@ def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Da
 
 
 def _through_task(task: Task, sequence: int, hidden: int) -> list[ConePiece]:
-    """Orthants, cut where the order of the numbers changes or, for argoutlier, of their distances from the
-    mean.
-    """
+    """Orthants, cut where the order of the numbers changes (argoutlier: of their distances from the mean)."""
     state = np.zeros((hidden, sequence))
     orthants = [
         ConePiece(np.diag(np.array(signs, float)), state)
@@ -197,6 +201,7 @@ def _through_task(task: Task, sequence: int, hidden: int) -> list[ConePiece]:
     ]
     planes = _differences(np.eye(sequence))
     if task.name == "argoutlier":
+        # Distances |d_i| and |d_j| from the mean are equal where d_i = d_j, above, or d_i = -d_j.
         deviations = np.eye(sequence) - 1.0 / sequence
         planes += [deviations[i] + deviations[j] for i, j in itertools.combinations(range(sequence), 2)]
     return _cut(orthants, planes)

@@ -40,7 +40,7 @@ NEEDED = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Estimator:
-    """One explanation."""
+    """One explanation: a program that predicts the class, and the length of its description."""
 
     name: str
     """One of `ESTIMATORS`."""
@@ -64,8 +64,11 @@ def estimators_of(rnn: RnnWeights, task: Task, x: Array, target: Array, *, regio
     """All estimators of a network with classes, in the order of `ESTIMATORS`.
 
     Arguments:
-        x, target: samples [sample, time] and answers [sample] on which they are fitted.
-        regions: regions of top_regions.
+        rnn: the network.
+        task: its task.
+        x: inputs [sample, time] on which estimators are fitted.
+        target: correct answers [sample] to these inputs.
+        regions: number of regions of top_regions.
     """
     return [
         _oracle(rnn, task, x.shape[1]),
@@ -77,11 +80,17 @@ def estimators_of(rnn: RnnWeights, task: Task, x: Array, target: Array, *, regio
 
 
 def operations_of(rnn: RnnWeights, steps: int) -> int:
-    """Multiplications and additions of a forward pass over one sample."""
+    """Multiplications and additions of a forward pass over one sample.
+
+    Arguments:
+        rnn: the network.
+        steps: time steps of the input.
+    """
     return 2 * (steps * rnn.hidden * (1 + rnn.hidden) + rnn.oh.size)
 
 
 def _oracle(rnn: RnnWeights, task: Task, steps: int) -> Estimator:
+    # Its only choice is which of the tasks it is: log2 of their number in bits.
     description = f"the task: {task.meaning}"
     return Estimator("oracle", description, task.targets, math.log2(len(TASKS)), 0, steps)
 
@@ -99,6 +108,7 @@ def _piecewise(rnn: RnnWeights, steps: int) -> Estimator:
             outputs[in_region] = x[in_region] @ maps[region].T
         return classes_or_numbers(outputs)
 
+    # A full pass to find the region, and the region's linear map.
     work = operations_of(rnn, steps) + 2 * steps * len(rnn.oh)
     return Estimator("piecewise", "every region with its linear map", predict, 0.0, rnn.parameters, work)
 
@@ -110,6 +120,7 @@ def _top_regions(rnn: RnnWeights, x: Array, regions: int) -> Estimator:
     )
     most_frequent = np.argsort(-counts, kind="stable")[:regions]
     maps = linear_maps(rnn, gates[first[most_frequent]])
+    # Regions are cones, so only the direction of an input matters.
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
     directions = np.array([unit[inverse.reshape(-1) == region].mean(axis=0) for region in most_frequent])
     # tiny: the mean of opposite directions may be 0, and 0 / tiny stays 0.

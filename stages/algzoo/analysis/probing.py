@@ -1,6 +1,6 @@
 """Roles of neurons of the RNN: correlation of their final states with interpretable functions of the input.
 
-Roles, in the order that decides ties (n numbers x, the last one x_{n-1}; m(...) = max(0, ...)):
+Roles, in the order that decides ties (inputs x of n numbers, last = x_{n-1}, m(...) = max(0, ...)):
 
     RunningMax      m(x)
     RunningMin      relu(min x)
@@ -39,9 +39,7 @@ THRESHOLD = 0.8
 
 
 def references(x: Array) -> tuple[list[str], Array]:
-    """Names and values [sample, reference] of all functions of inputs [sample, time], in the order of the
-    roles.
-    """
+    """Names of all reference functions in the order of `ROLES`, and their values [sample, reference]."""
     x = x.astype(np.float64)
     steps, last = x.shape[1], x[:, -1]
     top = np.maximum(x.max(axis=1), 0.0)
@@ -80,12 +78,12 @@ def absolute_correlation(states: Array, values: Array) -> Array:
     version=1,
     inputs={"weights": None, "samples": None},
     outputs={
-        "role": Output(("neuron",), "1", "the best role, or Unknown below 0.8"),
-        "best": Output(("neuron",), "1", "the best reference, however weak"),
-        "correlation": Output(("neuron",), "1", "its absolute correlation"),
+        "role": Output(("neuron",), "1", "role of the best reference, or Unknown below 0.8"),
+        "best": Output(("neuron",), "1", "reference of largest absolute correlation, however weak"),
+        "correlation": Output(("neuron",), "1", "absolute correlation with that reference"),
         "correlations": Output(("neuron", "reference"), "1", "absolute correlation with every reference"),
         "by_time": Output(
-            ("time", "neuron", "role_"), "1", "the best of each role, of inputs up to a time step"
+            ("time", "neuron", "role_"), "1", "largest correlation by role, of inputs up to a time step"
         ),
     },
 )
@@ -95,6 +93,7 @@ def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     Ties go to the first reference.
 
     Arguments:
+        weights: labelled weights of an RNN.
         samples: from `algzoo_samples`.
     """
     import xarray as xr
@@ -128,4 +127,5 @@ def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
 
 
 def _kind(name: str) -> str:
+    """Role of a reference: "Comparator" for "Comparator(0,1)"."""
     return name.partition("(")[0]

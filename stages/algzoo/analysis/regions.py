@@ -27,7 +27,15 @@ __all__ = ["gates_of", "linear_maps", "linear_regions", "pattern_bits"]
 
 
 def gates_of(rnn: RnnWeights, x: Array) -> Bools:
-    """Whether each ReLU is open, bool [sample, time, neuron]; a pre-activation of 0 counts as open."""
+    """Whether each ReLU is open; a pre-activation of 0 counts as open.
+
+    Arguments:
+        rnn: the network.
+        x: inputs [sample, time].
+
+    Returns:
+        bool [sample, time, neuron].
+    """
     gates: Bools = rnn.states(x) >= 0
     return gates
 
@@ -41,6 +49,7 @@ def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
     """Linear maps [region, output, time] of regions with given gates.
 
     Arguments:
+        rnn: the network.
         gates: bool [region, time, neuron].
 
     Raises:
@@ -65,19 +74,20 @@ def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
     inputs={"weights": None, "samples": None},
     outputs={
         "count": Output(("region",), "samples", "samples in the region"),
-        "representative": Output(("region",), "1", "its first sample"),
-        "pattern": Output(("region", "byte"), "1", "open gates, packed"),
-        "active": Output(("region",), "1", "open gates"),
-        "map": Output(("region", "output", "time"), "1", "the matrix the network is there"),
+        "representative": Output(("region",), "1", "index of the first sample in the region"),
+        "pattern": Output(("region", "byte"), "1", "open gates, packed as bits"),
+        "active": Output(("region",), "1", "number of open gates"),
+        "map": Output(("region", "output", "time"), "1", "linear map of the network in the region"),
         "region_id": Output(("sample",), "1", "region of each sample"),
         "active_fraction": Output((), "1", "share of gates that are open, over all samples"),
-        "active_by_time": Output(("time",), "1", "the same of each time step"),
+        "active_by_time": Output(("time",), "1", "share of gates that are open at each time step"),
     },
 )
 def linear_regions(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     """Regions of some samples with their counts and linear maps, most frequent first; ties by first sample.
 
     Arguments:
+        weights: labelled weights of an RNN.
         samples: from `algzoo_samples`.
     """
     import xarray as xr

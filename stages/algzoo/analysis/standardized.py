@@ -1,5 +1,5 @@
-"""Standardised RNN: the same function with input weights of 1 or -1, so that states are in units of the
-input.
+"""Standardised RNN: the same function with input weights of 1 or -1, so states are in units of the input.
+
 A ReLU commutes with positive factors: neuron j may be divided by s_j = |ih_j| where it is written and
 multiplied by s_j where it is read.
 
@@ -36,15 +36,14 @@ def is_standardizable(weights: xr.Dataset) -> bool:
     version=1,
     inputs={"weights": None},
     outputs={
-        "scale": Output(("neuron",), "1", "what the state of a neuron was divided by"),
+        "scale": Output(("neuron",), "1", "factor by which the state of a neuron is divided"),
         "weight_ih": Output(("neuron", "input"), "1", "input weights, 1 or -1"),
         "weight_hh": Output(("neuron", "neuron_"), "1", "recurrent weights in units of the input"),
         "weight_oh": Output(("output", "neuron"), "1", "readout of states in units of the input"),
     },
 )
 def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
-    """Weights of the same function with input weights of 1 or -1: ih_j / s_j, hh_jk s_k / s_j, oh_oj s_j;
-    float64.
+    """Weights of the same function with input weights of 1 or -1: ih_j / s_j, hh_jk s_k / s_j, oh_oj s_j.
 
     The result is labelled weights, which other stages accept.
 
@@ -64,6 +63,7 @@ def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
         {
             "scale": ("neuron", scale),
             "weight_ih": (("neuron", "input"), (rnn.ih / scale)[:, None]),
+            # Row j is written, hence divided by s_j; column k is read, hence multiplied by s_k.
             "weight_hh": (("neuron", "neuron_"), rnn.hh * scale / scale[:, None]),
             "weight_oh": (("output", "neuron"), rnn.oh * scale),
         },

@@ -51,8 +51,12 @@ def bits_per_number(sigma: float) -> float:
 
 
 def residual_bits(disagreement: float, classes: int, samples: int) -> float:
-    """Bits that encode the answers to `samples` samples, given predictions that are wrong with rate
-    `disagreement`.
+    """Bits that encode a network's answers, given predictions that are sometimes wrong.
+
+    Arguments:
+        disagreement: share of wrong predictions.
+        classes: number of classes.
+        samples: number of answers.
     """
     # A mean of shares may leave [0, 1] by rounding, where the logarithm fails.
     q = min(max(disagreement, 0.0), 1.0)
@@ -61,14 +65,25 @@ def residual_bits(disagreement: float, classes: int, samples: int) -> float:
 
 
 def covered(spare: Array, per_answer: Array) -> Array:
-    """Number of answers that the spare bits can encode; infinite where answers take no bits."""
+    """Number of answers that spare bits can encode; infinite where answers take no bits.
+
+    Arguments:
+        spare: bits that are left, 0 answers where negative.
+        per_answer: bits per answer, same shape.
+    """
     unlimited = np.where(spare >= 0, np.inf, 0.0)
     # `where` avoids 0 / 0, which numpy would warn about; those entries keep `unlimited`.
     return np.floor(np.divide(np.maximum(spare, 0.0), per_answer, out=unlimited, where=per_answer > 0))
 
 
 def noisy(rnn: RnnWeights, sigma: float, rng: np.random.Generator) -> RnnWeights:
-    """The network with Gaussian noise of `sigma` times its standard deviation on every matrix."""
+    """The network with Gaussian noise on every matrix.
+
+    Arguments:
+        rnn: the network.
+        sigma: standard deviation of the noise, in units of that of the matrix.
+        rng: generator of the noise.
+    """
     return RnnWeights(
         *(
             matrix + rng.standard_normal(matrix.shape) * sigma * matrix.std()
@@ -84,19 +99,23 @@ def noisy(rnn: RnnWeights, sigma: float, rng: np.random.Generator) -> RnnWeights
         "model_accuracy": Output((), "1", "accuracy of the network"),
         "chance_accuracy": Output((), "1", "accuracy of a guess"),
         "estimate_accuracy": Output(("estimator",), "1", "accuracy of the explanation"),
-        "agreement_rate": Output(("estimator",), "1", "share of samples where both say the same"),
-        "disagreement_rate": Output(("estimator",), "1", "the rest"),
-        "operations": Output(("estimator",), "operations", "work per sample"),
-        "description": Output(("estimator",), "1", "what is written down"),
-        "model_operations": Output((), "operations", "work of the network per sample"),
+        "agreement_rate": Output(("estimator",), "1", "share of samples where network and explanation agree"),
+        "disagreement_rate": Output(("estimator",), "1", "share of samples where they differ"),
+        "operations": Output(("estimator",), "operations", "operations of the explanation per sample"),
+        "description": Output(("estimator",), "1", "the explanation in words"),
+        "model_operations": Output((), "operations", "operations of the network per sample"),
         "noisy_accuracy": Output(("sigma",), "1", "mean accuracy of noisy networks"),
         "noisy_agreement": Output(("estimator", "sigma"), "1", "mean agreement with noisy networks"),
-        "selection_bits": Output(("sigma",), "bits", "what the weights hold"),
+        "selection_bits": Output(("sigma",), "bits", "bits selected by training: those of all weights"),
         "explanation_bits": Output(("estimator", "sigma"), "bits", "length of the explanation"),
-        "residual_surprise": Output(("estimator", "sigma"), "bits", "what it leaves unsaid"),
-        "bound_satisfied": Output(("estimator", "sigma"), "1", "whether both are at most the selection"),
-        "tightness": Output(("estimator", "sigma"), "1", "their sum over the selection"),
-        "covered": Output(("estimator", "sigma"), "samples", "answers up to which the bound would hold"),
+        "residual_surprise": Output(
+            ("estimator", "sigma"), "bits", "bits of the answers given the explanation"
+        ),
+        "bound_satisfied": Output(
+            ("estimator", "sigma"), "1", "whether explanation and residual are at most the selection"
+        ),
+        "tightness": Output(("estimator", "sigma"), "1", "explanation plus residual over selection"),
+        "covered": Output(("estimator", "sigma"), "samples", "most answers for which the bound would hold"),
     },
 )
 def surprise_accounting(
@@ -113,8 +132,10 @@ def surprise_accounting(
     """Bits of every estimator, compared with the bits of the network.
 
     Arguments:
+        weights: labelled weights of an RNN.
         samples: on which estimators are scored, from `algzoo_samples`.
         fitted: other samples, on which estimators are fitted.
+        task: name of the task.
         sigmas: noise levels in standard deviations.
         realisations: noisy networks per noise level.
         regions: regions of the top_regions estimator.

@@ -47,14 +47,16 @@ def recomputed_attention(
     """Attention weights or scores of the corrupted prompt with all clean queries or keys of a layer.
 
     Arguments:
+        model: the model.
         prompt: token ids of the corrupted run.
         clean: clean activation of each `q` or `k` hook point.
 
     Returns:
-        Of each point, float64 [head, query, key]: the pattern for `q`, the scores for `k`.
+        For each hook point, float64 [head, query, key]: the pattern for `q`, the scores for `k`.
     """
     points = list(clean)
     targets = [HookPoint(NEEDED[point.kind], point.layer) for point in points]
+    # One run per layer, with all heads patched together: heads do not read each other's queries or keys.
     runs = [
         Run(prompt, HookSpec().intervene(point, Replace(clean[point])).capture(target), None)
         for point, target in zip(points, targets, strict=True)
@@ -73,6 +75,7 @@ def query_effects(weights: Floats, patched: Floats, gradient: Floats) -> Floats:
         patched: pattern under clean queries, same shape.
         gradient: gradient of the metric at the pattern, same shape.
     """
+    # Exact in the weights, first-order in what follows them.
     effects: Floats = ((patched - weights) * gradient).sum(-1)
     return effects
 

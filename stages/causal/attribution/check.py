@@ -25,7 +25,6 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..controls import correlation, rank_correlation
-from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace
 from ..grids.patching_metrics import read_metrics
 from ..grids.patching_results import PreparedGrid
@@ -35,12 +34,13 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...forward.architectures.architecture import Architecture
-    from ...forward.hooks.cache import HookCache
 
 __all__ = ["LARGEST", "RANDOM", "AttributionCheck", "agreement"]
 
 LARGEST, RANDOM = "largest", "random"
+"""Labels of the two groups of verified cells."""
 PLACE = ("kind", "layer", "position", "head", "key_position")
+"""Outputs that name the place of a verified cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +67,14 @@ class AttributionCheck(AttributionPatching):
         "exact": Output(("cell",), "as the metric", "effect of the patch, by a run"),
         "correlation": Output(("chosen",), "1", "Pearson correlation of the two over cells"),
         "rank_correlation": Output(("chosen",), "1", "Spearman correlation of the two over cells"),
-        "worst_miss": Output(("chosen",), "as the metric", "largest difference of the two"),
-        "unpatched": Output(("run",), "as the metric", "metric of the runs nothing was patched in"),
+        "worst_miss": Output(("chosen",), "as the metric", "largest difference of estimate and exact effect"),
+        "unpatched": Output(("run",), "as the metric", "metric of the unpatched runs"),
         "sort": Output(("cell",), "1", "whether a cell is among the largest estimates or drawn at random"),
-        "kind": Output(("cell",), "1", "hook point that is patched"),
-        "layer": Output(("cell",), "1", "its layer"),
-        "position": Output(("cell",), "1", "its position (of a pattern: query), -1 for all"),
-        "head": Output(("cell",), "1", "its head, -1 for all or none"),
-        "key_position": Output(("cell",), "1", "of an attention edge its key, else -1"),
+        "kind": Output(("cell",), "1", "kind of the patched hook point"),
+        "layer": Output(("cell",), "1", "patched layer"),
+        "position": Output(("cell",), "1", "patched position (of a pattern: query), -1 for all"),
+        "head": Output(("cell",), "1", "patched head, -1 for all or none"),
+        "key_position": Output(("cell",), "1", "key position of a patched attention edge, else -1"),
     }
 
     def __post_init__(self) -> None:
@@ -100,10 +100,6 @@ class AttributionCheck(AttributionPatching):
             for kind, layer, place, _ in self._picked(prepared)[0]
         ]
 
-    def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
-        """Every metric of one patched run, float64 [metric]."""
-        return ActivationPatching.measure(self, prepared, cell, result)
-
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
         """Estimated and exact effect of every verified cell, and their agreement over the largest, the random
         and all cells.
@@ -116,7 +112,7 @@ class AttributionCheck(AttributionPatching):
             float(read_metrics(self.metrics, entry, prepared.clean)[0])
             for entry in (prepared.clean, prepared.unpatched[0])
         )
-        # Differences: a rescaled metric moves by as much less as it is scaled.
+        # Effects are differences on the reported scale, as a Recovery scales estimates and runs alike.
         unpatched = metric.scaled(np.array(corrupted), clean, corrupted)
         estimate, exact = (
             metric.scaled(np.array(numbers), clean, corrupted) - unpatched
@@ -143,12 +139,14 @@ class AttributionCheck(AttributionPatching):
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """The only cell, unchanged."""
+        # `Grid.joined` would stack datasets along a layer axis, which this one does not have.
         (whole,) = parts
         return whole
 
     def _picked(self, prepared: PreparedGrid) -> tuple[list[tuple[str, int, GridPlace, float]], int]:
-        """Grid cells to verify as (kind, layer, place, estimated metric), largest first, and the number of
-        largest ones.
+        """Grid cells to verify as (kind, layer, place, estimated metric), and the number of largest ones.
+
+        The largest estimates come first.
         """
         cells = [
             (kind, layer, place, float(number[0]))
@@ -170,6 +168,10 @@ class AttributionCheck(AttributionPatching):
 
 def agreement(estimate: Floats, exact: Floats) -> dict[str, float]:
     """Agreement of estimated and exact effects of the same cells.
+
+    Arguments:
+        estimate: first-order effects [cell].
+        exact: effects of runs [cell].
 
     Returns:
         `correlation` (Pearson) and `rank_correlation` (Spearman), NaN for fewer than three cells or constant

@@ -34,7 +34,7 @@ from ...forward.runs.experiment import CellLabels, Experiment
 from ...forward.runs.run import Run
 from ..grids.patching_grid import in_range
 from ..grids.patching_metrics import Metric, check_metrics, read_metrics, required_tokens
-from ..grids.patching_results import as_vector, token_texts
+from ..grids.patching_results import as_vector, token_labels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -66,8 +66,8 @@ class GradientPath:
     """Logits of the tokens that the metric reads, at every step."""
     gradient: Tensor
     """Weighted mean of the gradient over the steps, float64 [position, hidden]."""
-    tokens: list[str] | None
-    """Text of each prompt token; None for a model without a tokenizer."""
+    tokens: dict[str, list[str]]
+    """"token" -> text of each prompt token; empty for a model without a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +91,18 @@ class IntegratedGradients(Experiment):
     version: ClassVar[int] = 1
     reads_text: ClassVar[bool] = True
     outputs: ClassVar[Mapping[str, Output]] = {
-        "attribution": Output(("position",), "as the metric", "share of a position's embedding"),
+        "attribution": Output(
+            ("position",), "as the metric", "share of the metric due to a position's embedding"
+        ),
         "removed": Output(
             ("position",),
             "as the metric",
-            "what the metric loses when a position's embedding becomes the baseline's",
+            "decrease of the metric when a position's embedding is replaced by the baseline's",
             is_optional=True,
         ),
         "value": Output(("run",), "as the metric", "metric of the prompt and of the baseline"),
-        "gap": Output((), "as the metric", "difference of the two, less the sum of shares"),
-        "path": Output(("step",), "as the metric", "metric along the way"),
+        "gap": Output((), "as the metric", "difference of the two metrics minus the sum of shares"),
+        "path": Output(("step",), "as the metric", "metric at each step from baseline to prompt"),
     }
 
     def params(self) -> dict[str, Any]:
@@ -141,6 +143,7 @@ class IntegratedGradients(Experiment):
 
         ids = torch.tensor([self.prompt, self.baseline or self.prompt], device=model.device)
         end, start = model.embed(ids)
+        # Embeddings of zero are the paper's baseline for text.
         start = start if self.baseline else torch.zeros_like(start)
         # From [-1, 1], where the nodes are defined, to [0, 1]: weights then sum to 1.
         nodes, weights = np.polynomial.legendre.leggauss(self.steps)
@@ -159,7 +162,8 @@ class IntegratedGradients(Experiment):
             along += [as_vector(row[None]) for row in logits]
             weight = torch.as_tensor(weights[first : first + batch], device=start.device)
             total += torch.einsum("s,spd->pd", weight, gradient.double())
-        return GradientPath(start, end, baseline, prompt, along, total, token_texts(model, self.prompt))
+        labels = token_labels(model, token=self.prompt)
+        return GradientPath(start, end, baseline, prompt, along, total, labels)
 
     def runs(self, prepared: GradientPath, cell: CellLabels) -> Sequence[Run]:
         """One run per position, its embedding replaced by the baseline's; none unless `exact`."""
@@ -202,9 +206,8 @@ class IntegratedGradients(Experiment):
             "position": np.arange(len(self.prompt)),
             "run": ["prompt", "baseline"],
             "step": (np.polynomial.legendre.leggauss(self.steps)[0] + 1) / 2,
+            **{name: ("position", texts) for name, texts in prepared.tokens.items()},
         }
-        if prepared.tokens is not None:
-            coords["token"] = ("position", prepared.tokens)
         variables = {name: self.outputs[name].variable(np.asarray(entry)) for name, entry in data.items()}
         return xr.Dataset(variables, coords, {"metric": self.metric.name, "units": self.metric.units})
 
@@ -219,9 +222,7 @@ class IntegratedGradients(Experiment):
         return as_vector(logits)
 
     def _back(self, model: Model, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [step, 1, tokens], and gradients of the metric at the embeddings [step, position,
-        hidden].
-        """
+        """Logits [step, 1, tokens], and gradients of the metric at embeddings [step, position, hidden]."""
         point = HookPoint("embed")
         spec = HookSpec().intervene(point, Replace(embeddings)).capture(Capture(point, is_gradient=True).name)
         spec = spec.gradient_of(self.metric, at=self.at, baseline=self.prompt)

@@ -36,7 +36,7 @@ from ...forward.runs.run import Run
 from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace, head_axis
 from ..grids.patching_metrics import Metric, Recovery, read_metrics
-from ..grids.patching_results import PreparedGrid, as_vector, token_texts
+from ..grids.patching_results import PreparedGrid, as_vector, token_labels
 from .attention import NEEDED, key_effects, query_effects, recomputed_attention
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ CLEAN, CORRUPTED = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class AttributionPatching(ActivationPatching):
-    """First-order estimates of `ActivationPatching`: the same fields, axes and scale, without a run per
-    place.
+    """First-order estimates of `ActivationPatching`: the same fields, axes and scale, no run per place.
+
     Metrics need a gradient (`Recovery` of a metric that has one). `align` and `window` have no estimate.
     """
 
@@ -124,11 +124,7 @@ class AttributionPatching(ActivationPatching):
         activations |= {("anew", point): numbers for point, numbers in recomputed_values.items()}
         if self.dropout:
             activations |= self._sizes(model, points, activations)
-        texts = {
-            "token": token_texts(model, self.corrupted),
-            "clean_token": token_texts(model, self.clean),
-        }
-        labels = {name: words for name, words in texts.items() if words is not None}
+        labels = token_labels(model, token=self.corrupted, clean_token=self.clean)
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
         return PreparedGrid(model.config, clean, [corrupted], activations, labels)
 
@@ -145,7 +141,13 @@ class AttributionPatching(ActivationPatching):
         return super().dataset(prepared, cell, list(numbers))
 
     def estimates(self, prepared: PreparedGrid, kind: str, layer: int) -> Floats:
-        """Estimated metrics of each place of a hook point, not rescaled: float64 [place, metric]."""
+        """Estimated metrics of each place of a hook point, not rescaled: float64 [place, metric].
+
+        Arguments:
+            prepared: what `prepare` returned.
+            kind: hook kind.
+            layer: layer number.
+        """
         point = HookPoint(kind, layer)
         base = read_metrics(self.metrics, prepared.unpatched[0], prepared.clean)
         estimates = []
@@ -154,6 +156,7 @@ class AttributionPatching(ActivationPatching):
             if self.dropout:
                 # AtP* averages absolute effects, which lose the sign; it is taken from the full gradient.
                 effects = np.copysign(prepared.activations["size", number, point], effects)
+            # Metrics, not effects: `dataset` rescales them as the metrics of real runs.
             estimates.append(base[number] + effects)
         return np.stack(estimates, axis=1)
 
@@ -198,10 +201,12 @@ class AttributionPatching(ActivationPatching):
         with_activations: bool,
         dropped: int | None = None,
     ) -> tuple[Tensor, Mapping[Capture, Tensor]]:
-        """One backward pass from a metric of the corrupted run, with the clean run as the other row of the
-        batch.
+        """One backward pass from a metric of the corrupted run; the clean run is the other row of the batch.
 
         Arguments:
+            model: the model.
+            metric: metric that is differentiated.
+            points: hook points of the gradients.
             with_activations: whether activations at the points are captured along with the gradients.
             dropped: layer whose gradient is dropped, residual stream kept; None for the full gradient.
 
@@ -224,6 +229,7 @@ def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
     """Cotangent of a metric of the corrupted run at the logits [2, 1, tokens] of the clean and corrupted run.
 
     Arguments:
+        metric: metric that is differentiated.
         want: which logits these are.
     """
 
@@ -243,7 +249,12 @@ def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
 
 
 def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Floats:
-    """First-order effect of each entry of the clean activation on metric `number`.
+    """First-order effect of each entry of the clean activation on a metric.
+
+    Arguments:
+        activations: activations and gradients of `AttributionPatching.prepare`.
+        number: number of the metric.
+        point: hook point.
 
     Returns:
         float64, with the shape of the activation without its batch axis.
@@ -254,7 +265,14 @@ def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint)
 
 
 def recomputed_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
-    """Effects of clean queries or keys through recomputed attention weights, float64 [head, position, 1]."""
+    """Effects of clean queries or keys through recomputed attention weights, float64 [head, position, 1].
+
+    Arguments:
+        activations: activations, gradients and recomputed attention of `AttributionPatching.prepare`.
+        number: number of the metric.
+        point: hook point of queries or keys.
+    """
+    # The axis of length 1 takes the place of d_head, so that `at_places` treats both kinds of effects alike.
 
     def attention(name: tuple[Any, ...], kind: str) -> Floats:
         values: Floats = activations[(*name, HookPoint(kind, point.layer))].double().cpu().numpy()
@@ -273,6 +291,8 @@ def at_places(effects: Floats, point: HookPoint, places: Sequence[GridPlace]) ->
 
     Arguments:
         effects: one per entry, [axes of the hook point without batch].
+        point: the hook point.
+        places: places, all with the same indexed axes.
     """
     first = places[0]
     axes = {head_axis(point.dims): "head", "position": "position", "query_position": "position"}

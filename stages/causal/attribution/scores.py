@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gradient_attribution", "patch_attribution"]
 
+# Dims of the activations of each form: residual stream, heads, MLP neurons.
 STREAM = ("layer", "token", "hidden")
 HEADS = ("layer", "token", "head|kv_head", "d_head")
 NEURONS = ("layer", "token", "mlp")
@@ -59,8 +60,8 @@ def patch_attribution(clean: xr.DataArray, corrupted: xr.DataArray, gradient: xr
     """Estimated effect of patching each clean activation into the corrupted run.
 
     Arguments:
-        clean, corrupted: activations [layer, token, ...] of both sets of prompts, concatenated along token;
-            prompts have equal token counts and the same order in both.
+        clean: activations [layer, token, ...] of the clean prompts, concatenated along token.
+        corrupted: activations of the corrupted prompts, of equal token counts and in the same order.
         gradient: gradient of the metric in the corrupted run, same shape.
 
     Returns:
@@ -127,6 +128,7 @@ def _contracted(gradient: xr.DataArray, activations: Mapping[str, xr.DataArray])
 
 
 def _require_alike(name: str, array: xr.DataArray, gradient: xr.DataArray) -> None:
+    """Raise ShapeError unless an array and the gradient have equal sizes, layers and positions."""
     for dim in gradient.dims:
         if array.sizes[dim] != gradient.sizes[dim]:
             raise ShapeError(

@@ -24,7 +24,7 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.runs.means import mean_activations, position_axis
 from ...forward.runs.run import Run, stream
 from .patching_grid import Grid, GridPlace, part_of, where
-from .patching_results import PreparedGrid, as_vector, token_texts
+from .patching_results import PreparedGrid, as_vector, token_labels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Ablation"]
 
 METHODS = ("zero", "mean", "resample")
+"""Values of `Ablation.how`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +121,10 @@ class Ablation(Grid):
 
     def prepare(self, model: Model) -> PreparedGrid:
         """Unablated run, and the activations that replace those of the prompt, by (sample, hook point)."""
+        # The unablated run takes the place of a clean run in metrics that compare with one.
         ((_, clean),) = stream(model, [Run(self.tokens, None, self.want)])
         points = self.points(model.config)
-        texts = token_texts(model, self.tokens)
-        tokens = {} if texts is None else {"token": texts}
+        tokens = token_labels(model, token=self.tokens)
         replacements: dict[Any, Tensor] = {}
         if self.how == "mean":
             replacements = self._means(model, points)
@@ -143,6 +144,7 @@ class Ablation(Grid):
 
     def _shape(self, total: Tensor, point: HookPoint) -> tuple[int, ...]:
         """Shape of the prompt's activation, from that of a mean with one position."""
+        # expand makes a view: a mean is stored once, however long the prompt.
         shape = list(total.shape)
         shape[position_axis(point)] = len(self.tokens)
         return tuple(shape)

@@ -95,20 +95,24 @@ class LinePatching(Experiment):
     name: ClassVar[str] = "line_patching"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
-        "probability": Output(("layer", "place", "group"), "1", "of a group to come next at the end"),
+        "probability": Output(
+            ("layer", "place", "group"), "1", "probability of a group of next tokens at the last position"
+        ),
         "kl": Output(
             ("layer", "place"),
             "nats",
-            "KL(prompt || patched) of next tokens, mean over what is read from the place on; NaN for none",
+            "KL(prompt || patched) of next tokens, mean over read positions from the place on; NaN for none",
         ),
-        "top": Output(("layer", "place"), "1", "token that is likeliest to come next at the end"),
+        "top": Output(("layer", "place"), "1", "most likely next token at the last position"),
         "way_probability": Output(
-            ("way", "group"), "1", "the same where states of all layers are put in", is_optional=True
+            ("way", "group"), "1", "probability of a group, patched in all layers", is_optional=True
         ),
-        "way_kl": Output(("way",), "nats", "KL of next tokens then, likewise", is_optional=True),
-        "unpatched": Output(("run", "group"), "1", "of a group to come next, nothing patched"),
-        "unpatched_top": Output(("run",), "1", "likeliest token, nothing patched"),
-        "donor_kl": Output((), "nats", "KL(prompt || donor) of next tokens, mean over what is read"),
+        "way_kl": Output(
+            ("way",), "nats", "KL(prompt || patched in all layers) of next tokens, as `kl`", is_optional=True
+        ),
+        "unpatched": Output(("run", "group"), "1", "probability of a group without patches"),
+        "unpatched_top": Output(("run",), "1", "most likely next token without patches"),
+        "donor_kl": Output((), "nats", "KL(prompt || donor) of next tokens, mean over read positions"),
     }
 
     def __post_init__(self) -> None:
@@ -173,6 +177,8 @@ class LinePatching(Experiment):
         specs = [
             HookSpec().intervene(
                 HookPoint("resid_post", layer),
+                # Entry 0 of the states is the input of layer 0, so entry layer + 1 is resid_post of the
+                # layer.
                 Replace(prepared.patch_states[layer + 1, list(place)], positions=place),
             )
             for layer in range(cell["layers"])
@@ -183,9 +189,7 @@ class LinePatching(Experiment):
 
     @staticmethod
     def _spec(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
-        """Interventions of one way in every layer: changed positions from the donor, fixed ones from the
-        prompt.
-        """
+        """Interventions of one way: changed positions from the donor, fixed ones from the prompt."""
         changed, fixed = way
         spec = HookSpec()
         for layer in range(layers):
@@ -210,9 +214,7 @@ class LinePatching(Experiment):
     def measure(
         self, prepared: PreparedLines, cell: CellLabels, result: HookCache
     ) -> tuple[Floats, int, Floats]:
-        """Probabilities of the groups and most likely token at the last position, and KL at each read
-        position.
-        """
+        """Group probabilities and most likely token at the last position, and KL at each read position."""
         logits = read_logits(result)
         return (*self._end(logits[-1]), kl_divergence(prepared.logits[0, :-1], logits[:-1]))
 

@@ -31,7 +31,7 @@ from ...forward.runs.means import position_axis
 from ...forward.runs.run import Run, stream
 from .patching_grid import HEAD_KINDS, HIDDEN_KINDS, Grid, GridPlace, in_range, num_heads, part_of, where
 from .patching_metrics import Metric
-from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, token_texts
+from .patching_results import PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, token_labels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -85,8 +85,10 @@ class ActivationPatching(Grid):
         return self.corrupted
 
     def check(self, config: Architecture) -> None:
-        """Check the fields as `Grid.check` does. Raises StageError for attention patterns of aligned
-        prompts.
+        """Check the fields as `Grid.check` does.
+
+        Raises:
+            StageError: for attention patterns of aligned prompts.
         """
         super().check(config)
         # The key axis of a clean pattern counts clean positions: rows cannot be moved between prompts.
@@ -152,6 +154,8 @@ def pair_of_runs(
     """Clean and corrupted run without patches, and activations by (run, hook point).
 
     Arguments:
+        grid: the patching grid.
+        model: the model.
         points: hook points whose clean activations are captured.
         donor: token ids of a prompt whose activations replace the clean ones; empty for none.
     """
@@ -175,17 +179,22 @@ def pair_of_runs(
         }
     if is_edges:
         acts |= {("corrupted", point): results[1][point][0] for point in points}
-    texts = {
-        "token": token_texts(model, grid.corrupted),
-        "clean_token": token_texts(model, [grid.clean[i] for i in align]),
-    }
-    labels = {name: words for name, words in texts.items() if words is not None}
+    labels = token_labels(model, token=grid.corrupted, clean_token=[grid.clean[i] for i in align])
     clean, corrupted = (as_vector(results[i].logits) for i in range(2))
     return PreparedGrid(model.config, clean, [corrupted], acts, labels)
 
 
 def check_lengths(clean: Sequence[int], corrupted: Sequence[int], align: Sequence[int] | None) -> None:
-    """Raise PromptError for prompts whose positions do not correspond."""
+    """Check that positions of two prompts correspond.
+
+    Arguments:
+        clean: token ids of the clean prompt.
+        corrupted: token ids of the corrupted prompt.
+        align: clean position of each corrupted one; None for prompts of equal length.
+
+    Raises:
+        PromptError: for an empty prompt, different lengths without `align`, or an invalid `align`.
+    """
     if not clean or not corrupted:
         raise PromptError("activation patching: expected two prompts, found an empty one")
     if align is None and len(clean) != len(corrupted):
@@ -206,6 +215,10 @@ def align_ends(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...
 
     Common tokens at the start are aligned from the start, those at the end from the end. Positions in between
     are aligned in order; surplus ones repeat the last clean position of that span.
+
+    Arguments:
+        clean: token ids of the clean prompt.
+        corrupted: token ids of the corrupted prompt.
     """
     start, end = common_ends(clean, corrupted)
     # Without tokens in between, surplus positions repeat the first common token at the end.
@@ -215,7 +228,13 @@ def align_ends(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...
 
 
 def common_ends(prompt: Sequence[int], other_prompt: Sequence[int]) -> tuple[int, int]:
-    """Number of tokens that two prompts share at the start and at the end; no token counts for both."""
+    """Number of tokens that two prompts share at the start and at the end.
+
+    Arguments:
+        prompt: token ids.
+        other_prompt: token ids.
+    """
+    # The end is counted in what the start leaves over, so that no token counts for both.
     shorter = min(len(prompt), len(other_prompt))
     start = next((i for i in range(shorter) if prompt[i] != other_prompt[i]), shorter)
     end = next((i for i in range(shorter - start) if prompt[-1 - i] != other_prompt[-1 - i]), shorter - start)
@@ -234,12 +253,17 @@ class PatchTable(Experiment):
     """
 
     clean: tuple[int, ...]
+    """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
+    """Token ids of the corrupted prompt."""
     index: tuple[TableRow, ...]
     """(hook kind, layer, position, head) of each row; None means all positions or heads."""
     metrics: tuple[Metric, ...]
+    """Metrics read from the logits of every run."""
     align: tuple[int, ...] | None = None
+    """Clean position of each corrupted one; None for prompts of equal length."""
     at: int = -1
+    """Position whose next-token logits are read; negative counts from the end."""
 
     name: ClassVar[str] = "patch_table"
     version: ClassVar[int] = 1
@@ -296,6 +320,7 @@ class PatchTable(Experiment):
         ]
 
     def _rows(self) -> dict[tuple[str, int], list[int]]:
+        """Row numbers of each (kind, layer), which form a cell."""
         rows: dict[tuple[str, int], list[int]] = {}
         for row, (kind, layer, *_) in enumerate(self.index):
             rows.setdefault((kind, layer), []).append(row)
@@ -329,13 +354,13 @@ class PatchTable(Experiment):
         return metrics_of(prepared, self.metrics, np.array(measured)[:, None], ["index"])
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All rows in the order of `index`, with kind, layer, position and head as coordinates; -1 for
-        all.
-        """
+        """All rows in the order of `index`, with kind, layer, position, head (-1 for all) as labels."""
         import xarray as xr
 
-        names = [name for name, variable in parts[0].data_vars.items() if "index" in variable.dims]
-        whole = xr.concat(parts, "index", data_vars=names, compat="override", coords="minimal", join="exact")
+        # "minimal": the unpatched metrics, without the axis, are equal in all cells.
+        whole = xr.concat(
+            parts, "index", data_vars="minimal", compat="override", coords="minimal", join="exact"
+        )
         # Cells group rows by kind and layer: argsort of their original numbers restores the order.
         order = np.argsort([row for rows in self._rows().values() for row in rows])
         kinds, layers, positions, heads = zip(*self.index, strict=True)
@@ -346,8 +371,8 @@ class PatchTable(Experiment):
 
 
 def block_every(**fields: Any) -> ActivationPatching:
-    """TransformerLens's `get_act_patch_block_every`: resid_pre, attn_out and mlp_out, [kind, layer,
-    position].
+    """TransformerLens's `get_act_patch_block_every`: resid_pre, attn_out, mlp_out, [kind, layer, position].
+
     Arguments:
         fields: fields of `ActivationPatching` other than kinds and over.
     """

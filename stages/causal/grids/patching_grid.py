@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["HEAD_KINDS", "HIDDEN_KINDS", "KINDS", "STATE_KINDS", "Grid", "GridPlace", "layer_window"]
 
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+"""Hook kinds of the residual stream and what is added to it, without a head axis."""
 HEAD_KINDS = ("z", "q", "k", "v", "pattern")
+"""Hook kinds of attention, with a head axis."""
 STATE_KINDS = (
     *("rwkv_state_seq", "rwkv_r", "rwkv_k", "rwkv_v", "rwkv_wkv_out"),
     *("ssm_state_seq", "ssm_x", "ssm_out"),
@@ -54,6 +56,7 @@ STATE_KINDS = (
 EXPERT_KINDS = ("expert_weights",)
 """Hook kinds of mixtures of experts; their expert axis takes the place of the head axis."""
 KINDS = (*HIDDEN_KINDS, *HEAD_KINDS, *STATE_KINDS, *EXPERT_KINDS)
+"""Hook kinds that a grid can change."""
 OVER: Mapping[str, tuple[str, ...]] = {
     "layer": (),
     "position": ("position",),
@@ -128,6 +131,7 @@ class Grid(Experiment):
         """`spec` with the interventions of one place added.
 
         Arguments:
+            spec: HookSpec of the unchanged run, from `base`.
             prepared: what `prepare` returned.
             kind: hook kind.
             layers: layers of the window.
@@ -140,10 +144,10 @@ class Grid(Experiment):
         """Number of runs per place; their mean and standard deviation are reported."""
         return 1
 
-    # -- what is declared
+    # -- declaration
 
     def params(self) -> dict[str, Any]:
-        """All fields but those that select cells; metrics as plain values."""
+        """All fields but those that select cells, so that a cell keeps its key in a larger grid."""
         fields = {name: value for name, value in vars(self).items() if name not in self.selects}
         return {**fields, "metrics": [metric.canonical() for metric in self.metrics]}
 
@@ -216,7 +220,12 @@ class Grid(Experiment):
     # -- runs
 
     def places(self, config: Architecture, kind: str) -> list[GridPlace]:
-        """Places of one hook point, last axis fastest; edges to later keys only on bidirectional models."""
+        """Places of one hook point, last axis fastest; edges to later keys only on bidirectional models.
+
+        Arguments:
+            config: architecture of the model.
+            kind: hook kind.
+        """
         axes = dict(self.axes(config, kind))
         choices: list[Sequence[int | None]] = [
             next((axes[name] for name in names if name in axes), [None])
@@ -229,7 +238,12 @@ class Grid(Experiment):
         ]
 
     def axes(self, config: Architecture, kind: str) -> list[tuple[str, list[int]]]:
-        """(name, labels) of each axis of one hook point, in order."""
+        """(name, labels) of each axis of one hook point, in order.
+
+        Arguments:
+            config: architecture of the model.
+            kind: hook kind.
+        """
         length = len(self.prompt)
         labels = {
             "head": self._labels(self.heads, num_heads(config, kind)),
@@ -249,7 +263,12 @@ class Grid(Experiment):
         return list(range(size)) if indices is None else [int(index) % size for index in indices]
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """HookSpec of the run before a place is changed; tracing adds its noise here."""
+        """HookSpec of the run before a place is changed; tracing adds its noise here.
+
+        Arguments:
+            prepared: what `prepare` returned.
+            sample: number of the sample.
+        """
         return HookSpec()
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
@@ -314,6 +333,7 @@ class Grid(Experiment):
         """Layers concatenated; several kinds stacked along `kind`, NaN where a kind has fewer heads."""
         stacked = [
             stack([part for part in parts if str(part["kind"].values) == kind], "layer")
+            # A kind that is named twice is stacked once.
             for kind in dict.fromkeys(self.kinds)
         ]
         if len(stacked) == 1:
@@ -336,25 +356,41 @@ class Grid(Experiment):
 
 
 def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
-    """`width` layers centred on `layer`, clipped to the model (as in ROME, from layer - width // 2)."""
+    """Neighbouring layers centred on one, clipped to the model (as in ROME, from layer - width // 2).
+
+    Arguments:
+        layer: layer in the centre.
+        width: number of layers.
+        num_layers: number of layers of the model.
+    """
     return list(range(max(0, layer - width // 2), min(num_layers, layer + (width + 1) // 2)))
 
 
 def num_heads(config: Architecture, kind: str) -> int:
-    """Number of heads of a hook kind: key/value heads for k and v, experts for a mixture, 0 for the residual
-    stream.
+    """Number of heads of a hook kind: key/value heads for k and v, experts for a mixture, 0 without heads.
+
+    Arguments:
+        config: architecture of the model.
+        kind: hook kind.
     """
     axis = head_axis(BY_NAME[kind].dims)
     return 0 if axis is None else config.axis_sizes[axis]
 
 
 def head_axis(dims: Sequence[str]) -> str | None:
-    """Axis that counts heads or experts; None without one. d_head is the width of a head."""
+    """Axis that counts heads or experts; None without one."""
+    # d_head ends with "head" too, but is the width of a head.
     return next((axis for axis in dims if axis.endswith(("head", "expert")) and axis != "d_head"), None)
 
 
 def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
-    """Sub-array of an activation (without batch) that a place covers; indexed axes keep size 1."""
+    """Sub-array of an activation that a place covers; indexed axes keep size 1.
+
+    Arguments:
+        activation: activation without batch axis.
+        point: its hook point.
+        place: the place.
+    """
     index_of = {
         head_axis(point.dims): place.head,
         "position": place.position,
@@ -365,7 +401,12 @@ def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
 
 
 def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | None]:
-    """Keyword arguments that restrict an intervention at a hook point to a place."""
+    """Keyword arguments that restrict an intervention to a place.
+
+    Arguments:
+        place: the place.
+        point: hook point of the intervention.
+    """
     return {
         "positions": None if place.position is None else (place.position,),
         "experts" if point.kind in EXPERT_KINDS else "heads": None if place.head is None else (place.head,),
@@ -373,6 +414,7 @@ def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | Non
 
 
 def _index(place: GridPlace, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:
+    """Index of a place in an array with these axes."""
     values = dict.fromkeys(("head", "kv_head", "expert"), place.head) | {"key_position": place.key}
     values |= {"position": place.position, "query_position": place.position}
     return tuple(labels.index(values[name]) for name, labels in axes)  # type: ignore[arg-type]
@@ -386,7 +428,17 @@ def _not_empty(name: str, field_name: str, values: Sequence[Any] | None) -> None
 
 
 def in_range(name: str, noun: str, indices: Sequence[int] | None, size: int) -> None:
-    """Raise InterventionError for an index outside -size .. size - 1."""
+    """Check indices, which may be negative.
+
+    Arguments:
+        name: name of the experiment, for the message.
+        noun: what an index names: "layer", "position".
+        indices: the indices; None for all, which are valid.
+        size: number of items.
+
+    Raises:
+        InterventionError: for an index outside -size .. size - 1.
+    """
     for index in () if indices is None else as_indices(indices, f"{name}: {noun}s", InterventionError):
         if not -size <= index < size:
             raise InterventionError(

@@ -61,10 +61,9 @@ class Metric(ABC):
         return self.tokens or ()
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric in a key, including the digest of its code where it has no
-        version.
-        """
+        """Plain values that identify the metric in a key, with a digest of its code if it has no version."""
         kind = type(self).__name__
+        # Fields declared with init=False (unit, description) stay on the class: vars, and the key, lack them.
         if type(self).__module__ == __name__:
             return {"metric": kind, **vars(self)}
         version = getattr(self, "version", None)
@@ -93,8 +92,10 @@ class Metric(ABC):
         return type(self).gradient is not Metric.gradient
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """Derivative of `value` with respect to `logits`, float64, same shape. Raises StageError if not
-        defined.
+        """Derivative of `value` with respect to `logits`, float64, same shape; arguments as of `value`.
+
+        Raises:
+            StageError: for a metric without gradient.
         """
         raise StageError(
             f"metric {self.name!r}: expected one with a gradient, found {type(self).__name__}; use "
@@ -116,13 +117,18 @@ class LogitDifference(Metric):
     """logits[correct] - logits[wrong]: positive where the correct token is more likely than the wrong one."""
 
     correct: int
+    """Token id whose logit counts positively."""
     wrong: int
+    """Token id whose logit is subtracted."""
     name: str = "logit_difference"
+    """Name of the variable."""
 
     units: str = field(default="logits", init=False, repr=False)
+    """Unit of the metric."""
     long_name: str = field(
         default="logit of the correct token minus that of the wrong one", init=False, repr=False
     )
+    """Description of the metric."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -143,9 +149,12 @@ class KL(Metric):
     """KL(clean || run) of the next-token distributions in nats; 0 for the clean run."""
 
     name: str = "kl"
+    """Name of the variable."""
 
     units: str = field(default="nats", init=False, repr=False)
+    """Unit of the metric."""
     long_name: str = field(default="KL(clean || run) of next-token distributions", init=False, repr=False)
+    """Description of the metric."""
     needs_baseline: ClassVar[bool] = True
 
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -162,10 +171,14 @@ class Probability(Metric):
     """Probability of one token."""
 
     token: int
+    """Token id."""
     name: str = "probability"
+    """Name of the variable."""
 
     units: str = field(default="1", init=False, repr=False)
+    """Unit of the metric."""
     long_name: str = field(default="probability of the token", init=False, repr=False)
+    """Description of the metric."""
 
     @property
     def named(self) -> tuple[int, ...]:
@@ -186,10 +199,14 @@ class LogProbability(Metric):
     """Log-probability of one token."""
 
     token: int
+    """Token id."""
     name: str = "log_probability"
+    """Name of the variable."""
 
     units: str = field(default="nats", init=False, repr=False)
+    """Unit of the metric."""
     long_name: str = field(default="log-probability of the token", init=False, repr=False)
+    """Description of the metric."""
 
     @property
     def named(self) -> tuple[int, ...]:
@@ -210,10 +227,14 @@ class Rank(Metric):
     """Number of tokens more likely than one token; 0 for the most likely."""
 
     token: int
+    """Token id."""
     name: str = "rank"
+    """Name of the variable."""
 
     units: str = field(default="1", init=False, repr=False)
+    """Unit of the metric."""
     long_name: str = field(default="tokens likelier than the token", init=False, repr=False)
+    """Description of the metric."""
 
     @property
     def named(self) -> tuple[int, ...]:
@@ -236,8 +257,10 @@ class Recovery(Metric):
     of: Metric
     """The metric that is rescaled, not itself a `Recovery`."""
     name: str = "recovery"
+    """Name of the variable."""
 
     units: str = field(default="1", init=False, repr=False)
+    """Unit of the metric."""
 
     def __post_init__(self) -> None:
         if isinstance(self.of, Recovery):
@@ -267,8 +290,10 @@ class Recovery(Metric):
         return self.of.value(logits, clean)
 
     def scaled(self, values: Floats, clean: float, corrupted: float) -> Floats:
-        """(values - corrupted) / (clean - corrupted). Raises StageError for equal clean and corrupted
-        metrics.
+        """Rescaled metrics, (values - corrupted) / (clean - corrupted).
+
+        Raises:
+            StageError: for equal metrics of the clean and the corrupted run.
         """
         # Below float32 rounding of the logits the quotient would be noise.
         if abs(clean - corrupted) <= 1e-10 + 1e-7 * max(abs(clean), abs(corrupted)):
@@ -290,8 +315,11 @@ class Custom(Metric):
     the key is made.
     """
     name: str = ""
+    """Name of the variable; empty for the name of the function."""
     units: str = "1"
+    """Unit of the metric."""
     long_name: str = ""
+    """Description of the metric; empty for its name."""
     derivative: Callable[[Floats], Floats] | None = field(default=None, repr=False)
     """Gradient of the function, float64 [vocab] -> [vocab]; None for a metric without gradient."""
 
@@ -302,8 +330,10 @@ class Custom(Metric):
         object.__setattr__(self, "long_name", self.long_name or self.name.replace("_", " "))
 
     def canonical(self) -> dict[str, Any]:
-        """Name, unit and versions of the functions. Raises StageError for a function whose code has no
-        digest.
+        """Name, unit and versions of the functions.
+
+        Raises:
+            StageError: for a function whose code has no digest.
         """
         labels = {"name": self.name, "units": self.units, "long_name": self.long_name}
         versions: dict[str, Any] = {"version": self._version_of(self.function)}
@@ -328,6 +358,7 @@ class Custom(Metric):
         return gradient
 
     def _version_of(self, function: Callable[[Floats], Any]) -> int | str:
+        # A digest of code refuses what has no identity; a version of the user's own is accepted as it is.
         return code_version(f"metric {self.name!r}", function) if self.version is None else self.version
 
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -339,7 +370,16 @@ class Custom(Metric):
 
 
 def check_metrics(run_metrics: Sequence[Metric], vocab_size: int) -> None:
-    """Raise StageError for no metrics or repeated names, PromptError for a token outside the vocabulary."""
+    """Check the metrics of an experiment.
+
+    Arguments:
+        run_metrics: the metrics.
+        vocab_size: number of tokens of the model.
+
+    Raises:
+        StageError: for no metrics, or repeated names.
+        PromptError: for a token outside the vocabulary.
+    """
     if not run_metrics:
         raise StageError("expected at least one metric, found none; give metrics=(KL(),)")
     names = [metric.name for metric in run_metrics]
@@ -368,9 +408,11 @@ def read_metrics(run_metrics: Sequence[Metric], logits: Floats, clean: Floats) -
     """Every metric of one run, float64 [metric], before rescaling.
 
     Arguments:
+        run_metrics: the metrics.
         logits: of this run, [token] in the order of `required_tokens`, or [vocab] if that is None.
         clean: of the clean run, same shape.
     """
+    # The runs compute logits of these tokens only; each metric gets its own, in its order.
     tokens = required_tokens(run_metrics)
 
     def part(metric: Metric, vector: Floats) -> Floats:

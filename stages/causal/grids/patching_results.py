@@ -33,7 +33,7 @@ __all__ = [
     "metrics_of",
     "outputs_along",
     "stack",
-    "token_texts",
+    "token_labels",
 ]
 
 
@@ -54,8 +54,8 @@ class PreparedGrid:
 
 
 class Blank(dict[Any, Any]):
-    """Placeholder for activations while runs are only planned: constants of the right shape without batch
-    axis.
+    """Placeholder for activations, without batch axis, while runs are only planned: constants.
+
     Keys are hook points or (sample or run, hook point). Each sample and run has its own constant, so that
     runs which will differ are not merged in the plan.
     """
@@ -67,32 +67,38 @@ class Blank(dict[Any, Any]):
     def __missing__(self, key: Any) -> npt.NDArray[np.float32]:
         label, point = (0, key) if isinstance(key, HookPoint) else key
         constants: dict[Any, int] = {"clean": 1, "corrupted": 0}
-        # A different constant for each run or sample; equal payloads would let the planner merge their runs.
+        # Equal payloads would let the planner merge runs that will differ.
         constant = constants.get(label, label)
         sizes = {**self._of_prompts, **self._config.sizes_in(point.layer)}
+        # broadcast_to: a read-only view of one number, whatever the size of the activation.
         return np.broadcast_to(np.float32(constant), [sizes[axis] for axis in point.dims[1:]])
 
 
 UNPATCHED = Output(
     ("run", "metric"),
     "as the metric",
-    "metric of the runs nothing was patched in; of a recovery, the metric it rescales",
+    "metric of the unpatched runs; of a recovery, the metric that it rescales",
 )
+"""Output of every grid: metrics of the clean and the corrupted run."""
 
 
 def outputs_along(*dims: str) -> dict[str, Output]:
-    """Declared outputs of an experiment whose metrics are parameters; `metric_outputs` has names and
-    units.
-    """
+    """Declared outputs of an experiment whose metrics are parameters; see `metric_outputs` for names."""
     return {
         "<metric>": Output(dims, "<unit>", "each metric under its name, in its unit"),
-        "<metric>_std": Output(dims, "<unit>", "its standard deviation over samples", is_optional=True),
+        "<metric>_std": Output(dims, "<unit>", "standard deviation over samples", is_optional=True),
         "unpatched": UNPATCHED,
     }
 
 
 def metric_outputs(metrics: Sequence[Metric], dims: Sequence[str], num_samples: int) -> dict[str, Output]:
-    """Outputs of given metrics, with a standard deviation for several samples."""
+    """Outputs of given metrics, with standard deviations for several samples.
+
+    Arguments:
+        metrics: metrics of every run.
+        dims: dims of each metric.
+        num_samples: number of samples per place.
+    """
     outputs = {}
     for metric in metrics:
         outputs[metric.name] = Output(tuple(dims), metric.units, metric.long_name)
@@ -108,6 +114,9 @@ def metrics_of(
     """Metrics of runs as labelled arrays, one per metric, and those of the unpatched runs.
 
     Arguments:
+        prepared: unpatched runs.
+        metrics: metrics of every run.
+        dims: dims of the places.
         values: [*dims, sample, metric], before rescaling; reported are means over samples, and standard
             deviations if there are several.
     """
@@ -136,7 +145,12 @@ def metrics_of(
 
 
 def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
-    """Datasets along an axis; variables without a layer axis are equal in all and taken from the first."""
+    """Datasets concatenated along an axis.
+
+    Arguments:
+        parts: one dataset per layer or kind; variables without a layer axis are equal in all.
+        axis: "layer" or "kind".
+    """
     import xarray as xr
 
     # Only these are concatenated; the others would get a layer axis of equal rows.
@@ -154,13 +168,19 @@ def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
 
 def as_vector(logits: Tensor) -> Floats:
     """Logits [1, 1, vocab] as float64 [vocab]."""
+    # float() first, as numpy has no bfloat16.
     vector: Floats = logits[0, 0].detach().float().cpu().numpy().astype(np.float64)
     return vector
 
 
-def token_texts(model: Model, ids: Sequence[int]) -> list[str] | None:
-    """Text of each token id; None for a model without tokenizer."""
+def token_labels(model: Model, **prompts: Sequence[int]) -> dict[str, list[str]]:
+    """Texts of tokens as coordinates; empty for a model without tokenizer.
+
+    Arguments:
+        model: the model.
+        prompts: name of the coordinate -> token ids.
+    """
     try:
-        return [model.tokenizer.decode_token(token) for token in ids]
+        return {name: [model.tokenizer.decode_token(token) for token in ids] for name, ids in prompts.items()}
     except TokenizerError:
-        return None
+        return {}

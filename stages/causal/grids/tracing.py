@@ -28,7 +28,7 @@ from ...forward.hooks.interventions import Add, Replace
 from ...forward.hooks.spec import HookSpec
 from ...forward.runs.run import Run, stream
 from .patching_grid import Grid, GridPlace, in_range, part_of, where
-from .patching_results import Blank, PreparedGrid, as_vector, token_texts
+from .patching_results import Blank, PreparedGrid, as_vector, token_labels
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["CausalTracing", "embedding_deviation"]
 
 EMBED = HookPoint("embed")
+"""Hook point that gets the noise."""
 ROWS = 4096
 """Rows of the embedding matrix read at a time."""
 
@@ -105,22 +106,23 @@ class CausalTracing(Grid):
             Add(self.noise(sample, model.config.hidden_size) * deviation, positions=self.subject)
             for sample in range(self.samples)
         ]
+        # Run 0 is the clean one, run 1 + s has the noise of sample s.
         runs = [Run(self.tokens, HookSpec().capture(*points), self.want)]
         runs += [Run(self.tokens, HookSpec().intervene(EMBED, addition), self.want) for addition in noise]
         results = dict(stream(model, runs))
         states: dict[Any, Any] = {point: results[0][point][0] for point in points}
-        texts = token_texts(model, self.tokens)
         unpatched = [as_vector(results[1 + sample].logits) for sample in range(self.samples)]
         return PreparedGrid(
             model.config,
             as_vector(results[0].logits),
             unpatched,
             {**states, "noise": noise, "deviation": deviation},
-            {} if texts is None else {"token": texts},
+            token_labels(model, token=self.tokens),
         )
 
     def blank(self, config: Architecture) -> Mapping[Any, Any]:
-        """Placeholder for activations while runs are only planned; the noise is not yet scaled."""
+        """Placeholder for activations while runs are only planned."""
+        # Unscaled noise: the embedding matrix is not read for a plan.
         blank = Blank(config, len(self.prompt))
         blank["noise"] = [
             Add(self.noise(sample, config.hidden_size), positions=self.subject)
@@ -129,14 +131,24 @@ class CausalTracing(Grid):
         return blank
 
     def noise(self, sample: int, hidden_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Standard normal noise of one sample, float32 [subject, hidden]."""
+        """Standard normal noise, float32 [subject, hidden].
+
+        Arguments:
+            sample: number of the sample.
+            hidden_size: width of the residual stream.
+        """
         # Seeded per sample: sample s is the same however many are drawn.
         return np.random.default_rng([self.seed, sample]).standard_normal(
             (len(self.subject), hidden_size), np.float32
         )
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """Noise of one sample on the subject's embeddings."""
+        """HookSpec with the noise of one sample on the subject's embeddings.
+
+        Arguments:
+            prepared: what `prepare` returned.
+            sample: number of the sample.
+        """
         return HookSpec().intervene(EMBED, prepared.activations["noise"][sample])
 
     def change(
@@ -166,9 +178,7 @@ class CausalTracing(Grid):
 
 @plain_torch()
 def embedding_deviation(model: Model) -> float:
-    """Standard deviation of all entries of the token embedding matrix, scaled as it enters the first
-    block.
-    """
+    """Standard deviation of all entries of the token embeddings, as they enter the first block."""
     import torch
 
     from ...forward.networks.history import STREAM
@@ -178,6 +188,7 @@ def embedding_deviation(model: Model) -> float:
     with torch.no_grad():
         for start in range(0, size, ROWS):
             ids = torch.arange(start, min(size, start + ROWS), device=model.device)
+            # `embed`, not the bare matrix: Gemma scales embeddings, and other families norm or project them.
             rows = model.network.embed(ids[None], None)[STREAM].double()
             # Summed row by row first: torch splits one long sum among its threads, so its rounding, and with
             # it the noise, would depend on their number.

@@ -1,3 +1,1 @@
-"""Standard tasks for circuit discovery, generated for any tokenizer: pairs of equal length, one-token
-answers.
-"""
+"""Standard tasks of circuit discovery for any tokenizer: pairs of equal length with one-token answers."""

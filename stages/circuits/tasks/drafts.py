@@ -41,8 +41,12 @@ class Draft:
 
 
 def next_token(tokenizer: Tokenizer, prompt: str, word: str) -> int | None:
-    """Token id of a word after a prompt; None if the word is several tokens, or changes the tokens before
-    it.
+    """Token id of a word after a prompt; None if it is several tokens, or changes the tokens before it.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        prompt: text before the word.
+        word: the word, with its leading space.
     """
     prompt_ids, ids = (tokenizer.encode(text).ids for text in (prompt, prompt + word))
     # BPE may merge a word with the end of the prompt, which changes earlier tokens.
@@ -50,8 +54,11 @@ def next_token(tokenizer: Tokenizer, prompt: str, word: str) -> int | None:
 
 
 def pair_of(tokenizer: Tokenizer, draft: Draft) -> Pair | None:
-    """The pair of a draft, with the logit difference of its answers; None if the tokenizer cannot represent
-    it.
+    """The pair of a draft, with the logit difference of its answers; None if the draft is not usable.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        draft: texts and answers.
     """
     clean, corrupted = (tuple(tokenizer.encode(text).ids) for text in (draft.clean, draft.corrupted))
     right, wrong = (next_token(tokenizer, draft.clean, word) for word in (draft.right, draft.wrong))
@@ -61,8 +68,16 @@ def pair_of(tokenizer: Tokenizer, draft: Draft) -> Pair | None:
 
 
 def drawn(task: str, tokenizer: Tokenizer, drafts: Iterable[Draft], count: int) -> list[Pair]:
-    """The first `count` distinct pairs of a stream of drafts. Raises ConfigError if a tokenizer leaves too
-    few.
+    """The first distinct pairs of a stream of drafts.
+
+    Arguments:
+        task: name of the task, for the message.
+        tokenizer: the model's tokenizer.
+        drafts: stream of drafts, possibly endless.
+        count: number of pairs.
+
+    Raises:
+        ConfigError: if `TRIED` drafts per pair give fewer with this tokenizer.
     """
     pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], Pair] = {}
     tried = 0
@@ -87,7 +102,9 @@ def usable(
 
     Arguments:
         task: name of the task, for the message.
-        description: of the words, for the message.
+        description: what the words are, for the message.
+        tokenizer: the model's tokenizer.
+        words: candidates, without `lead`.
         minimum: smallest number that the task needs.
         lead: text before each word.
 
@@ -105,7 +122,12 @@ def usable(
 
 
 def single(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text is one token other than the unknown token."""
+    """Whether a text is one token other than the unknown token.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        text: the text, with a leading space for a word within a sentence.
+    """
     # Raw: without the special tokens that `encode` adds to a text.
     ids = tokenizer.encode_raw(text).ids
     return len(ids) == 1 and ids[0] != tokenizer.special_id("unk_token")

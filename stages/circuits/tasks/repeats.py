@@ -24,14 +24,21 @@ __all__ = ["copying", "induction"]
 LENGTH = 8
 """Tokens of a sequence."""
 AGAIN = 6
-"""Tokens of the sequence that are repeated."""
+"""Number of first tokens of the sequence that are repeated."""
 
 
 def induction(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pairs … A B … A -> B. Corrupted: another token, the wrong answer, follows the first A."""
+    """Pairs … A B … A -> B. Corrupted: another token, the wrong answer, follows the first A.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
+    """
     words, prefix, rng = _words("induction", tokenizer), _prefix(tokenizer), np.random.default_rng(seed)
     pairs = []
     for _ in range(count):
+        # Without repetition: a token that occurs twice would have two successors.
         *row, wrong = rng.permutation(words)[: LENGTH + 1].tolist()
         # Not at the end: the repeated token must have a successor, and some distance to its repetition.
         index = int(rng.integers(0, LENGTH - 3))
@@ -45,6 +52,11 @@ def copying(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     """Pairs of a sequence and its beginning repeated -> its next token.
 
     Corrupted: another sequence the first time, whose token at that index is the wrong answer.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
     """
     words, prefix, rng = _words("copying", tokenizer), _prefix(tokenizer), np.random.default_rng(seed)
     pairs = []
@@ -62,9 +74,7 @@ def copying(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def _words(task: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of tokens that decode to a space and an ASCII word. Raises ConfigError for fewer than two
-    sequences.
-    """
+    """Ids of tokens that decode to a space and an ASCII word; ConfigError for fewer than 2 sequences."""
     word_ids = [
         token
         for token, text in enumerate(tokenizer.vocabulary)

@@ -21,10 +21,15 @@ __all__ = ["agreement", "docstrings", "indirect_objects", "pronouns"]
 
 
 def indirect_objects(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Indirect object identification (Wang et al. 2023, "Interpretability in the Wild"): the name that occurs
-    once.
+    """Indirect object identification: the name that occurs once.
 
-    Corrupted: a third name in place of the second mention of the repeated name.
+    Corrupted: a third name in place of the second mention of the repeated name (Wang et al. 2023,
+    "Interpretability in the Wild").
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
     """
     names = usable("ioi", "names", tokenizer, (*MALE, *FEMALE), 4)
     rng = np.random.default_rng(seed)
@@ -47,10 +52,15 @@ def indirect_objects(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def pronouns(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pronoun of a name (Mathwin et al. 2023, "Identifying a Preliminary Circuit for Predicting Gendered
-    Pronouns").
+    """Pronoun of a name.
 
-    Corrupted: a name of the other gender.
+    Corrupted: a name of the other gender (Mathwin et al. 2023, "Identifying a Preliminary Circuit for
+    Predicting Gendered Pronouns").
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
     """
     male, female = (usable("pronouns", "names", tokenizer, names, 2) for names in (MALE, FEMALE))
     rng = np.random.default_rng(seed)
@@ -65,6 +75,7 @@ def pronouns(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         while True:
             him, her, sentence = rng.choice(male), rng.choice(female), str(rng.choice(sentences))
             texts, words = (sentence.format(him), sentence.format(her)), (" he", " she")
+            # Either side may be the clean one, so that the answer is not always the same pronoun.
             order = 1 if rng.random() < 0.5 else -1
             yield Draft(*texts[::order], *words[::order])
 
@@ -72,10 +83,17 @@ def pronouns(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def agreement(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Number of a verb across an intervening noun (Linzen et al. 2016, "Assessing the Ability of LSTMs to
-    Learn Syntax-Sensitive Dependencies").
-    Corrupted: the subject in the other number.
+    """Number of a verb across an intervening noun.
+
+    Corrupted: the subject in the other number (Linzen et al. 2016, "Assessing the Ability of LSTMs to Learn
+    Syntax-Sensitive Dependencies").
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
     """
+    # Both numbers must be one token, so that sentences of either number align.
     nouns = [pair for pair in NOUNS if all(single(tokenizer, f" {word}") for word in pair)]
     usable("agreement", "nouns in both numbers", tokenizer, [pair[0] for pair in nouns] or ["-"], 3)
     rng = np.random.default_rng(seed)
@@ -99,6 +117,11 @@ def docstrings(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     """Next argument in a docstring (Heimersheim and Janiak 2023, "A Circuit for Python Docstrings").
 
     Corrupted: other arguments in the definition.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
     """
     words = usable("docstrings", "identifiers", tokenizer, IDENTIFIERS, 12)
     rng = np.random.default_rng(seed)

@@ -23,6 +23,7 @@ __all__ = ["TASKS", "task_pairs"]
 
 Task = Callable[["Tokenizer", int, int], list[Pair]]
 """(tokenizer, number of pairs, seed) -> pairs."""
+# Name, as users write it -> function that makes its pairs.
 TASKS: dict[str, Task] = {
     "ioi": indirect_objects,
     "greater_than": later_years,
@@ -36,6 +37,12 @@ TASKS: dict[str, Task] = {
 
 def task_pairs(tokenizer: Tokenizer, task: str, count: int, *, seed: int = 0) -> list[Pair]:
     """Distinct prompt pairs of a task, deterministic for a seed.
+
+    Arguments:
+        tokenizer: the model's tokenizer.
+        task: name of the task, a key of `TASKS`.
+        count: number of pairs.
+        seed: seed of the draw.
 
     Raises:
         ConfigError: for an unknown task, a count below 1, or a tokenizer that leaves too few pairs.

@@ -38,19 +38,23 @@ class ProbabilityDifference(Metric):
     wrong: tuple[int, ...]
     """Token ids that count negatively."""
     name: str = "probability_difference"
+    """Name of the variable with this metric."""
 
     version: ClassVar[int] = 1
+    # init=False: dataclasses leave such a default on the class, so that it is not in `vars` and in no key.
     units: str = field(default="1", init=False, repr=False)
+    """Unit of the metric: none."""
     long_name: str = field(
         default="probability of the right tokens less that of the wrong ones", init=False, repr=False
     )
+    """Description of the metric."""
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """Difference of probabilities, -1 to 1."""
         return float(np.exp(log_softmax(logits)) @ self._signs(len(logits)))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """p (s - p . s), with s = 1 for right tokens and -1 for wrong ones, float64 [vocab]."""
+        """Gradient p (s - p . s), with s = 1 for right tokens and -1 for wrong ones, float64 [vocab]."""
         shares, signs = np.exp(log_softmax(logits)), self._signs(len(logits))
         gradient: Floats = shares * (signs - shares @ signs)
         return gradient
@@ -72,11 +76,17 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     such a year, and as an answer it counts by the token of its two digits, as in other centuries. Digits that
     no century splits off (of GPT-2 "00") are never counted.
 
+    Arguments:
+        tokenizer: the model's tokenizer.
+        count: number of pairs.
+        seed: seed of the draw.
+
     Raises:
         ConfigError: for a tokenizer that does not split years, or leaves too few pairs.
     """
     rng = np.random.default_rng(seed)
     tokens = {century: _years(tokenizer, century) for century in range(11, 20)}
+    # Digits that a century does not split off count by their token in another century.
     years = {year: token for by_year in tokens.values() for year, token in by_year.items()}
     centuries = [century for century, by_year in tokens.items() if 1 in by_year]
     if not set(range(1, 100)) <= years.keys():
@@ -88,6 +98,7 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     # Bounded, as a tokenizer may leave fewer distinct pairs than requested.
     for _ in range(50 * count):
         century, span = int(rng.choice(centuries)), str(rng.choice(SPANS))
+        # 2 to 98: later years and years that are not later both exist, and 01 is the corrupted one.
         year = int(rng.integers(2, 99))
         clean, corrupted = (
             tuple(tokenizer.encode(_text(span, century, other_year)).ids) for other_year in (year, 1)

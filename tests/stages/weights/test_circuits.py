@@ -274,9 +274,9 @@ def test_what_a_transform_or_the_masks_of_a_prompt_stand_between_is_no_circuit_o
 
 @pytest.mark.parametrize("circuit", ["OV", "QK"])
 def test_singular_directions_name_the_tokens_farthest_along_them(circuit, tmp_path, monkeypatch):
-    from mizarr.stages.weights import singular
+    from mizarr.stages.weights import matrices as stored_matrices
 
-    monkeypatch.setattr(singular, "ROWS", 90)
+    monkeypatch.setattr(stored_matrices, "ROWS", 90)
     weights, w = matrices(saved("llama", 1, tmp_path)), reference(tmp_path)
     found = singular_directions(weights=weights, layer=1, head=0, circuit=circuit, directions=3, top_k=4)
     inner = w["W_K"][1, 0].T if circuit == "QK" else w["W_O"][1, 0]
