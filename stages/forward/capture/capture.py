@@ -41,6 +41,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
+from ....store.runs.shards import DTYPES
 from ....store.store import require_store
 from ....store.upkeep.questions import note_capture
 from ....store.upkeep.recoding import PLAINLY
@@ -56,7 +57,7 @@ from ..text.prompts import pack
 from .batches import BUFFERS
 from .options import CaptureOptions
 from .order import WorkingMemory, goes_by_layers, load_for, resolve_order
-from .sizes import ITEMSIZE, VOCABULARY_BYTES, Sizes, array_spec
+from .sizes import VOCABULARY_BYTES, Sizes, array_spec
 from .stored_run import StoredRun
 
 if TYPE_CHECKING:
@@ -423,7 +424,7 @@ class CaptureNode(Ports):
         return load_for(self.source, self.order, limit, self._working_memory(), context.progress.say)
 
     def _working_memory(self) -> WorkingMemory:
-        itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
+        itemsize, longest = DTYPES[self.source.dtype].itemsize, int(self.tokens.row_size.max(initial=0))
         token_bytes = self.source.config.bytes_per_token(itemsize)
         token_bytes += VOCABULARY_BYTES * bool(self._logit_reductions)
         batch = token_bytes * max(self.options.batch_tokens, longest)
@@ -531,12 +532,8 @@ class CaptureNode(Ports):
     @cached_property
     def _layers(self) -> dict[str, list[int]]:
         """Captured layers of each variable that has a layer axis."""
-        by_variable = layers_by_variable(self.spec.kept)
-        return {
-            name: sorted(layer for layer in layers if layer is not None)
-            for name, layers in by_variable.items()
-            if None not in layers
-        }
+        by_variable = layers_by_variable(self.cells)
+        return {name: sorted(layers) for name, layers in by_variable.items() if layers}
 
     @remembered
     def _find(self, store: Store) -> StoredRun | None:
@@ -713,16 +710,9 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
 
 def _name_cells(cells: Sequence[VariableLayer]) -> str:
     """Cells in words: "layers 6-11 of resid_post"."""
-    by_variable: dict[str, list[int | None]] = {}
-    for variable, layer in cells:
-        by_variable.setdefault(variable, []).append(layer)
     parts = []
-    for variable, layers in by_variable.items():
-        numbers = [layer for layer in layers if layer is not None]
-        span = (
-            f"{numbers[0]}-{numbers[-1]}"
-            if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
-            else ", ".join(map(str, numbers))
-        )
-        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {span} of {variable}" if numbers else variable)
+    for variable, layers in layers_by_variable(cells).items():
+        is_range = len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1
+        span = f"{layers[0]}-{layers[-1]}" if is_range else ", ".join(map(str, layers))
+        parts.append(f"layer{'s' if len(layers) > 1 else ''} {span} of {variable}" if layers else variable)
     return "; ".join(parts)

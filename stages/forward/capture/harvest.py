@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from ....store.runs.entries import Entry
 from ....store.runs.packed import MATRICES, PackedTokens, rows_before
 from ....store.runs.quantised import QUANTISED
 from ..architectures.points import LOGITS
+from ..checkpoints.checkpoint import as_array
 from ..hooks.reductions import MEAN, NORM
 from ..hooks.spec import BoundSpec, Capture, KeptCapture
 from ..hooks.taps import Sink
@@ -132,19 +133,11 @@ def _round(
 
     missing: segment number -> (variable, layer) of each array that the segment lacks.
     """
-    cells = list(dict.fromkeys(cell for segment_cells in missing.values() for cell in segment_cells))
-    rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
-    shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
 
     def write(buffer: SegmentBuffer, job: WriteJob) -> None:
         try:
             await_entry()
-            buffer.wait()
-            require_finite_rows(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
-            arrays = {
-                cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
-            }
+            arrays = filled_arrays(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
             # One core for writing beside a running pass; nothing is computed beside the last segment.
             threads = 1 if shares_cores and job.segment != last_segment else writers
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
@@ -155,7 +148,8 @@ def _round(
     n_tokens, last_segment, in_turn = 0, max(missing), needs_every_core(model)
     shares_cores = model.device.type == "cpu" and not in_turn
     writers = min(THREADS, torch.get_num_threads())
-    make = partial(SegmentBuffer, shapes, dtypes, model.device)
+    cells = {cell for segment_cells in missing.values() for cell in segment_cells}
+    make = buffer_maker(entry, cells, missing, model.device)
     with OverlappedWriter(make, write, WriteJob.end, buffers=BUFFERS) as writer:
         for n, segment_cells in missing.items():
             claim = entry.claim(n)
@@ -182,6 +176,51 @@ def buffer_dtype(entry: Entry, variable: str) -> torch.dtype:
     """Dtype of a variable in segment buffers: the stored dtype; float32 for int8, quantised when written."""
     dtype = entry.spec(variable).dtype
     return torch.float32 if dtype == QUANTISED else getattr(torch, dtype)
+
+
+def buffer_maker(
+    entry: Entry, cells: Collection[VariableLayer], segments: Collection[int], device: torch.device
+) -> Callable[[], SegmentBuffer]:
+    """A function that makes an empty buffer for cells of any one of some segments.
+
+    Arguments:
+        entry: the stored run.
+        cells: (variable, layer) of each array.
+        segments: numbers of the segments; the longest sets the size.
+        device: device that computes the activations.
+    """
+    rows = {variable: max(entry.rows(variable, n) for n in segments) for variable, _ in cells}
+    shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
+    dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
+    return partial(SegmentBuffer, shapes, dtypes, device)
+
+
+def filled_arrays(
+    buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int
+) -> dict[VariableLayer, npt.NDArray[Any]]:
+    """(variable, layer) -> rows of segment `n`, without a copy, once all copies into its buffer have arrived.
+
+    Arguments:
+        buffer: the filled buffer.
+        spec: captures that it holds.
+        entry: the stored run.
+        n: number of the segment.
+
+    Raises:
+        NonFiniteRows: for NaN or infinity; masked scores may be -inf.
+    """
+    buffer.wait()
+    arrays = {}
+    for kept_capture in spec.kept:
+        rows = buffer.view(kept_capture.cell, entry.rows(kept_capture.variable, n))
+        reduction = kept_capture.keep.reduction
+        # The maximum of a feature that is never active is -inf.
+        is_maximum = reduction is not None and reduction.combine == "max"
+        checked = rows.masked_fill(rows == -torch.inf, 0.0) if is_maximum else rows
+        if not is_fit(kept_capture.capture, checked):
+            raise NonFiniteRows(kept_capture, n)
+        arrays[kept_capture.cell] = as_array(rows)
+    return arrays
 
 
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
@@ -481,17 +520,6 @@ class NonFiniteRows(Exception):
         self.kept_capture, self.segment = kept_capture, segment
 
 
-def require_finite_rows(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
-    """Raise NonFiniteRows for NaN or infinity in the buffers of segment `n`; masked scores may be -inf."""
-    for kept_capture in spec.kept:
-        rows = buffer.view(kept_capture.cell, entry.rows(kept_capture.variable, n))
-        reduction = kept_capture.keep.reduction
-        if reduction is not None and reduction.combine == "max":  # -inf where a feature is never active
-            rows = rows.masked_fill(rows == -torch.inf, 0.0)
-        if not is_fit(kept_capture.capture, rows):
-            raise NonFiniteRows(kept_capture, n)
-
-
 @contextmanager
 def explain_non_finite(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[None]:
     """In this block, NonFiniteRows becomes NotFinite, which names the first non-finite hook point."""
@@ -508,10 +536,3 @@ def explain_non_finite(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[
             f"'{kept_capture.capture.name}' ({kept_capture.variable}) in segment {n}",
             stored=entry.spec(kept_capture.variable).dtype,
         ) from None
-
-
-def as_numpy(rows: Tensor) -> Any:
-    """A CPU tensor as a numpy array without a copy; bfloat16 has the dtype `ml_dtypes.bfloat16`."""
-    if rows.dtype == torch.bfloat16:  # numpy has no bfloat16 and torch converts to none: reinterpret the bits
-        return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return rows.numpy()

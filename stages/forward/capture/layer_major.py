@@ -45,14 +45,14 @@ from .backoff import BatchSize, fits
 from .batches import BUFFERS, PieceBatch, halves
 from .harvest import (
     BatchSink,
-    as_numpy,
     batches_of,
     buffer_dtype,
+    buffer_maker,
     explain_non_finite,
+    filled_arrays,
     ids_of,
     needs_every_core,
     pieces_in,
-    require_finite_rows,
     segment_sink,
     spec_for_cells,
     stored_bytes,
@@ -315,25 +315,14 @@ class _LayerSweep:
         remaining = [
             (segment_pass, layers) for segment_pass in passes if (layers := segment_pass.remaining(group))
         ]
-        cells = list(
-            dict.fromkeys(
-                cell for segment_pass, layers in remaining for cell in segment_pass.captured_in(layers)
-            )
-        )
-        rows = {
-            name: max(entry.rows(name, segment_pass.n) for segment_pass, _ in remaining) for name, _ in cells
-        }
-        shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-        dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
+        cells = {cell for segment_pass, layers in remaining for cell in segment_pass.captured_in(layers)}
         in_turn, device = needs_every_core(self.model), self.model.device
         threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
 
         def write(buffer: SegmentBuffer, job: LayerJob) -> None:
             n = job.segment_pass.n
             try:
-                buffer.wait()
-                require_finite_rows(buffer, spec_for_cells(self.spec, job.cells), entry, n)
-                arrays = {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], n))) for cell in job.cells}
+                arrays = filled_arrays(buffer, spec_for_cells(self.spec, job.cells), entry, n)
                 if arrays:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
                 if job.input_spool is not None:
@@ -345,7 +334,7 @@ class _LayerSweep:
         def drop(job: LayerJob) -> None:
             job.handed_over.set()
 
-        make = partial(SegmentBuffer, shapes, dtypes, device)
+        make = buffer_maker(entry, cells, [segment_pass.n for segment_pass, _ in remaining], device)
         with OverlappedWriter(make, write, drop, buffers=BUFFERS) as writer:
             for segment_pass, layers in remaining:
                 buffer = writer.buffer()

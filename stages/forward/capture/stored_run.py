@@ -13,6 +13,7 @@ from ....store.reading.labelled import LabelledEntry
 from ....store.records import Record
 from ....store.runs.committed import VariableLayer
 from ....store.runs.selections import View
+from ..hooks.spec import layers_by_variable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -91,9 +92,7 @@ class StoredRun:
             cells: (variable, layer) pairs.
             segment: (start, stop) token range to read, which need not be a segment; None for all tokens.
         """
-        layers: dict[str, list[int]] = {}
-        for name, layer in cells:
-            layers.setdefault(name, []).extend([] if layer is None else [layer])
+        layers = layers_by_variable(cells)
         layers_by_name = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
         whole = segment is None or tuple(segment) in self.segments
         if self.rows is None:

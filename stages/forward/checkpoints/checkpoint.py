@@ -25,7 +25,7 @@ from .source import Renamed, Take, TensorEntry, TensorSource
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "Files", "checkpoint_of"]
+__all__ = ["Checkpoint", "Files", "as_array", "checkpoint_of"]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Checkpoint:
         if (mapped := self.mapped(name)) is not None:
             return mapped
         with self.opened() as take:
-            return _as_array(take(name))
+            return as_array(take(name))
 
 
 Files = Checkpoint | Sequence[Path]
@@ -146,7 +146,8 @@ def checkpoint_of(files: Files) -> Checkpoint:
     return files if isinstance(files, Checkpoint) else Checkpoint(tuple(files))
 
 
-def _as_array(tensor: Tensor) -> Array:
+def as_array(tensor: Tensor) -> Array:
+    """A CPU tensor as a numpy array without a copy; bfloat16 has the dtype `ml_dtypes.bfloat16`."""
     import ml_dtypes
     import torch
 

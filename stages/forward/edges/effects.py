@@ -30,8 +30,8 @@ from ..hooks.wants import Logits
 from ..networks.attention import attend, causal
 from ..networks.history import STREAM, Carried
 from ..networks.loop import run_to_end
-from ..networks.rope import rope_tables
 from ..passes.plain import WholePrompts
+from ..passes.planner import MOST_TOKENS
 from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended, output_by_head, projected
 from .prompts import EdgeSources
@@ -40,8 +40,6 @@ __all__ = ["alone_at", "changed_edges", "most_rows"]
 
 EdgeLogits = tuple[Tensor, Tensor, Tensor]
 """(sources int [row], destinations int [row], logits at the last position [row, token])."""
-MOST_TOKENS = 4096
-"""Tokens of a block of rows above which matrix products get no faster."""
 
 
 @steps_in_plain_torch
@@ -74,7 +72,7 @@ def changed_edges(
     for layer in range(layout.num_layers):
         yield from _into_heads(downstream, layer, change, first, memory)
         yield from _into_mlp(downstream, layer, change, first)
-    for rows in _blocks(torch.arange(len(layout.sources)), downstream.most_rows(first)):
+    for rows in torch.arange(len(layout.sources)).split(downstream.most_rows(first)):
         column = torch.full_like(rows, len(layout.destinations) - 1)
         yield rows, column, downstream.read(clean.streams.logits[:, -1:] + change[rows, -1:])
 
@@ -91,7 +89,7 @@ def _into_heads(
     weights = output_by_head(network, layer, layout.num_heads)
     readable = torch.arange(layout.read_by_heads(layer))
     source_bytes = 6 * layout.num_heads * length * stream.shape[-1] * stream.element_size()
-    for block in _blocks(readable, max(1, min(downstream.most_rows(first), memory // source_bytes))):
+    for block in readable.split(max(1, min(downstream.most_rows(first), memory // source_bytes))):
         changed_qkv = projected(network, layer, stream + change[block], history)
         for kind, column in zip(KINDS, range(len(KINDS)), strict=True):
             qkv = [part.expand(len(block), *part.shape[1:]) for part in clean_qkv]
@@ -104,7 +102,7 @@ def _into_heads(
             difference = difference[:, :, downstream.start(layer, differs) :]
             sources = block.repeat_interleave(layout.num_heads)
             columns = torch.arange(len(layout.destinations))[layout.inputs(layer, kind)].repeat(len(block))
-            for rows in _blocks(torch.arange(len(sources)), downstream.most_rows(differs)):
+            for rows in torch.arange(len(sources)).split(downstream.most_rows(differs)):
                 # Rows are ordered source by source, each with all heads of the layer.
                 heads = rows % layout.num_heads
                 added = torch.bmm(difference.flatten(0, 1)[rows], weights[heads])
@@ -116,7 +114,7 @@ def _into_mlp(downstream: _Downstream, layer: int, change: Tensor, first: int) -
     layout, start = downstream.layout, downstream.start(layer, first)
     stream = downstream.clean.streams.mlps[layer][:, start:]
     clean_output = downstream.network.fed(layer, stream, NO_TAPS)
-    for rows in _blocks(torch.arange(layout.read_by_mlp(layer)), downstream.most_rows(first)):
+    for rows in torch.arange(layout.read_by_mlp(layer)).split(downstream.most_rows(first)):
         changed = stream + change[rows, start:]
         added = downstream.network.fed(layer, changed, NO_TAPS) - clean_output
         column = torch.full_like(rows, layout.mlp_input(layer))
@@ -183,7 +181,6 @@ class _Suffixes(WholePrompts):
     ) -> None:
         super().__init__(length, NO_TAPS, device)
         self._first, self._keys, self._last, self._is_last = first, keys, last_layer, False
-        self._tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
 
     @property
     def positions(self) -> Tensor:
@@ -201,10 +198,8 @@ class _Suffixes(WholePrompts):
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
-        if rope not in self._tables:
-            cos, sin = rope_tables(rope, self._length, self._device, dtype)
-            self._tables[rope] = cos[self._first :], sin[self._first :]
-        return self._tables[rope]
+        cos, sin = super().rotation(rope, dtype)
+        return cos[self._first :], sin[self._first :]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """See `History`."""
@@ -244,7 +239,3 @@ def most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) 
     row_bytes = network.config.bytes_per_token(itemsize) * positions + 4 * itemsize * logits
     # The other half of the memory holds changed streams and projections of the block.
     return max(1, min(MOST_TOKENS // positions, memory // 2 // row_bytes))
-
-
-def _blocks(rows: Tensor, most: int) -> Iterator[Tensor]:
-    yield from rows.split(most)

@@ -26,8 +26,58 @@ Edge = tuple[int | None, int | None]
 _SCORES = ("scores", "attn_scores")
 
 
+class _EdgeIntervention(Intervention):
+    """Base of interventions on edges. No dataclass: `edges` and `heads` are fields of its subclasses."""
+
+    # Declared here as fields, they would come first in every constructor: Steer(edges, factor, heads).
+    edges: Sequence[Edge]
+    heads: tuple[int, ...] | None
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        where = f"{type(self).__name__} at '{point}'"
+        if self.heads is not None:
+            check_indices(where, "heads", self.heads, sizes["head"])
+        for query, key in self.edges:
+            check_indices(where, "query positions", [] if query is None else [query], sizes["query_position"])
+            check_indices(where, "key positions", [] if key is None else [key], sizes["key_position"])
+
+    def require_causal(self, point: HookPoint, length: int) -> None:
+        """See `Intervention`."""
+        for query, key in self.edges:
+            if query is not None and key is not None and query % length < key % length:
+                raise InterventionError(
+                    f"{type(self).__name__} at '{point}': expected a query at or after its key, found edge "
+                    f"({query}, {key}); a causal model has no weight there"
+                )
+
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
+        """Query positions of the edges, ascending; see `Intervention`."""
+        queries: set[int] = set()
+        for query, key in self.edges:
+            # In a causal model, an edge from every query starts at its key: earlier queries do not see it.
+            first = 0 if key is None or ahead else key % length
+            queries.update(range(first, length) if query is None else [query % length])
+        return tuple(sorted(queries))
+
+    def _store_checked(self) -> None:
+        """Replace edges and heads by checked tuples."""
+        name = type(self).__name__
+        object.__setattr__(self, "edges", _edges(name, self.edges))
+        if self.heads is not None:
+            heads = as_indices(self.heads, f"{name}: heads", InterventionError)
+            object.__setattr__(self, "heads", heads)
+
+    def _require_edges(self) -> None:
+        if not self.edges:
+            raise InterventionError(
+                f"{type(self).__name__}: expected at least one (query, key) edge, found none"
+            )
+
+
 @dataclass(frozen=True, eq=False)
-class Knockout(Intervention):
+class Knockout(_EdgeIntervention):
     """Cut attention edges: their scores become -inf together with the causal mask, after any soft cap.
 
     A row left without any key raises InterventionError instead of giving NaN.
@@ -46,8 +96,7 @@ class Knockout(Intervention):
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "edges", _edges("Knockout", self.edges))
-        object.__setattr__(self, "heads", _heads("Knockout", self.heads))
+        self._store_checked()
         if bool(self.edges) == (self.edge_mask is not None):
             raise InterventionError(
                 "Knockout: expected either edges or a mask, found " + ("both" if self.edges else "neither")
@@ -63,7 +112,6 @@ class Knockout(Intervention):
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
-        _check_edges("Knockout", point, self.edges, self.heads, sizes)
         if self.edge_mask is not None:
             full = (sizes["head"], sizes["query_position"], sizes["key_position"])
             if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
@@ -72,14 +120,10 @@ class Knockout(Intervention):
                     f"found {list(self.edge_mask.shape)}; make it for the length of the prompt"
                 )
 
-    def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
-        _require_causal("Knockout", point, self.edges, length)
-
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """Queries with a cut edge, counted from 0."""
         if self.edge_mask is None:
-            return _queries(self.edges, length, ahead)
+            return super().touched(length, ahead=ahead)
         cut = np.asarray(self.edge_mask).reshape(-1, length, length).any(axis=(0, 2))
         return tuple(np.flatnonzero(cut).tolist())
 
@@ -99,7 +143,7 @@ class Knockout(Intervention):
 
 
 @dataclass(frozen=True, eq=False)
-class Steer(Intervention):
+class Steer(_EdgeIntervention):
     """Multiply the attention weight of edges by `factor`, then renormalise the changed rows.
 
     For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). A repeated edge counts once. Keys that
@@ -118,23 +162,11 @@ class Steer(Intervention):
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _prepare_steering(self)
+        self._store_checked()
+        self._require_edges()
         object.__setattr__(self, "factor", finite("Steer", self.factor))
         if self.factor < 0:
             raise InterventionError(f"Steer: expected a factor >= 0, found {self.factor}")
-
-    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
-        super().check(point, sizes)
-        _check_edges("Steer", point, self.edges, self.heads, sizes)
-
-    def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
-        _require_causal("Steer", point, self.edges, length)
-
-    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a steered edge, counted from 0."""
-        return _queries(self.edges, length, ahead)
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
@@ -149,7 +181,7 @@ class Steer(Intervention):
 
 
 @dataclass(frozen=True, eq=False)
-class SetValue(Intervention):
+class SetValue(_EdgeIntervention):
     """Set the attention weight of each edge to `value`; other keys of the row share the rest in proportion.
 
     Only keys that the mask shows take part. A row whose visible keys are all targets is renormalised. Raises
@@ -168,23 +200,11 @@ class SetValue(Intervention):
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _prepare_steering(self)
+        self._store_checked()
+        self._require_edges()
         object.__setattr__(self, "value", finite("SetValue", self.value))
         if not 0 <= self.value <= 1:
             raise InterventionError(f"SetValue: expected a weight in [0, 1], found {self.value}")
-
-    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
-        super().check(point, sizes)
-        _check_edges("SetValue", point, self.edges, self.heads, sizes)
-
-    def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
-        _require_causal("SetValue", point, self.edges, length)
-
-    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a changed edge, counted from 0."""
-        return _queries(self.edges, length, ahead)
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
@@ -258,16 +278,6 @@ def _steered(
     return torch.where(is_changed & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
 
 
-def _queries(edges: Sequence[Edge], length: int, ahead: bool) -> tuple[int, ...]:
-    """Query positions of the edges, ascending."""
-    queries: set[int] = set()
-    for query, key in edges:
-        # In a causal model, an edge from every query starts at its key: earlier queries do not see it.
-        first = 0 if key is None or ahead else key % length
-        queries.update(range(first, length) if query is None else [query % length])
-    return tuple(sorted(queries))
-
-
 def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> Tensor:
     import torch
 
@@ -275,14 +285,6 @@ def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> T
     for query, key in edges:
         where[slice(None) if query is None else query, slice(None) if key is None else key] = True
     return where
-
-
-def _prepare_steering(intervention: Steer | SetValue) -> None:
-    name = type(intervention).__name__
-    object.__setattr__(intervention, "edges", _edges(name, intervention.edges))
-    object.__setattr__(intervention, "heads", _heads(name, intervention.heads))
-    if not intervention.edges:
-        raise InterventionError(f"{name}: expected at least one (query, key) edge, found none")
 
 
 def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
@@ -300,34 +302,6 @@ def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
         )
         checked.append((query, key))
     return tuple(checked)
-
-
-def _heads(name: str, heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
-    return None if heads is None else as_indices(heads, f"{name}: heads", InterventionError)
-
-
-def _check_edges(
-    name: str,
-    point: HookPoint,
-    edges: Sequence[Edge],
-    heads: tuple[int, ...] | None,
-    sizes: Mapping[str, int],
-) -> None:
-    where = f"{name} at '{point}'"
-    if heads is not None:
-        check_indices(where, "heads", heads, sizes["head"])
-    for query, key in edges:
-        check_indices(where, "query positions", [query] if query is not None else [], sizes["query_position"])
-        check_indices(where, "key positions", [key] if key is not None else [], sizes["key_position"])
-
-
-def _require_causal(name: str, point: HookPoint, edges: Sequence[Edge], length: int) -> None:
-    for query, key in edges:
-        if query is not None and key is not None and query % length < key % length:
-            raise InterventionError(
-                f"{name} at '{point}': expected a query at or after its key, found edge ({query}, {key}); a "
-                "causal model has no weight there"
-            )
 
 
 def _cut_mask(mask: Payload) -> Payload:

@@ -548,12 +548,11 @@ def _execution(capture: Capture) -> tuple[Any, ...]:
     return capture.point.order, capture.when, capture.is_gradient
 
 
-def layers_by_variable(captures: Iterable[Capture | KeptCapture]) -> dict[str, list[int | None]]:
-    """Layers of each stored variable that a set of captures covers; [None] for a point outside the layers."""
-    layers: dict[str, list[int | None]] = defaultdict(list)
-    for capture in captures:
-        variable, layer = capture.cell
-        layers[variable].append(layer)
+def layers_by_variable(cells: Iterable[tuple[str, int | None]]) -> dict[str, list[int]]:
+    """Variable -> its layers, in order, of (variable, layer) cells; no layers for a point outside of them."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for variable, layer in cells:
+        layers[variable] += [] if layer is None else [layer]
     return dict(layers)
 
 

@@ -31,6 +31,7 @@ from .files import (
     ModelFiles,
     hub_cache,
     reference_file,
+    repository_folder,
     resolve,
 )
 
@@ -86,17 +87,17 @@ def fetch_files(
     """
     from huggingface_hub import snapshot_download
 
-    cache = hub_cache()
+    cache, repository = hub_cache(), repository_folder(name)
     with hub_errors(name, revision):
-        blobs = cache / f"models--{name.replace('/', '--')}" / "blobs"
+        blobs = repository / "blobs"
         _check_space(name, cache, sum(sizes.values()) - _arrived(blobs, unfinished=False))
         with Progress(quiet=not progress) as bars, _quiet_hub():
             task = bars.task(f"fetching {name}", total=sum(sizes.values()), unit="B")
             with _watch(blobs, task):
                 # By the commit just listed: a branch that moves meanwhile must not mix two checkpoints.
                 snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=sorted(sizes))
-    _remember(cache, name, revision or "main", commit)
-    return cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+    _remember(repository, revision or "main", commit)
+    return repository / "snapshots" / commit
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
@@ -249,9 +250,9 @@ def _quiet_hub() -> Iterator[None]:
             raise
 
 
-def _remember(cache: Path, name: str, revision: str, commit: str) -> None:
+def _remember(repository: Path, revision: str, commit: str) -> None:
     """Write the commit of a branch or tag into the cache, as the hub client does."""
     if revision != commit:
-        reference = reference_file(cache / f"models--{name.replace('/', '--')}", revision)
+        reference = reference_file(repository, revision)
         reference.parent.mkdir(parents=True, exist_ok=True)
         reference.write_text(commit)

@@ -558,7 +558,7 @@ def cached_models() -> list[str]:
     )
 
 
-def _repository(name: str) -> Path:
+def repository_folder(name: str) -> Path:
     """Folder of a hub repository in the cache; it need not exist."""
     return hub_cache() / f"models--{name.replace('/', '--')}"
 
@@ -584,7 +584,7 @@ def snapshot_folder(repository: Path, revision: str) -> Path:
 
 
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
-    if name.endswith(SUFFIX) and not _repository(name).is_dir():
+    if name.endswith(SUFFIX) and not repository_folder(name).is_dir():
         gguf_files = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
         suggestion = f"; there are {', '.join(gguf_files[:5])}" if gguf_files else "; check the path"
         raise ModelNotFound(f"expected a GGUF file at {name}, found none{suggestion}")
@@ -593,7 +593,7 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
             f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}; "
             f"found no directory {name:.200}"
         )
-    repository = _repository(name)
+    repository = repository_folder(name)
     branch = revision or "main"
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():

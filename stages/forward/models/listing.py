@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....store.errors import MizarrError
-from .files import CONFIG, SHIPPED, ModelFiles, cached_models, hub_cache, resolve
+from .files import CONFIG, SHIPPED, ModelFiles, cached_models, repository_folder, resolve
 
 __all__ = ["ListedModel", "listed_models"]
 
@@ -58,7 +58,7 @@ def listed_models() -> list[ListedModel]:
 def _revisions(name: str) -> Iterator[tuple[str, ModelFiles]]:
     """(branch or tag, files) of a cached repository with a config.json; (commit, files) where no ref
     points."""
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    repository = repository_folder(name)
     references = {
         str(path.relative_to(repository / "refs")): path.read_text().strip()
         for path in sorted((repository / "refs").rglob("*"))

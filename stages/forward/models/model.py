@@ -45,7 +45,7 @@ from ..passes.sweep import Result
 from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .finite import not_finite, require_finite
-from .reference import ModelRef
+from .reference import COMPUTED_IN, ModelRef
 from .residency import describe_shortage, keep_freed_memory, room_for
 from .streamed import StreamedWeights, stream
 
@@ -60,12 +60,8 @@ Prompts = (
     str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]] | Tensor | np.ndarray | Mapping[str, Any]
 )
 """Every form of prompts that `Model.tokenize` accepts; read by text/rows.py."""
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMPUTED_IN}
+"""Name -> dtype that models may compute in."""
 
 
 class Model:
@@ -443,8 +439,7 @@ class Model:
         taps = RunTaps(
             spec, last.__setitem__ if is_repeated else sink, stop_early=want is None and not is_repeated
         )
-        logits = self._passes.forward(ids, taps, want, spec.order)
-        self._require_finite_logits(logits, ids, taps)
+        logits = self.tapped(ids, taps, want, spec.order)
         for capture, value in last.items():
             sink(capture, value)
         return logits
@@ -473,14 +468,9 @@ class Model:
             NotFinite: if the logits contain NaN or infinity.
         """
         logits = self._passes.forward(ids, taps, want, order)
-        if check_finite:
-            self._require_finite_logits(logits, ids, taps)
-        return logits
-
-    def _require_finite_logits(self, logits: Tensor | None, ids: Tensor, taps: PassTaps) -> None:
-        """Raise NotFinite, naming where it begins, for logits that contain NaN or infinity."""
-        if logits is not None and not is_finite(logits):
+        if check_finite and logits is not None and not is_finite(logits):
             raise not_finite(self, [ids.tolist()], _spec_of(taps), "the logits")
+        return logits
 
     @plain_torch()
     @torch.no_grad()

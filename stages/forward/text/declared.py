@@ -170,7 +170,9 @@ def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = dict(config)
     if _ADDITIONAL in settings and not settings.get(_EXTRA):
         settings[_EXTRA] = settings.pop(_ADDITIONAL)
-    by_role = {key: settings.pop(key) for key in list(settings) if _is_role(key) and _is_text(settings[key])}
+    by_role = {
+        key: settings.pop(key) for key in list(settings) if _is_role(key) and isinstance(settings[key], str)
+    }
     if isinstance(settings.get(_EXTRA), dict):
         by_role |= settings.pop(_EXTRA)
     if by_role:
@@ -265,10 +267,6 @@ def _added(token: Declaration, *, is_named: bool) -> AddedToken:
 
 def _is_role(key: str) -> bool:
     return key.endswith("_token") and key not in ROLES
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_declaration(value: Any) -> bool:

@@ -41,7 +41,6 @@ _SHOWN = 60
 """Character limit of a value quoted in an error message."""
 _NAMES = 8
 """Limit of column names listed in an error message."""
-"""Names of columns that an error shows."""
 
 Row = str | list[int]
 """One prompt: its text or its token ids."""

@@ -75,7 +75,6 @@ class GgufFamily:
     """Whether 1 was added to norm weights (the checkpoint's norms multiply by 1 + weight)."""
     is_transposed: bool = False
     """Whether the checkpoint stores matrices of a layer as [in, out]."""
-    transposed: bool = False
 
 
 def family_of(header: Header) -> GgufFamily:
