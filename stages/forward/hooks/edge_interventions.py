@@ -81,19 +81,17 @@ class Knockout(_EdgeIntervention):
     """Cut attention edges: their scores become -inf together with the causal mask, after any soft cap.
 
     A row left without any key raises InterventionError instead of giving NaN.
-
-    Attributes:
-        edges: (query, key) pairs; None on one side for every position. Either edges or a mask.
-        mask: [query, key] or [head, query, key], True (or -inf) where cut.
-        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = _SCORES
     cuts_edges: ClassVar[bool] = True
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge] = ()
+    """(query, key) pairs; None on one side for every position. Either edges or a mask."""
     mask: Payload | None = PayloadField(None)
+    """[query, key] or [head, query, key], True (or -inf) where cut."""
     heads: tuple[int, ...] | None = None
+    """Query heads; None for all."""
 
     def __post_init__(self) -> None:
         self._store_checked()
@@ -110,9 +108,15 @@ class Knockout(_EdgeIntervention):
         return private_payload(self, "mask")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes.
+
+        Arguments:
+            point: hook point at which it is to be applied.
+            sizes: axis name -> length.
+        """
         super().check(point, sizes)
         if self.edge_mask is not None:
+            # Masks of other libraries often have a batch axis of length 1, which is accepted.
             full = (sizes["head"], sizes["query_position"], sizes["key_position"])
             if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
                 raise InterventionError(
@@ -121,14 +125,27 @@ class Knockout(_EdgeIntervention):
                 )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a cut edge, counted from 0."""
+        """Queries with a cut edge, counted from 0.
+
+        Arguments:
+            length: tokens of the prompt.
+            ahead: whether queries see later keys (no causal mask).
+        """
         if self.edge_mask is None:
             return super().touched(length, ahead=ahead)
+        # A query counts if any head cuts any of its keys.
         cut = np.asarray(self.edge_mask).reshape(-1, length, length).any(axis=(0, 2))
         return tuple(np.flatnonzero(cut).tolist())
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
-        """Bool [head, query, key], True where an edge is cut."""
+        """Bool [head, query, key], True where an edge is cut.
+
+        Arguments:
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the result.
+        """
         import torch
 
         if self.edge_mask is not None:
@@ -148,18 +165,16 @@ class Steer(_EdgeIntervention):
 
     For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). A repeated edge counts once. Keys that
     the mask hides keep weight 0.
-
-    Attributes:
-        edges: (query, key) pairs; None on one side for every position.
-        factor: factor >= 0.
-        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge]
+    """(query, key) pairs; None on one side for every position."""
     factor: float
+    """Factor >= 0."""
     heads: tuple[int, ...] | None = None
+    """Query heads; None for all."""
 
     def __post_init__(self) -> None:
         self._store_checked()
@@ -171,7 +186,14 @@ class Steer(_EdgeIntervention):
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed pattern, as a new tensor."""
+        """The changed pattern, as a new tensor.
+
+        Arguments:
+            x: pattern [batch, head, query, key].
+            point: hook point at which it is.
+            allowed: attention mask, bool [query, key], True where attention may look; None for all keys.
+            subset: queries that x has; None for all.
+        """
         import torch
 
         def scaled(weights: Tensor, targets: Tensor) -> Tensor:
@@ -186,18 +208,16 @@ class SetValue(_EdgeIntervention):
 
     Only keys that the mask shows take part. A row whose visible keys are all targets is renormalised. Raises
     InterventionError where value * targets exceeds 1 in a row with other keys.
-
-    Attributes:
-        edges: (query, key) pairs; None on one side for every position.
-        value: attention weight in [0, 1].
-        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge]
+    """(query, key) pairs; None on one side for every position."""
     value: float
+    """Attention weight in [0, 1]."""
     heads: tuple[int, ...] | None = None
+    """Query heads; None for all."""
 
     def __post_init__(self) -> None:
         self._store_checked()
@@ -209,13 +229,21 @@ class SetValue(_EdgeIntervention):
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed pattern, as a new tensor."""
+        """The changed pattern, as a new tensor.
+
+        Arguments:
+            x: pattern [batch, head, query, key].
+            point: hook point at which it is.
+            allowed: attention mask, bool [query, key], True where attention may look; None for all keys.
+            subset: queries that x has; None for all.
+        """
         import torch
 
         def with_value(weights: Tensor, targets: Tensor) -> Tensor:
             visible = torch.ones_like(targets) if allowed is None else allowed
             others = visible & ~targets
             assigned = self.value * targets.sum(-1, keepdim=True)
+            # 1e-6: weights such as 1/3 on three keys may sum to just above 1 by rounding.
             if bool(((assigned > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
                 raise InterventionError(
                     f"SetValue at '{point}': expected weights that sum to at most 1, found {self.value} on "
@@ -238,14 +266,21 @@ def may_look_ahead(point: HookPoint, change: Intervention) -> bool:
 
     That happens where masked scores are no longer -inf, or masked weights no longer zero. Generation with a
     cache refuses such an intervention, and stores keep whole patterns instead of their lower triangle.
+
+    Arguments:
+        point: hook point of the intervention.
+        change: the intervention.
     """
     if point.kind not in ("attn_scores", "pattern"):
         return False
+    # Such an intervention computes anything from the whole matrix, so nothing is known of its upper triangle.
     if change.needs_all_positions:
         return True
     if isinstance(change, Scale):
+        # Masked scores are -inf: a negative factor makes them +inf, and 0 times -inf is NaN.
         return point.kind == "attn_scores" and change.factor <= 0
     if isinstance(change, Zero):
+        # A masked score of 0 instead of -inf gets weight; a masked weight of 0 stays 0.
         return point.kind == "attn_scores"
     return not isinstance(change, Knockout | Steer | SetValue)
 
@@ -275,6 +310,8 @@ def _steered(
     # float32: renormalising in bfloat16 would move all weights of the row by up to 0.4 %.
     weights = change(x.float(), targets)
     total = weights.sum(-1, keepdim=True)
+    # A row that steering leaves without weight (factor 0 on all its keys) keeps its old weights instead of
+    # becoming NaN.
     return torch.where(is_changed & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
 
 
@@ -317,4 +354,5 @@ def _cut_mask(mask: Payload) -> Payload:
             "Knockout: expected a mask of True/False or of 0 and -inf, found other values; pass mask == "
             "-inf, or use Add at attn_scores for a bias"
         )
+    # Without any -inf this is a torch mask of True and False, read as 1 and 0, or one that cuts nothing.
     return readonly_copy((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))
