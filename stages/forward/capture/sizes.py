@@ -59,12 +59,23 @@ class Sizes:
         return sum(self._buffer_row_bytes(self.specs[name]) * self._rows_per_token(name) for name, _ in cells)
 
     def written(self, cells: Sequence[VariableLayer], tokens: int, segments: int) -> int:
-        """Bytes on disk of a number of tokens in a number of segments."""
+        """Bytes on disk of a number of tokens in a number of segments.
+
+        Arguments:
+            cells: (variable, layer) pairs.
+            tokens: number of tokens.
+            segments: number of segments; each has one row of every run reduction.
+        """
         run_cells, token_cells = self._split(cells)
         return math.ceil(self.stored(token_cells) * tokens) + self.row_bytes(run_cells) * segments
 
     def buffer(self, cells: Sequence[VariableLayer], tokens: int) -> int:
-        """Bytes of a buffer for one segment with a number of tokens."""
+        """Bytes of a buffer for one segment with a number of tokens.
+
+        Arguments:
+            cells: (variable, layer) pairs.
+            tokens: number of tokens of the segment.
+        """
         run_cells, token_cells = self._split(cells)
         return math.ceil(self.buffered(token_cells) * tokens) + self.row_bytes(run_cells)
 
@@ -101,6 +112,7 @@ class Sizes:
             largest, specs = stream.row_bytes, [stream]
         overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
         longest = min(affordable, overlapping, *([LONGEST] if of_run else []))
+        # A power of two, so that inner chunks of a power of two divide it.
         return min(default_segment_tokens(self.tokens, specs), 1 << (longest.bit_length() - 1))
 
     def _split(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:

@@ -72,6 +72,7 @@ class StoredRun:
             [variable, layer, digest, ...] for each cell. A token range need not be a segment of this run (it
             may be one of another model's run): the digests are those of all segments it overlaps.
         """
+        # Prompts of a larger run count as one segment, identified by the content of its whole arrays.
         if segment is None or self.rows is not None:
             return [[*cell, self.content(cell)] for cell in cells]
         start, stop = segment

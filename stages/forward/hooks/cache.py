@@ -203,7 +203,7 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
 
 def _numbers(value: Tensor) -> Any:
     # numpy has no bfloat16 and few routines for float16, so both become float32.
-    # Eight bytes: float64, and int64 ids, which float32 could not hold exactly.
+    # Numbers of eight bytes (float64) stay as they are.
     return (value if value.dtype.itemsize == 8 else value.float()).cpu().numpy()
 
 

@@ -116,7 +116,7 @@ class Knockout(_EdgeIntervention):
         """
         super().check(point, sizes)
         if self.edge_mask is not None:
-            # Masks of other libraries often have a batch axis of length 1, which is accepted.
+            # transformers makes masks [1, 1, query, key]: leading axes of length 1 are accepted.
             full = (sizes["head"], sizes["query_position"], sizes["key_position"])
             if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
                 raise InterventionError(

@@ -62,7 +62,7 @@ class _EdgeSpec(PlacedSpec):
             )
         what = f"{type(self).__name__}: positions of edges"
         ends = [None if end is None else as_index(end, what, InterventionError) for end in (query, key)]
-        # A dict drops repeated edges and keeps their order: equal specs must have equal digests.
+        # A repeated edge counts once; a dict keeps the order of the calls.
         return replace(self, edges=tuple(dict.fromkeys([*self.edges, (ends[0], ends[1])])))
 
     def from_position(self, query: int) -> Self:
