@@ -207,7 +207,7 @@ def in_parts(values: Tensor, label: str) -> Tensor:
     remainder, parts = values.double(), []
     for quantum in QUANTA:
         part = (remainder / quantum).round() * quantum
-        # Exact in float64: both are multiples of what `value` is a multiple of, and the rest is smaller.
+        # Exact in float64: the remainder has no more binary digits than the value.
         remainder = remainder - part
         parts.append(part)
     return torch.stack(parts, dim=-1)

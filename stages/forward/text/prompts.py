@@ -56,6 +56,7 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
         TokenizerError: for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
+        # Packed ids are final (`fixed`): nothing may be added to a run that may be stored already.
         if config.target_start is not None:
             as_pairs(list(prompts), config, model, fixed=True)
         _check_packed(prompts, config.known_ids, config.context_length, model, config.unknown_token)
@@ -79,7 +80,12 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
 
 
 def with_target(encoding: Encoding, config: Architecture) -> Encoding:
-    """The encoding of a source with the start token of a target; unchanged unless prompts are pairs."""
+    """The encoding of a source with the start token of a target; unchanged unless prompts are pairs.
+
+    Arguments:
+        encoding: the encoded source.
+        config: architecture of the model.
+    """
     start = config.target_start
     if start is None:
         return encoding
@@ -147,6 +153,7 @@ def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, fixed: bo
 
 def _as_pair(row: Any, start: int, config: Architecture, model: str, *, fixed: bool) -> list[int]:
     ids = [int(token) for token in row]
+    # The first id of a target is raised by the size of the vocabulary (DESIGN.md, "Encoders with decoders").
     starts = [position for position, token in enumerate(ids) if token >= config.vocab_size]
     if not starts and not fixed:
         starts, ids = [len(ids)], [*ids, start]
