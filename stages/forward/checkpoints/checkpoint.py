@@ -67,6 +67,7 @@ class Checkpoint:
 
     def standing_in(self, config: Architecture) -> Checkpoint:
         """The checkpoint with shared tensors renamed to the names that an architecture reads."""
+        # safetensors stores tensors that share memory once, under one of their names.
         missing = config.tensors.stand_ins(self.entries)
         return replace(self, stand_ins=tuple(missing.items())) if missing else self
 

@@ -258,7 +258,14 @@ class Corpus:
         }
 
         make = partial(_tokenised, path, reading, tokenizer, framing, self.share, self.seed)
-        return SourceNode("corpus_tokens", VERSION, params, make, Estimate(bytes_read=size, bytes_written=size, peak_bytes=4 * size), (pinned,))
+        return SourceNode(
+            "corpus_tokens",
+            VERSION,
+            params,
+            make,
+            Estimate(bytes_read=size, bytes_written=size, peak_bytes=4 * size),
+            (pinned,),
+        )
 
     def framing(self, tokenizer: Tokenizer | None) -> Framing:
         """How documents become prompts: special tokens of the tokenizer, context length, separator.
