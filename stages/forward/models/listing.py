@@ -65,6 +65,7 @@ def _revisions(name: str) -> Iterator[tuple[str, ModelFiles]]:
         if path.is_file()
     }
     snapshots = (repository / "snapshots").glob("*")
+    # Repositories of dictionaries are in the same cache, without a config.json.
     cached_commits = sorted(path.name for path in snapshots if (path / CONFIG).is_file())
     unnamed = {commit: commit for commit in cached_commits if commit not in references.values()}
     for revision, commit in {**references, **unnamed}.items():
@@ -81,6 +82,7 @@ def _listed(files: ModelFiles, revision: str | None) -> ListedModel:
             architecture = files.architecture()
             layers, hidden = architecture.num_layers, architecture.hidden_size
     except (MizarrError, OSError) as error:
+        # A list has one line per model; `mizarr models inspect` shows the rest.
         obstacle = str(error).splitlines()[0]
     is_known = not obstacle and files.has_known_family
     place = str(files.directory)
