@@ -403,6 +403,7 @@ def _inferred_head_dim(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> 
 
 def _inferred_kv_heads(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> int | None:
     """Number of key-value heads from the rows of k_proj; None if they do not fit the head size."""
+    # By the weights: a config that leaves out num_key_value_heads leaves the number open.
     width = raw.get("head_dim") or _inferred_head_dim(raw, layer_0_shapes)
     shape = layer_0_shapes.get("self_attn.k_proj.weight", ())
     return shape[0] // width if shape and isinstance(width, int) and shape[0] % width == 0 else None

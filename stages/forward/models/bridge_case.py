@@ -124,4 +124,5 @@ def _read(text: str | None) -> BridgeFinding | None:
 
 def _transformers_version(finding: BridgeFinding) -> list[int]:
     """Version numbers of transformers at the time of the probe, e.g. [4, 57, 1]."""
+    # As numbers: "4.9" would sort after "4.57" as text.
     return [int(number) for number in re.findall(r"\d+", finding.require().transformers)]

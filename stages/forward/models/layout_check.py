@@ -116,6 +116,8 @@ class LayoutCase:
         if installed is not None:
             return _read(texts.get(installed))
         verdicts = [verdict for text in texts.values() if (verdict := _read(text)) is not None]
+        # An earlier agreement counts, as this forward pass has not changed since; a refusal may be out of
+        # date.
         return next((verdict for verdict in verdicts if verdict.agrees), None)
 
     def verdict(self) -> Verdict:

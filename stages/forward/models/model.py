@@ -583,6 +583,7 @@ class Model:
         """
         objective = spec.require_objective()
         metric_want = objective.want(numbers) if want is None else want
+        # The tokens that the metric reads, at its one position.
         baseline_want = Logits((objective.at,), metric_want.tokens)
         clean = self._baselines([objective.baseline_of(number) for number in numbers], baseline_want)
         return self.backward(

@@ -246,6 +246,7 @@ def _loaded(
     with _LOADING:
         if not (_cache and _cache[0].serves(key, max_memory)):
             _cache.clear()  # before loading: two models may not fit in memory
+            # `allowed` asks for free memory only now, after the earlier model has gone.
             _cache.append(_CachedModel(key, max_memory, _load(*key, files, allowed())))
         return _cache[0].model
 

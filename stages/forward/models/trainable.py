@@ -44,6 +44,7 @@ def network_over(architecture: Architecture, take: Callable[[str], Tensor]) -> N
         architecture: architecture of the model.
         take: name of a tensor in a checkpoint -> the tensor to train.
     """
+    # Imported here, so that an architecture is made without torch.
     from ..networks.table import over
 
     return over(architecture, take)

@@ -186,6 +186,7 @@ class Cache:
         # Doubling makes appending n positions cost O(n) copies in total.
         while size < end + _BEHIND:
             size *= 2
+        # Zeros, because padded kernels read entries past the newest position, which must be finite.
         room = like.new_zeros(*like.shape[:2], size, like.shape[3])
         if earlier is not None:
             room[:, :, : self.length] = earlier[:, :, : self.length]

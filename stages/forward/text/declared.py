@@ -271,6 +271,7 @@ def _added(token: Declaration, *, is_named: bool) -> AddedToken:
 
 
 def _is_role(key: str) -> bool:
+    # Roles that only this model has, such as image_token.
     return key.endswith("_token") and key not in ROLES
 
 

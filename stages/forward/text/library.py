@@ -176,6 +176,7 @@ class VocabularyTokenizer(LibraryTokenizer):
         if words.merges is not None:
             model["merges"] = words.merges()
             empty["merges"] = []
+        # Class of the library, e.g. BPE; the other keys of `model` are its arguments.
         kind = getattr(tokenizers.models, model.pop("type"))
         arguments = {key: value for key, value in model.items() if value is not None}
         described = json.dumps({**words.description, "model": empty, "added_tokens": []})

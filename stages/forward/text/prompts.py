@@ -67,6 +67,7 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
         return PackedTokens.from_lists(tokenize(rows, tokenizer, config, model))
     if tokenizer is None:
         raise no_tokenizer(model)
+    # In one call: the `tokenizers` library encodes a batch on all cores.
     encodings = [with_target(encoding, config) for encoding in tokenizer.encode_batch(texts)]
     as_pairs([encoding.ids for encoding in encodings], config, model)
     check_prompts(

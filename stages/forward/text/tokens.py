@@ -520,7 +520,10 @@ def _jinja() -> Any:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        # The settings with which transformers renders chat templates.
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, loopcontrols],
     )
     # jinja's own filter escapes HTML characters; transformers' templates expect plain JSON.
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)

@@ -59,6 +59,7 @@ def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
     paths = corpus.files
     sizes = [path.stat().st_size for path in paths]
     sampled = np.unique(np.linspace(0, len(paths) - 1, min(FILES, len(paths))).round().astype(int))
+    # Bytes of the samples: their ratio to all bytes scales the counted tokens.
     framing, looked_at = corpus.framing(tokenizer), 0.0
     prompts: list[Ids] = []
     for file_index in sampled:

@@ -349,6 +349,7 @@ def _word_piece(vocabulary: _Vocabulary) -> _Rules:
                 "type": "WordPiece",
                 "unk_token": "[UNK]" if unknown is None else vocabulary.tokens[unknown],
                 "continuing_subword_prefix": "##",
+                # The limit of BERT's own tokenizer, which no metadata repeat.
                 "max_input_chars_per_word": 100,
             },
         },
