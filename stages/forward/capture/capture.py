@@ -86,7 +86,7 @@ def capture(
 
     Stored activations are not computed again; a killed capture continues where it stopped.
 
-    Args:
+    Arguments:
         model: a loaded model, or its name. A model given by name is loaded only if something is missing;
             workers and clusters always load it by name.
         prompts: texts, token ids, PackedTokens, or a Corpus, whose labels become coordinates.

@@ -118,7 +118,7 @@ class Model:
         transformers, with a warning, if that is installed. Changing the files later does not affect the
         model.
 
-        Args:
+        Arguments:
             name: hub id, directory or shipped name.
             progress: whether to show a progress bar on stderr; None shows it for large checkpoints on a
                 terminal.
