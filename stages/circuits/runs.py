@@ -78,7 +78,7 @@ class CircuitRuns:
         for batch, alternatives in zip(self._batches, self._alternatives, strict=True):
             with torch.no_grad():
                 run_logits = circuit_logits(
-                    network, layout, alternatives, circuits, Logits(), memory=self._memory, first=first
+                    network, layout, alternatives, circuits, Logits(), memory=self._memory, first_layer=first
                 )
             logits = as_array(run_logits)
             rows = zip(batch.indices, batch.pairs, batch.logits, strict=True)

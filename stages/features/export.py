@@ -405,14 +405,14 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _save(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     """Write a safetensors file; every tensor in `dtype`, or in the dtype of the first matrix."""
-    from ..forward.capture.harvest import as_numpy
+    from ..forward.checkpoints.checkpoint import as_array
 
     # The dtype of the matrices: biases and thresholds may be float32 beside bfloat16 matrices.
     kind = dtype or next(tensor.dtype for name, tensor in tensors.items() if tensor.ndim > 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Sorted by name like safetensors' own writer, so that equal weights give equal files. That writer is not
     # used because its files are readable by their owner only, whatever the umask.
-    arrays = {name: as_numpy(tensors[name].detach().to("cpu", kind)) for name in sorted(tensors)}
+    arrays = {name: as_array(tensors[name].detach().to("cpu", kind)) for name in sorted(tensors)}
     stored = [Stored(name, array.dtype, array.shape, [array]) for name, array in arrays.items()]
     write_safetensors(path, stored, {})
 

@@ -155,14 +155,18 @@ def _states(
         return _recurrent(name, ("batch", head, *dims), meaning, room=room, derived=derived)
 
     weights = ("query_position", "key_position")
-    multiplies = f"what multiplies a token's write {written} into the state"
-    reads = f"what a query reads of a source's value, signed: alpha {read}"
+    multiplies = f"factor of a token's write {written} to the state"
+    reads = f"signed weight of each earlier token's value in the output: alpha {read}"
     return (
         kind("log_decay", ("position", decay), f"natural log of the decay{log}, <= 0"),
-        kind("decay", ("position", decay), f"what a token multiplies the state by, in [0, 1]{per}"),
-        kind("write", ("position", "one"), f"{multiplies}, 1: 0 knocks it out, others steer"),
-        kind("state_seq", ("position", key, value), "the state behind each token, float32"),
-        kind("state", (key, value), "the state behind the last token, float32", derived=True),
+        kind("decay", ("position", decay), f"factor of the state at each token, in [0, 1]{per}"),
+        kind(
+            "write",
+            ("position", "one"),
+            f"{multiplies}, 1 by default; 0 knocks it out, other factors steer it",
+        ),
+        kind("state_seq", ("position", key, value), "state after each token, float32"),
+        kind("state", (key, value), "state after the last token, float32", derived=True),
         kind("alpha_raw", weights, reads, derived=True),
         kind("effective_attn", weights, "alpha_raw after ReLU, rows divided by their sum", derived=True),
     )
@@ -232,16 +236,18 @@ KINDS: tuple[HookKind, ...] = (
         "pre_norm",
         "hook_pre_norm",
         HIDDEN,
-        "RWKV, layer 0: the normed embedding, which becomes the stream",
+        "RWKV, layer 0: normalised embedding, from which the residual stream starts",
         None,
     ),
-    _altup("streams", "all streams as they enter the block, the residual stream among them"),
-    _altup("predicted", "the streams as AltUp predicts them, of which the block reads one and adds to it"),
+    _altup("streams", "all parallel streams that enter the block, one of which is the residual stream"),
+    _altup("predicted", "AltUp's prediction of all streams; the block reads one of them and adds to it"),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
     # Zamba's shared block, which runs before the layer's own mixer.
-    _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
-    _shared("normalized", ("batch", "position", "shared"), "stream and embedding side by side, normed"),
+    _shared("scale", SCALE, "divisor of the norm of the concatenated stream and embedding"),
+    _shared(
+        "normalized", ("batch", "position", "shared"), "normalised concatenation of stream and embedding"
+    ),
     _block(
         "q_input",
         "hook_q_input",
@@ -255,25 +261,25 @@ KINDS: tuple[HookKind, ...] = (
         "v_input", "hook_v_input", KV_INPUTS, "resid_pre as the values of each head read it, before the norm"
     ),
     # Attention.
-    _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
+    _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "gate of each head's output, after the sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
-    _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
+    _block("v", "attn.hook_v", KV_HEADS, "values, before repetition over query heads"),
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
     # Mixture of attention heads (JetMoE).
-    _moa("router_logits", EXPERTS, "mixture of attention: what the router gives each expert"),
+    _moa("router_logits", EXPERTS, "mixture of attention: router logit of each expert"),
     _moa(
         "weights",
         ("batch", "position", "slot"),
-        "what multiplies what each chosen expert writes",
+        "weight of each chosen expert's output",
     ),
     # Latent attention (DeepSeek).
-    _latent("q", LATENT_KEYS, "queries of latent attention, which are wider than its values"),
+    _latent("q", LATENT_KEYS, "queries of latent attention, wider than its values"),
     _latent(
         "c",
         ("batch", "position", "latent"),
-        "what keys and values are made of: a normed latent, and the part of keys that all heads share",
+        "input of keys and values: normalised latent, then the part of the keys that all heads share",
     ),
     _latent("k", LATENT_KEYS, "keys of each head, the shared part last"),
     _latent("v", LATENT_VALUES, "values of each head"),
@@ -290,7 +296,7 @@ KINDS: tuple[HookKind, ...] = (
         "z",
         "attn.hook_z",
         QUERY_HEADS,
-        "pattern-weighted values per head, times the gate where there is one, before the output projection",
+        "pattern-weighted values per head, times the gate if there is one, before the output projection",
     ),
     _block(
         "result",
@@ -299,33 +305,47 @@ KINDS: tuple[HookKind, ...] = (
         "z W_O per head; sum over heads + bias = attention output before any post-norm",
     ),
     _latent("z", LATENT_VALUES, "pattern-weighted values per head, before the output projection"),
-    _moa("z", QUERY_HEADS, "pattern-weighted values of the heads of each slot, which its expert writes"),
-    _diff("read", DIFF_VALUES, "differential attention: pattern-weighted values of a head, of both halves"),
-    _diff("z", DIFF_PAIRS, "what a pair of heads has read: one less lambda times the other, normed"),
-    _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
-    _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
+    _moa(
+        "z",
+        QUERY_HEADS,
+        "pattern-weighted values of the heads of each slot, input of that expert's output projection",
+    ),
+    _diff(
+        "read",
+        DIFF_VALUES,
+        "differential attention: pattern-weighted values of a head, from both key heads of its pair",
+    ),
+    _diff("z", DIFF_PAIRS, "output of a pair of heads: one head minus lambda times the other, normalised"),
+    _shared("attn_out", HIDDEN, "attention output of a shared block, read only by the MLP of that block"),
+    _shared(
+        "out",
+        HIDDEN,
+        "output of a shared block, added to the input of the layer's mixer and not to the stream",
+    ),
     # RWKV.
-    _recurrent("r", KEYS, "receptance: what reads the state"),
-    _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
-    _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
-    _recurrent("k", KEYS, "keys as they are written"),
-    _recurrent("v", VALUES, "values as they are written"),
-    _recurrent("g", VALUES, "gate of what was read"),
+    _recurrent("r", KEYS, "receptance: query of the state"),
+    _recurrent("kk", KEYS, "RWKV-7: normalised key whose stored value is removed"),
+    _recurrent("a", KEYS, "RWKV-7: share of that value that is removed, in (0, 1)"),
+    _recurrent("k", KEYS, "keys of the writes"),
+    _recurrent("v", VALUES, "values of the writes"),
+    _recurrent("g", VALUES, "gate of the output"),
     *_states("rwkv", ("head", "key", "value", "key"), written="k v^T", read="v = wkv_out"),
-    _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
+    _recurrent("wkv_out", VALUES, "output of each head, read from the state, before its norm"),
     # State spaces (Mamba-1 and Mamba-2).
-    _ssm("gate", SSM_VALUES, "what multiplies what was read, after its activation"),
+    _ssm("gate", SSM_VALUES, "gate of the output, after its activation"),
     _ssm(
         "conv",
         ("batch", "position", "ssm_channel"),
-        "the short convolution, after its activation: x; in Mamba-2 x, B and C",
+        "output of the short convolution, after its activation: x; in Mamba-2 x, B and C",
     ),
-    _ssm("x", SSM_VALUES, "values: what is written, but for dt"),
+    _ssm("x", SSM_VALUES, "values of the writes, before the factor dt"),
     _ssm(
-        "dt", ("batch", "ssm_head", "position", "one"), "step size: how much is written and forgotten, >= 0"
+        "dt",
+        ("batch", "ssm_head", "position", "one"),
+        "step size dt >= 0: factor of the write, and exponent of the decay",
     ),
-    _ssm("B", SSM_GROUPS, "keys a value is written under, shared by the heads of a group"),
-    _ssm("C", SSM_GROUPS, "what reads the state, shared by the heads of a group"),
+    _ssm("B", SSM_GROUPS, "keys of the writes, shared by the heads of a group"),
+    _ssm("C", SSM_GROUPS, "queries of the state, shared by the heads of a group"),
     *_states(
         "ssm",
         ("ssm_head", "ssm_key", "ssm_value", "ssm_decay"),
@@ -334,22 +354,24 @@ KINDS: tuple[HookKind, ...] = (
         written="dt B x",
         read="x = ssm.hook_out",
     ),
-    _ssm("out", SSM_VALUES, "what each head reads of the state, before D x is added and the gate"),
+    _ssm(
+        "out", SSM_VALUES, "output of each head, read from the state, before D x is added and before the gate"
+    ),
     # Linear attention, gated delta nets, RG-LRU.
-    _linear("gate", LINEAR_VALUES, "what multiplies what was read, after its activation"),
+    _linear("gate", LINEAR_VALUES, "gate of the output, after its activation"),
     _linear(
         "conv",
         ("batch", "position", "linear_channel"),
-        "the short convolution: what queries, keys and values are made of",
+        "output of the short convolution, from which queries, keys and values are split",
     ),
-    _linear("q", LINEAR_GROUPS, "what reads the state, normed and scaled where the family does"),
+    _linear("q", LINEAR_GROUPS, "queries of the state; normalised and scaled if the family does so"),
     _linear(
         "k",
         LINEAR_GROUPS,
-        "keys a value is written under, normed where the family does; of a linear unit, how much is written",
+        "keys of the writes, normalised if the family does so; in a linear unit the factor of the write",
     ),
-    _linear("v", LINEAR_VALUES, "values: what is written"),
-    _linear("beta", LINEAR_ONE, "delta rule: how much of what the state holds under a key is replaced"),
+    _linear("v", LINEAR_VALUES, "values of the writes"),
+    _linear("beta", LINEAR_ONE, "delta rule: share of the value stored under a key that is replaced"),
     *_states(
         "linear",
         ("linear_head", "linear_key", "linear_value", "linear_decay"),
@@ -357,16 +379,16 @@ KINDS: tuple[HookKind, ...] = (
         written="beta k v^T",
         read="v = linear.hook_out",
     ),
-    _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
+    _linear("out", LINEAR_VALUES, "output of each head, read from the state, before its norm and the gate"),
     # xLSTM.
-    _mlstm("gate", MLSTM_VALUES, "what multiplies what was read and normed, after its sigmoid"),
-    _mlstm("q", MLSTM_KEYS, "what reads the memory, scaled"),
-    _mlstm("k", MLSTM_KEYS, "keys a value is written under"),
-    _mlstm("v", MLSTM_VALUES, "values: what is written"),
+    _mlstm("gate", MLSTM_VALUES, "gate of the normalised output, after the sigmoid"),
+    _mlstm("q", MLSTM_KEYS, "scaled queries of the memory"),
+    _mlstm("k", MLSTM_KEYS, "keys of the writes"),
+    _mlstm("v", MLSTM_VALUES, "values of the writes"),
     _mlstm(
         "input",
         ("batch", "mlstm_head", "position", "one"),
-        "input gate i after its soft cap: natural log of how much is written",
+        "input gate i after its soft cap: natural log of the factor of the write",
     ),
     *_states(
         "mlstm",
@@ -374,12 +396,16 @@ KINDS: tuple[HookKind, ...] = (
         written="e^i k [v, 1]^T",
         read="v = mlstm.hook_out",
     ),
-    _mlstm("out", MLSTM_VALUES, "what each head reads of the memory, over its normaliser, before its norm"),
+    _mlstm(
+        "out",
+        MLSTM_VALUES,
+        "output of each head, read from the memory and divided by its normaliser, before its norm",
+    ),
     # Short convolutions (LFM2).
-    _conv("in_gate", "what multiplies a token before it is convolved"),
-    _conv("out_gate", "what multiplies what was convolved"),
-    _conv("x", "what is convolved: in_gate times its projection"),
-    _conv("out", "the short convolution, before its gate"),
+    _conv("in_gate", "gate of a token before the convolution"),
+    _conv("out_gate", "gate of the output of the convolution"),
+    _conv("x", "input of the convolution: in_gate times the projection of the token"),
+    _conv("out", "output of the convolution, before its gate"),
     _block(
         "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
     ),
@@ -390,66 +416,83 @@ KINDS: tuple[HookKind, ...] = (
         "post-attention norm before its weight (4-norm families)",
     ),
     _block(
-        "attn_out", "hook_attn_out", HIDDEN, "what the mixer adds to the residual stream, after any post-norm"
+        "attn_out",
+        "hook_attn_out",
+        HIDDEN,
+        "output of the mixer that is added to the residual stream, after any post-norm",
     ),
     # LAuReL adds to the stream together with attention, before resid_mid (Gemma 3n).
-    _laurel("scale", SCALE, "divisor of the norm of LAuReL"),
-    _laurel("normalized", HIDDEN, "what LAuReL makes of the normed stream, by maps of low rank, normed"),
-    _laurel("out", HIDDEN, "what LAuReL adds: the normed stream, and what it makes of that"),
+    _laurel("scale", SCALE, "divisor of LAuReL's norm"),
+    _laurel("normalized", HIDDEN, "LAuReL's low-rank maps of the normalised stream, normalised again"),
+    _laurel("out", HIDDEN, "LAuReL's output: normalised stream plus its low-rank maps"),
     _block(
-        "resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out; normed where norms stand on the sum"
+        "resid_mid",
+        "hook_resid_mid",
+        HIDDEN,
+        "resid_pre + attn_out; normalised where the family has norms on the stream",
     ),
     # Cross-attention of encoder-decoders.
-    _cross("memory", HIDDEN, "what keys and values are made of: the encoder's output, normed"),
-    _block("ln_cross_scale", "ln_cross.hook_scale", SCALE, "divisor of the norm of cross-attention", None),
+    _cross("memory", HIDDEN, "input of keys and values: normalised output of the encoder"),
     _block(
-        "ln_cross_normalized", "ln_cross.hook_normalized", HIDDEN, "that norm before weight and bias", None
+        "ln_cross_scale", "ln_cross.hook_scale", SCALE, "divisor of the norm before cross-attention", None
+    ),
+    _block(
+        "ln_cross_normalized",
+        "ln_cross.hook_normalized",
+        HIDDEN,
+        "norm before cross-attention, before weight and bias",
+        None,
     ),
     _cross("q", QUERY_HEADS, "queries of target positions"),
     _cross("k", KV_HEADS, "keys of source positions"),
     _cross("v", KV_HEADS, "values of source positions"),
     _cross("scores", ATTENTION, "scale * q k^T, before the mask"),
     _cross("attn_scores", ATTENTION, "scores after the mask (-inf where masked)"),
-    _cross("pattern", ATTENTION, "how much a target position reads of each source position"),
+    _cross("pattern", ATTENTION, "cross-attention weights of source positions after softmax; rows sum to 1"),
     _cross("z", QUERY_HEADS, "pattern-weighted values per head"),
-    _block("cross_attn_out", "hook_cross_attn_out", HIDDEN, "what cross-attention adds to the stream"),
+    _block(
+        "cross_attn_out",
+        "hook_cross_attn_out",
+        HIDDEN,
+        "output of cross-attention that is added to the residual stream",
+    ),
     _block(
         "resid_mid_cross",
         "hook_resid_mid_cross",
         HIDDEN,
-        "resid_mid + cross_attn_out; normed where norms stand on the sum",
+        "resid_mid + cross_attn_out; normalised where the family has norms on the stream",
     ),
     # MLP and experts.
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
-    _block("router_logits", "mlp.hook_router_logits", EXPERTS, "what the router gives each expert", None),
+    _block("router_logits", "mlp.hook_router_logits", EXPERTS, "router logit of each expert", None),
     HookKind(
         "router_probs",
         "blocks.{}.mlp.hook_router_probs",
         EXPERTS,
-        "the same after softmax over all experts, or after sigmoids where these choose",
+        "router logits after softmax over all experts, or after the sigmoids by which the family chooses",
         is_derived=True,
     ),
     _block(
         "expert_weights",
         "mlp.hook_expert_weights",
         EXPERTS,
-        "what each expert's output is multiplied by; 0 of those that are not chosen",
+        "weight of each expert's output; 0 for experts that are not chosen",
         None,
     ),
     _block(
         "expert_out",
         "mlp.hook_expert_out",
         ("batch", "expert", "position", "hidden"),
-        "what each expert that is chosen gives, before its weight; 0 of others",
+        "output of each chosen expert before its weight; 0 for other experts",
         None,
     ),
     _block(
         "shared_expert_out",
         "mlp.hook_shared_expert_out",
         HIDDEN,
-        "what the expert that all tokens go through adds, after its gate",
+        "output of the expert shared by all tokens, after its gate",
         None,
     ),
     _block(
@@ -464,7 +507,7 @@ KINDS: tuple[HookKind, ...] = (
         "mlp_post_act",
         "mlp.hook_post_act",
         MLP,
-        "what the down projection reads: act(gate) * up, or act(up)",
+        "input of the down projection: act(gate) * up, or act(up)",
         "blocks.{}.mlp.hook_post",
     ),
     _block("mlp_post", "mlp.hook_post", HIDDEN, "MLP output before any post-norm", None),
@@ -476,28 +519,36 @@ KINDS: tuple[HookKind, ...] = (
         "post-MLP norm before its weight (4-norm families)",
     ),
     _block(
-        "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
+        "mlp_out",
+        "hook_mlp_out",
+        HIDDEN,
+        "output of the MLP that is added to the residual stream, after any post-norm",
     ),
-    _altup("corrected", "the streams as AltUp corrects them by what the block made of one"),
+    _altup("corrected", "all streams after AltUp's correction by the output of the block"),
     # Per-layer inputs (Gemma 3n and 4).
-    _layer_input("embed", LAYER_INPUT, "what the tokens and their embeddings give this layer alone"),
-    _layer_input("gate", LAYER_INPUT, "what multiplies it, made of the stream, after the activation"),
-    _layer_input("scale", SCALE, "divisor of the norm of what is made of it"),
-    _layer_input("normalized", HIDDEN, "that norm before its weight"),
-    _layer_input("out", HIDDEN, "what it adds to the stream, or, of several, to all but the first"),
+    _layer_input("embed", LAYER_INPUT, "this layer's own input, from token ids and embeddings"),
+    _layer_input("gate", LAYER_INPUT, "gate of that input, computed from the stream, after the activation"),
+    _layer_input("scale", SCALE, "divisor of the norm of the gated input"),
+    _layer_input("normalized", HIDDEN, "norm of the gated and projected input, before its weight"),
+    _layer_input(
+        "out",
+        HIDDEN,
+        "output of the layer input, added to the stream or, with parallel streams, to all but the first",
+    ),
     _block(
-        "resid_post", "hook_resid_post", HIDDEN, "resid_mid + mlp_out; normed where norms stand on the sum"
+        "resid_post",
+        "hook_resid_post",
+        HIDDEN,
+        "resid_mid + mlp_out; normalised where the family has norms on the stream",
     ),
     HookKind(
         "rnn_pre_activation",
         "rnn.hook_pre_activation.{}",
         NEURONS,
-        "RNN of AlgZoo, a time step: what input and last state add up to, before the ReLU",
+        "RNN of AlgZoo: sum of input and last state at a time step, before the ReLU",
     ),
-    HookKind("rnn_hidden", "rnn.hook_hidden.{}", NEURONS, "the state behind a time step, after the ReLU"),
-    HookKind(
-        "altup_merged", "altup.hook_merged", HIDDEN, "the mean of all streams: what the final norm reads"
-    ),
+    HookKind("rnn_hidden", "rnn.hook_hidden.{}", NEURONS, "state after a time step, after the ReLU"),
+    HookKind("altup_merged", "altup.hook_merged", HIDDEN, "mean of all streams, input of the final norm"),
     HookKind(
         "ln_final_scale", "ln_final.hook_scale", SCALE, "divisor of the final norm", "ln_final.hook_scale"
     ),
@@ -509,18 +560,33 @@ KINDS: tuple[HookKind, ...] = (
         "ln_final.hook_normalized",
     ),
     HookKind(
-        "final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: what the LM head reads"
+        "final_norm", "hook_final_norm", HIDDEN, "final norm with weight and bias: input of the LM head"
     ),
     HookKind(
         "head_pre_act",
         "head.hook_pre_act",
         EMBEDDING,
-        "encoders: the dense map before the LM head, before its activation",
+        "encoders: dense map before the LM head, before its activation",
     ),
-    HookKind("head_post_act", "head.hook_post_act", EMBEDDING, "the same after its activation"),
-    HookKind("head_scale", "head.hook_scale", SCALE, "divisor of the norm behind that activation"),
-    HookKind("head_normalized", "head.hook_normalized", EMBEDDING, "that norm before its weight and bias"),
-    HookKind("head_out", "head.hook_out", EMBEDDING, "that norm: what the LM head reads"),
+    HookKind(
+        "head_post_act",
+        "head.hook_post_act",
+        EMBEDDING,
+        "encoders: dense map before the LM head, after its activation",
+    ),
+    HookKind("head_scale", "head.hook_scale", SCALE, "encoders: divisor of the norm before the LM head"),
+    HookKind(
+        "head_normalized",
+        "head.hook_normalized",
+        EMBEDDING,
+        "encoders: norm before the LM head, before its weight and bias",
+    ),
+    HookKind(
+        "head_out",
+        "head.hook_out",
+        EMBEDDING,
+        "encoders: norm before the LM head with weight and bias, input of the LM head",
+    ),
     HookKind(
         "logits",
         "hook_logits",
@@ -528,8 +594,8 @@ KINDS: tuple[HookKind, ...] = (
         "logits",
         is_derived=True,
     ),
-    HookKind("rnn_final_state", "rnn.hook_final_state", NEURONS, "the last state: what the readout reads"),
-    HookKind("rnn_output", "rnn.hook_output", ("batch", "output"), "what the network says: the readout"),
+    HookKind("rnn_final_state", "rnn.hook_final_state", NEURONS, "last state, input of the readout"),
+    HookKind("rnn_output", "rnn.hook_output", ("batch", "output"), "output of the readout"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 LOGITS = "logits"

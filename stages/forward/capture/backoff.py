@@ -39,11 +39,13 @@ class BatchSize:
     def lower(self, failed: PieceBatch) -> None:
         """Lower the size to half of a batch that ran out of memory. PlanError for a single prompt."""
         failed_tokens = len(failed.pieces) * failed.length
+        # A prompt cannot be cut: later positions need its earlier ones in the same pass.
         if len(failed.pieces) == 1:
             raise PlanError(
                 f"expected memory for a pass over one prompt of {failed.length} tokens, found too little; "
                 "cut prompts into shorter contexts, capture fewer points, or use a device with more memory"
             )
+        # Half of the batch that failed, which may have been smaller than the limit.
         self.tokens = max(min(self.tokens, failed_tokens) // 2, 1)
         if not self.is_lowered:
             self._say(
@@ -75,6 +77,7 @@ def fits(work: Callable[[], None]) -> bool:
             raise
     else:
         return True
+    # After the error has left: its traceback would keep the tensors of the failed pass alive.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return False

@@ -71,6 +71,7 @@ def pieces_of(
         whole: whether to run every prompt to its end, because later positions, or their number, change
             earlier ones.
     """
+    # The last prompt that begins at or before the segment; it may have ended before.
     first_prompt = int(np.searchsorted(row_start, segment.start, side="right")) - 1
     end_prompt = int(np.searchsorted(row_start, segment.stop, side="left"))
     pieces = []
@@ -79,6 +80,7 @@ def pieces_of(
         start, stop = max(segment.start - begin, 0), min(segment.stop - begin, size)
         if start < stop:
             run = size if whole or _is_power(size) else stop
+            # A cut prompt must not get a power of two by chance: its products would call the other library.
             while run < size and _is_power(run):
                 run += 1
             pieces.append(Piece(prompt, start, stop, begin + start - segment.start, run))
@@ -97,6 +99,7 @@ def plan_batches(
         fewest: fewest positions of a pass; a smaller batch is repeated.
     """
     groups: list[list[Piece]] = []
+    # The prompt number breaks ties: equal pieces make equal batches, in whatever order they come.
     for piece in sorted(pieces, key=lambda piece: (piece.run, piece.prompt)):
         if not groups or not _fits(groups[-1], piece, batch_tokens, one_length):
             groups.append([])
@@ -106,7 +109,12 @@ def plan_batches(
 
 
 def halves(batch: PieceBatch, *, fewest: int) -> list[PieceBatch]:
-    """Split a batch in two of the same padded length; a power-of-two batch splits into powers of two."""
+    """Split a batch in two of the same padded length; a power-of-two batch splits into powers of two.
+
+    Arguments:
+        batch: at least two pieces.
+        fewest: fewest positions of a pass; a smaller half is repeated.
+    """
     middle = len(batch.pieces) // 2
     parts = batch.pieces[:middle], batch.pieces[middle:]
     return [PieceBatch(part, batch.length, _copies(part, batch.length, fewest)) for part in parts]
@@ -121,6 +129,7 @@ def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:
     """The group; if its length is a power of two, split into parts of power-of-two size, the largest
     first."""
     while _is_power(group[0].run) and not _is_power(len(group)):
+        # The largest power of two that is not above the number of pieces.
         count = 1 << (len(group).bit_length() - 1)
         yield group[:count]
         group = group[count:]

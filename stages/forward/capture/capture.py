@@ -41,6 +41,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
+from ....store.runs.shards import DTYPES
 from ....store.store import require_store
 from ....store.upkeep.questions import note_capture
 from ....store.upkeep.recoding import PLAINLY
@@ -56,7 +57,7 @@ from ..text.prompts import pack
 from .batches import BUFFERS
 from .options import CaptureOptions
 from .order import WorkingMemory, goes_by_layers, load_for, resolve_order
-from .sizes import ITEMSIZE, VOCABULARY_BYTES, Sizes, array_spec
+from .sizes import VOCABULARY_BYTES, Sizes, array_spec
 from .stored_run import StoredRun
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def capture(
 
     Stored activations are not computed again; a killed capture continues where it stopped.
 
-    Args:
+    Arguments:
         model: a loaded model, or its name. A model given by name is loaded only if something is missing;
             workers and clusters always load it by name.
         prompts: texts, token ids, PackedTokens, or a Corpus, whose labels become coordinates.
@@ -136,6 +137,18 @@ class CaptureNode(Ports):
         name: str = "capture",
         **options: Any,
     ) -> None:
+        """Plan a capture; nothing is computed.
+
+        Arguments:
+            model: a loaded model, a reference to one, or its name.
+            prompts: texts, token ids or PackedTokens.
+            hooks: hook points or globs, or a HookSpec.
+            name: name of the node in plans and progress.
+            options: those of `ModelRef` and `CaptureOptions`.
+
+        Raises:
+            PromptError, HookPointNotFound, ConfigError, StageError: for an invalid request.
+        """
         loading, storing = split_options("CaptureNode", options, ModelRef, CaptureOptions)
         self.options = CaptureOptions(**storing)
         self.name = name
@@ -145,6 +158,7 @@ class CaptureNode(Ports):
         self.spec = self._bind(hooks)
         self._require_logits()
         self._require_dictionaries()
+        # Before the prompts are tokenised, which may take long.
         self.order = resolve_order(self.options.order, self.source.config, self.spec, self.source.name)
         self._over: dict[str, int] = {}
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
@@ -155,6 +169,7 @@ class CaptureNode(Ports):
             if reduction is not None and reduction.is_of_run:
                 n_tokens = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
                 self._over[kept_capture.variable] = int(n_tokens)
+        # Called for its error: int8 stores no variable with one number per row.
         with_scales(self.specs)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
@@ -175,9 +190,12 @@ class CaptureNode(Ports):
     def take_texts(self, store: Store, corpus: Corpus, about: xr.Dataset) -> None:
         """Read the texts of the prompts from their corpus, to be stored with a run that the store lacks.
 
-        corpus: the documents that the tokens of this node were read from.
-        about: document numbers and labels [prompt_id], as `Corpus.read` returned them with the tokens.
+        Arguments:
+            store: store that the run may be in.
+            corpus: the documents that the tokens of this node were read from.
+            about: document numbers and labels [prompt_id], as `Corpus.read` returned them with the tokens.
         """
+        # Texts are larger than token ids, and reading them tokenises every file again.
         if self._find(store) is None:
             self.tokens = corpus.with_texts(self.tokens, about, self.source.tokenizer)
 
@@ -189,6 +207,10 @@ class CaptureNode(Ports):
         """Store labels of prompts, coordinates [prompt_id], with the run; they are no part of its key.
 
         Warns (UserWarning) if they are too large, and then stores none.
+
+        Arguments:
+            store: store with the run.
+            about: coordinates [prompt_id] of the prompts.
         """
         entry = self._stored(store).entry
         columns = {str(name): column.values for name, column in about.coords.items()}
@@ -285,6 +307,7 @@ class CaptureNode(Ports):
         """
         cells, stored = len(self.cells), self._find(store)
         missing = [cell for cell in self.cells if stored is None or not stored.is_published(cell)]
+        # Before saying "cached": a replaced file would otherwise get the results of the old one.
         self.source.expect(served=not missing)
         check_pinned(self)
         if stored is None:
@@ -326,11 +349,16 @@ class CaptureNode(Ports):
         with_logits = any(variable == LOGITS for variable, _ in missing)
         written = self._sizes.stored(missing) * tokens
         work = PassWork(tokens * min(deepest, layers), tokens if with_logits else 0, written)
+        # Provenance is found by the name of any captured variable.
         timed = last_timed(self.cells[0][0], store, is_same_model)
         return expected_duration(self.source, work, timed, tokens / timed["tokens"] if timed else 1.0)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
         """Labels of the cells along an axis.
+
+        Arguments:
+            store: searched for the run.
+            axis: "layer" or "segment".
 
         Returns:
             For "layer" the captured layers of the first variable that has layers; for "segment" the (start,
@@ -342,7 +370,13 @@ class CaptureNode(Ports):
         return [] if stored is None else stored.segments
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """Stored activations, restricted to a variable (None: all) and to the selected layer and segment."""
+        """Stored activations, restricted to a variable (None: all) and to the selected layer and segment.
+
+        Arguments:
+            store: store with the run.
+            variable: name of a captured variable; None for all.
+            selection: labels of the cells along "layer" and "segment".
+        """
         stored = self._stored(store)
         layer = selection.get("layer")
         cells = [cell for cell in self.cells if variable in (None, cell[0]) and layer in (None, cell[1])]
@@ -374,7 +408,13 @@ class CaptureNode(Ports):
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and store the missing captures, in this process or on workers."""
+        """Compute and store the missing captures, in this process or on workers.
+
+        Arguments:
+            store: where to publish.
+            context: progress, workers and cluster.
+        """
+        # Selections of an array that is stored whole need no pass; the rest is an ordinary capture.
         if (stored := self._find(store)) is not None and stored.views:
             self._without(stored.views).run(store, context)
             return
@@ -387,6 +427,7 @@ class CaptureNode(Ports):
             if beginning is None:
                 self._expect_room(store)
             created = background.submit(self._create_entry, store, beginning)
+            # Workers open the entry by its key, and layer by layer nothing waits for it (`await_entry`).
             may_start_early = (
                 not context.has_workers and beginning is None and not goes_by_layers(self.order, model)
             )
@@ -400,8 +441,11 @@ class CaptureNode(Ports):
                     )
             entry = created.result()
             if beginning is not None:
+                # What a segment holds follows from its prompts, so shards of the shorter run are linked, not
+                # computed.
                 entry.take_over(beginning, self.cells)
                 self._expect_room(store)
+            # Asked of the disk: the early harvest and other processes may have committed some meanwhile.
             missing = entry.missing(self.cells)
             if context.has_workers:
                 total = sum(len(entry.segments[n]) for n in missing)
@@ -423,7 +467,7 @@ class CaptureNode(Ports):
         return load_for(self.source, self.order, limit, self._working_memory(), context.progress.say)
 
     def _working_memory(self) -> WorkingMemory:
-        itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
+        itemsize, longest = DTYPES[self.source.dtype].itemsize, int(self.tokens.row_size.max(initial=0))
         token_bytes = self.source.config.bytes_per_token(itemsize)
         token_bytes += VOCABULARY_BYTES * bool(self._logit_reductions)
         batch = token_bytes * max(self.options.batch_tokens, longest)
@@ -440,6 +484,7 @@ class CaptureNode(Ports):
         spec = self.spec.only(
             kept_capture for kept_capture in self.spec.kept if kept_capture.variable not in views
         )
+        # Past __init__, which would tokenise the prompts again.
         node = CaptureNode.__new__(CaptureNode)
         # The cached properties `cells` and `specs` depend on the spec.
         fields = {name: value for name, value in vars(self).items() if name not in ("cells", "specs")}
@@ -464,11 +509,13 @@ class CaptureNode(Ports):
         try:
             if goes_by_layers(self.order, model):
                 return harvest_by_layers(model, entry, self.spec, batch=batch, advance=task.advance)
+            # Every batch would read every streamed layer from disk again.
             model.require_all_weights('a capture with order="batch"')
             return harvest(
                 model, entry, self.spec, batch=batch, advance=task.advance, await_entry=await_entry
             )
         finally:
+            # Also where the harvest fails: a retry of this node keeps the note.
             self._lowered |= batch.note()
 
     def open(self, store: Store) -> xr.Dataset:
@@ -508,6 +555,7 @@ class CaptureNode(Ports):
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers get names and digests only; they read token ids and weights from disk.
+        # The key is computed here, because it needs the token ids that stay behind.
         return {**vars(self), "tokens": None, "run_key": self.run_key}
 
     def _bind(self, hooks: HookSpec | str | Sequence[str]) -> BoundSpec:
@@ -531,12 +579,8 @@ class CaptureNode(Ports):
     @cached_property
     def _layers(self) -> dict[str, list[int]]:
         """Captured layers of each variable that has a layer axis."""
-        by_variable = layers_by_variable(self.spec.kept)
-        return {
-            name: sorted(layer for layer in layers if layer is not None)
-            for name, layers in by_variable.items()
-            if None not in layers
-        }
+        by_variable = layers_by_variable(self.cells)
+        return {name: sorted(layers) for name, layers in by_variable.items() if layers}
 
     @remembered
     def _find(self, store: Store) -> StoredRun | None:
@@ -545,6 +589,7 @@ class CaptureNode(Ports):
         stored = None if entry is None else StoredRun(entry, views=self._views(entry))
         if stored is not None and all(map(stored.is_published, self.cells)):
             return stored
+        # None after pickling (`__getstate__`).
         if self.tokens is not None and self._has_one_token_axis:
             larger = store.find_prompts(self.run_key, self.tokens, self.dtype, self.cells)
             if larger is not None:
@@ -619,6 +664,7 @@ class CaptureNode(Ports):
             "model": self.source.name,
             **({"tokenizer": tokenizer.digest} if tokenizer is not None else {}),
         }
+        # A reader of the store can then show tokens without the model.
         if tokenizer is not None and store.vocabulary(tokenizer.digest) is None:
             store.put_vocabulary(tokenizer.digest, tokenizer.vocabulary)
         return store.create_entry(
@@ -662,6 +708,7 @@ class CaptureNode(Ports):
             self.spec,
             self.options.batch_tokens,
         )
+        # Workers of one machine share its threads; nodes of a cluster are taken to be like this one.
         shared = context.workers if context.cluster is None else 1
         return WorkerJob(*job, max(1, torch.get_num_threads() // shared))
 
@@ -698,12 +745,19 @@ class WorkerJob:
 
 
 def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> None:
-    """Compute and commit segment `cell["segment"]`; a Dask task."""
+    """Compute and commit segment `cell["segment"]`; a Dask task.
+
+    Arguments:
+        job: the model by name, the run, its spec and options.
+        store: store with the entry of the run.
+        cell: {"segment": number of the segment}.
+    """
     import torch
 
     from .backoff import BatchSize
     from .harvest import harvest
 
+    # Where company shows in last bits, segments of all workers must have the same number of threads.
     torch.set_num_threads(job.threads)
     entry, model = store.entry(job.run, job.dtype), job.source.load()
     model.require_all_weights("single segments, on a cluster")
@@ -713,16 +767,9 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
 
 def _name_cells(cells: Sequence[VariableLayer]) -> str:
     """Cells in words: "layers 6-11 of resid_post"."""
-    by_variable: dict[str, list[int | None]] = {}
-    for variable, layer in cells:
-        by_variable.setdefault(variable, []).append(layer)
     parts = []
-    for variable, layers in by_variable.items():
-        numbers = [layer for layer in layers if layer is not None]
-        span = (
-            f"{numbers[0]}-{numbers[-1]}"
-            if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
-            else ", ".join(map(str, numbers))
-        )
-        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {span} of {variable}" if numbers else variable)
+    for variable, layers in layers_by_variable(cells).items():
+        is_range = len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1
+        span = f"{layers[0]}-{layers[-1]}" if is_range else ", ".join(map(str, layers))
+        parts.append(f"layer{'s' if len(layers) > 1 else ''} {span} of {variable}" if layers else variable)
     return "; ".join(parts)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from ....store.runs.entries import Entry
 from ....store.runs.packed import MATRICES, PackedTokens, rows_before
 from ....store.runs.quantised import QUANTISED
 from ..architectures.points import LOGITS
+from ..checkpoints.checkpoint import as_array
 from ..hooks.reductions import MEAN, NORM
 from ..hooks.spec import BoundSpec, Capture, KeptCapture
 from ..hooks.taps import Sink
@@ -114,6 +115,7 @@ def harvest(
         with explain_non_finite(model, entry, spec):
             n_tokens = _round(model, entry, spec, missing, batch, advance, await_entry)
         total += n_tokens
+        # Other processes have claimed every missing segment: their leases end, or the segments are committed.
         if not n_tokens:
             time.sleep(_WAIT)
     return total
@@ -130,21 +132,20 @@ def _round(
 ) -> int:
     """One pass over the missing segments that no other process has claimed; returns the tokens computed.
 
-    missing: segment number -> (variable, layer) of each array that the segment lacks.
+    Arguments:
+        model: computes the activations.
+        entry: the stored run.
+        spec: captures and interventions.
+        missing: segment number -> (variable, layer) of each array that the segment lacks.
+        batch: positions per batch.
+        advance: called with tokens and bytes committed.
+        await_entry: returns once the entry is on disk.
     """
-    cells = list(dict.fromkeys(cell for segment_cells in missing.values() for cell in segment_cells))
-    rows = {variable: max(entry.rows(variable, n) for n in missing) for variable, _ in cells}
-    shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-    dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
 
     def write(buffer: SegmentBuffer, job: WriteJob) -> None:
         try:
             await_entry()
-            buffer.wait()
-            require_finite_rows(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
-            arrays = {
-                cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
-            }
+            arrays = filled_arrays(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
             # One core for writing beside a running pass; nothing is computed beside the last segment.
             threads = 1 if shares_cores and job.segment != last_segment else writers
             entry.write_segment(job.segment, arrays, threads=threads, handed_over=job.handed_over.set)
@@ -155,7 +156,8 @@ def _round(
     n_tokens, last_segment, in_turn = 0, max(missing), needs_every_core(model)
     shares_cores = model.device.type == "cpu" and not in_turn
     writers = min(THREADS, torch.get_num_threads())
-    make = partial(SegmentBuffer, shapes, dtypes, model.device)
+    cells = {cell for segment_cells in missing.values() for cell in segment_cells}
+    make = buffer_maker(entry, cells, missing, model.device)
     with OverlappedWriter(make, write, WriteJob.end, buffers=BUFFERS) as writer:
         for n, segment_cells in missing.items():
             claim = entry.claim(n)
@@ -179,13 +181,68 @@ def _round(
 
 
 def buffer_dtype(entry: Entry, variable: str) -> torch.dtype:
-    """Dtype of a variable in segment buffers: the stored dtype; float32 for int8, quantised when written."""
+    """Dtype of a variable in segment buffers: the stored dtype; float32 for int8, quantised when written.
+
+    Arguments:
+        entry: the stored run.
+        variable: name of a stored variable.
+    """
     dtype = entry.spec(variable).dtype
     return torch.float32 if dtype == QUANTISED else getattr(torch, dtype)
 
 
+def buffer_maker(
+    entry: Entry, cells: Collection[VariableLayer], segments: Collection[int], device: torch.device
+) -> Callable[[], SegmentBuffer]:
+    """A function without arguments that makes an empty segment buffer.
+
+    Arguments:
+        entry: the stored run.
+        cells: (variable, layer) of each array.
+        segments: numbers of the segments; the longest sets the size.
+        device: device that computes the activations.
+    """
+    rows = {variable: max(entry.rows(variable, n) for n in segments) for variable, _ in cells}
+    shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
+    dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
+    return partial(SegmentBuffer, shapes, dtypes, device)
+
+
+def filled_arrays(
+    buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int
+) -> dict[VariableLayer, npt.NDArray[Any]]:
+    """(variable, layer) -> rows of segment `n`, without a copy, once all copies into its buffer have arrived.
+
+    Arguments:
+        buffer: the filled buffer.
+        spec: captures that it holds.
+        entry: the stored run.
+        n: number of the segment.
+
+    Raises:
+        NonFiniteRows: for NaN or infinity; masked scores may be -inf.
+    """
+    buffer.wait()
+    arrays = {}
+    for kept_capture in spec.kept:
+        rows = buffer.view(kept_capture.cell, entry.rows(kept_capture.variable, n))
+        reduction = kept_capture.keep.reduction
+        # The maximum of a feature that is never active is -inf.
+        is_maximum = reduction is not None and reduction.combine == "max"
+        checked = rows.masked_fill(rows == -torch.inf, 0.0) if is_maximum else rows
+        if not is_fit(kept_capture.capture, checked):
+            raise NonFiniteRows(kept_capture, n)
+        arrays[kept_capture.cell] = as_array(rows)
+    return arrays
+
+
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
-    """Bytes on disk of the rows (values) of each cell (keys)."""
+    """Bytes on disk of the rows (values) of each cell (keys).
+
+    Arguments:
+        entry: the stored run.
+        arrays: (variable, layer) -> rows.
+    """
     return sum(len(rows) * entry.spec(cell[0]).row_bytes for cell, rows in arrays.items())
 
 
@@ -202,6 +259,14 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
     """Run forward passes over the prompts of segment `n`, and fill a buffer with the captured activations.
 
     A tensor that is the whole segment in stored order is used as the buffer, without a copy.
+
+    Arguments:
+        model: computes the activations.
+        entry: the stored run.
+        n: number of the segment.
+        spec: captures that the segment lacks; interventions.
+        buffer: takes the captured activations.
+        size: positions per batch; lowered if memory runs out.
     """
     with segment_sink(model, entry, n, spec, buffer) as batch_sink:
         _run_batches(model, entry, n, spec, size, batch_sink)
@@ -227,13 +292,21 @@ def _run_batches(
     while pieces:
         batches = batches_of(model, entry, pieces, spec, size.tokens)
         n_fitted = sum(1 for _ in itertools.takewhile(lambda batch: fits(partial(run_batch, batch)), batches))
+        # Batches that fitted are done; those of what is left are planned anew, for the lower size.
         pieces = [piece for batch in batches[n_fitted:] for piece in batch.pieces]
         if pieces:
             size.lower(batches[n_fitted])
 
 
 def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece]:
-    """The parts of prompts that lie in segment `n`, each with the number of positions to compute."""
+    """The parts of prompts that lie in segment `n`, each with the number of positions to compute.
+
+    Arguments:
+        model: model of the run.
+        entry: the stored run.
+        n: number of the segment.
+        spec: captures and interventions, which decide whether prompts run whole.
+    """
     tokens = entry.tokens
     whole = _needs_whole_prompts(model, entry, spec)
     return pieces_of(entry.segments[n], tokens.row_start, tokens.row_size, whole=whole)
@@ -242,13 +315,22 @@ def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece
 def batches_of(
     model: Model, entry: Entry, pieces: Sequence[Piece], spec: BoundSpec, batch_tokens: int
 ) -> list[PieceBatch]:
-    """Group pieces into batches of at most `batch_tokens` computed positions."""
+    """Group pieces into batches of at most `batch_tokens` computed positions.
+
+    Arguments:
+        model: model of the run.
+        entry: the stored run.
+        pieces: the pieces of a segment.
+        spec: captures and interventions, which decide which prompts may share a batch.
+        batch_tokens: most positions of a batch.
+    """
     # A final state (one row per prompt) is read after the last position, so no padding may follow it.
     has_final_states = any(
         kept_capture.keep.reduction is None and _packed_axis(entry, kept_capture) == "prompt_id"
         for kept_capture in spec.kept
     )
     one_length = _needs_whole_prompts(model, entry, spec) or has_final_states
+    # A repeated prompt would run its backward pass once per copy; gradients promise no equal last bits.
     fewest = 1 if spec.gradients else FEW_ROWS
     return plan_batches(pieces, batch_tokens=batch_tokens, one_length=one_length, fewest=fewest)
 
@@ -268,7 +350,12 @@ def _packed_axis(entry: Entry, kept_capture: KeptCapture) -> str:
 
 def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
     """Token ids [row][position] of a batch, padded with 0 to its length, and repeated `batch.copies`
-    times."""
+    times.
+
+    Arguments:
+        entry: the stored run.
+        batch: one batch of its prompts.
+    """
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
@@ -279,6 +366,13 @@ def segment_sink(
     """Open a sink that writes captured activations of batches into the buffer of segment `n`.
 
     A batch that fails may be run again: its rows are overwritten, and its share of run reductions is dropped.
+
+    Arguments:
+        model: its LM head computes logits, where these are captured.
+        entry: the stored run.
+        n: number of the segment.
+        spec: captures of the segment.
+        buffer: takes the captured activations.
     """
     tokens, segment = entry.tokens, entry.segments[n]
     by_capture: dict[Capture, list[KeptCapture]] = defaultdict(list)
@@ -348,6 +442,7 @@ def segment_sink(
             with run_reductions.batch():
                 yield sink
         except BaseException:
+            # Adopted tensors belong to the failed pass: releasing them frees its memory.
             buffer.clear()
             raise
 
@@ -356,7 +451,12 @@ def segment_sink(
 
 
 def spec_for_cells(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
-    """The spec, restricted to the captures that are stored in these (variable, layer) cells."""
+    """The spec, restricted to the captures that are stored in these (variable, layer) cells.
+
+    Arguments:
+        spec: captures and interventions of the run.
+        cells: (variable, layer) of stored arrays.
+    """
     cells = set(cells)
     return spec.only(kept_capture for kept_capture in spec.kept if kept_capture.cell in cells)
 
@@ -441,6 +541,7 @@ def _write_pairs(
         if axis == "square":
             pairs = value[row, :, piece.start : piece.stop].flatten(1, 2).transpose(0, 1)
         else:
+            # Row by row, as the store keeps triangles: query q comes before q + 1.
             places = np.stack(np.tril_indices(piece.stop))
             queries, keys = torch.from_numpy(places[:, places[0] >= piece.start])
             pairs = value[row][:, queries, keys].transpose(0, 1)
@@ -477,24 +578,25 @@ class NonFiniteRows(Exception):
     """
 
     def __init__(self, kept_capture: KeptCapture, segment: int) -> None:
+        """Note where the rows are.
+
+        Arguments:
+            kept_capture: the stored capture.
+            segment: number of the segment.
+        """
         super().__init__(f"{kept_capture.variable} of segment {segment} is not finite")
         self.kept_capture, self.segment = kept_capture, segment
 
 
-def require_finite_rows(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
-    """Raise NonFiniteRows for NaN or infinity in the buffers of segment `n`; masked scores may be -inf."""
-    for kept_capture in spec.kept:
-        rows = buffer.view(kept_capture.cell, entry.rows(kept_capture.variable, n))
-        reduction = kept_capture.keep.reduction
-        if reduction is not None and reduction.combine == "max":  # -inf where a feature is never active
-            rows = rows.masked_fill(rows == -torch.inf, 0.0)
-        if not is_fit(kept_capture.capture, rows):
-            raise NonFiniteRows(kept_capture, n)
-
-
 @contextmanager
 def explain_non_finite(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[None]:
-    """In this block, NonFiniteRows becomes NotFinite, which names the first non-finite hook point."""
+    """In this block, NonFiniteRows becomes NotFinite, which names the first non-finite hook point.
+
+    Arguments:
+        model: runs the pass that finds the first non-finite hook point.
+        entry: the stored run.
+        spec: captures and interventions of the run.
+    """
     try:
         yield
     except NonFiniteRows as error:
@@ -508,10 +610,3 @@ def explain_non_finite(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[
             f"'{kept_capture.capture.name}' ({kept_capture.variable}) in segment {n}",
             stored=entry.spec(kept_capture.variable).dtype,
         ) from None
-
-
-def as_numpy(rows: Tensor) -> Any:
-    """A CPU tensor as a numpy array without a copy; bfloat16 has the dtype `ml_dtypes.bfloat16`."""
-    if rows.dtype == torch.bfloat16:  # numpy has no bfloat16 and torch converts to none: reinterpret the bits
-        return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return rows.numpy()

@@ -45,14 +45,14 @@ from .backoff import BatchSize, fits
 from .batches import BUFFERS, PieceBatch, halves
 from .harvest import (
     BatchSink,
-    as_numpy,
     batches_of,
     buffer_dtype,
+    buffer_maker,
     explain_non_finite,
+    filled_arrays,
     ids_of,
     needs_every_core,
     pieces_in,
-    require_finite_rows,
     segment_sink,
     spec_for_cells,
     stored_bytes,
@@ -91,6 +91,7 @@ class SegmentPass:
     def enter(self, layer: int) -> int:
         """Move on to a layer; returns the share of the segment's tokens that the passed layers count for."""
         n_layers = self.end_layer - self._start_layer
+        # Whole numbers, so that the shares of all groups add up to the tokens of the segment.
         before, after = (
             (at - self._start_layer) * self.tokens // n_layers for at in (self.next_layer or 0, layer)
         )
@@ -142,6 +143,7 @@ def harvest_by_layers(
         PlanError: if one prompt does not fit in memory.
     """
     cells = [kept_capture.cell for kept_capture in spec.kept]
+    # One claim for the whole run, because its spools belong to one process at a time.
     claim = SegmentClaim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
     total, batch_tokens = 0, batch.tokens
     while entry.missing(cells):
@@ -169,8 +171,10 @@ def _run_segments(sweep: _LayerSweep, missing: dict[int, list[VariableLayer]]) -
     if weights is not None and end_layer > num_layers:
         weights.window.expect_room(weights.head)
         groups.append(range(num_layers, end_layer))
+    # A single group hands nothing on to another, so nothing is spooled.
     if len(groups) > 1:
         sweep.expect_room(passes)
+    # Such a matrix would otherwise take the place of layers during the whole first group.
     if weights is not None and weights.embeds_whole:
         weights.window.keep_only([EMBEDDING])
         for segment_pass in passes:
@@ -259,6 +263,7 @@ class _LayerSweep:
         pieces = [[[piece.prompt, piece.run] for piece in batch.pieces] for batch in batches]
         spool_digest = digest("spool", VERSION, self.entry.run.digest, self.entry.segment_tokens, pieces)
         head_counts = self.model.streamed is not None
+        # At least 1: a segment that lacks only `embed` still enters the first layer, whose taps see it.
         end_layer = max(
             1,
             *(_n_layers_needed(capture, num_layers, head_counts=head_counts) for capture in spec.captures),
@@ -276,6 +281,7 @@ class _LayerSweep:
 
     def expect_room(self, passes: Sequence[SegmentPass]) -> None:
         """Raise StoreFull if the disk lacks room for the spools of all segments, and of the largest twice."""
+        # At least 4 bytes: some families carry the stream in float32 whatever they compute in.
         position_bytes = self.model.config.hidden_size * max(4, self.model.dtype.itemsize)
         positions = [segment_pass.positions for segment_pass in passes]
         # Twice: the input spool of a segment is removed only after its output spool is complete.
@@ -315,25 +321,14 @@ class _LayerSweep:
         remaining = [
             (segment_pass, layers) for segment_pass in passes if (layers := segment_pass.remaining(group))
         ]
-        cells = list(
-            dict.fromkeys(
-                cell for segment_pass, layers in remaining for cell in segment_pass.captured_in(layers)
-            )
-        )
-        rows = {
-            name: max(entry.rows(name, segment_pass.n) for segment_pass, _ in remaining) for name, _ in cells
-        }
-        shapes = {cell: (rows[cell[0]], *entry.spec(cell[0]).tail) for cell in cells}
-        dtypes = {cell: buffer_dtype(entry, cell[0]) for cell in cells}
+        cells = {cell for segment_pass, layers in remaining for cell in segment_pass.captured_in(layers)}
         in_turn, device = needs_every_core(self.model), self.model.device
         threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
 
         def write(buffer: SegmentBuffer, job: LayerJob) -> None:
             n = job.segment_pass.n
             try:
-                buffer.wait()
-                require_finite_rows(buffer, spec_for_cells(self.spec, job.cells), entry, n)
-                arrays = {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], n))) for cell in job.cells}
+                arrays = filled_arrays(buffer, spec_for_cells(self.spec, job.cells), entry, n)
                 if arrays:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
                 if job.input_spool is not None:
@@ -345,7 +340,7 @@ class _LayerSweep:
         def drop(job: LayerJob) -> None:
             job.handed_over.set()
 
-        make = partial(SegmentBuffer, shapes, dtypes, device)
+        make = buffer_maker(entry, cells, [segment_pass.n for segment_pass, _ in remaining], device)
         with OverlappedWriter(make, write, drop, buffers=BUFFERS) as writer:
             for segment_pass, layers in remaining:
                 buffer = writer.buffer()
@@ -356,6 +351,8 @@ class _LayerSweep:
                 self._fill(segment_pass, layers, group_spec, buffer)
                 buffer.mark_copies_queued()
                 written = tuple(kept_capture.cell for kept_capture in group_spec.kept)
+                # The input spool goes only after the write: at any moment one of the two stands, for a
+                # harvest that resumes.
                 job = LayerJob(segment_pass, written, input_spool, segment_pass.enter(layers[-1] + 1))
                 writer.submit(buffer, job)
                 if in_turn:
@@ -411,9 +408,11 @@ class _LayerSweep:
                     start = rows.stop
                     continue
                 self.size.lower(part)
+            # In front, so that outputs stay in the order of the rows.
             waiting[:0] = halves(part, fewest=FEW_ROWS)
         if len(outputs) == 1:
             return outputs[0]
+        # Spooled as the batch was planned, so that a later group reads whole batches.
         whole = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return {name: tensor.repeat(batch.copies, 1, 1) for name, tensor in whole.items()}
 

@@ -68,7 +68,12 @@ def resolve_order(order: Order, config: Architecture, spec: BoundSpec, name: str
 
 
 def goes_by_layers(order: Order, model: Model | None) -> bool:
-    """Whether a harvest runs layer by layer: by request, or because weights are streamed from disk."""
+    """Whether a harvest runs layer by layer: by request, or because weights are streamed from disk.
+
+    Arguments:
+        order: resolved order of the harvest.
+        model: the loaded model; None where workers load it, who never stream weights.
+    """
     return order == "layer" or (order == "auto" and model is not None and model.streamed is not None)
 
 
@@ -95,6 +100,7 @@ def load_for(
     from ..models.residency import EVERYTHING, describe_shortage
 
     if order == "batch":
+        # Order "batch" reads every weight at every batch, so all of them must stay in memory.
         return source.load(max_memory=EVERYTHING)
     if limit is None:
         model = source.load(beside=working.batch + working.buffers)
@@ -126,4 +132,5 @@ def _weights_limit(source: ModelSource, limit: int, working: WorkingMemory) -> i
         )
     if beside_all_buffers >= sizes.least:
         return beside_all_buffers
+    # Less than all weights, so that the loader streams them: buffers are then needed one layer at a time.
     return min(beside_layer_buffers, sizes.total - 1)

@@ -47,7 +47,12 @@ class SegmentBuffer:
         self._copies_queued: torch.cuda.Event | None = None
 
     def view(self, cell: VariableLayer, rows: int) -> Tensor:
-        """The first `rows` rows of the array of a (variable, layer)."""
+        """The first `rows` rows of the array of a (variable, layer).
+
+        Arguments:
+            cell: (variable, layer).
+            rows: rows of the segment, which may be shorter than the longest.
+        """
         if cell in self._adopted:
             return self._adopted[cell]
         if cell not in self._allocated:
@@ -55,7 +60,12 @@ class SegmentBuffer:
         return self._allocated[cell][:rows]
 
     def adopt(self, cell: VariableLayer, rows: Tensor) -> None:
-        """Use a tensor, which must not change, as the array of a cell until the segment is written."""
+        """Use a tensor, which must not change, as the array of a cell until the segment is written.
+
+        Arguments:
+            cell: (variable, layer).
+            rows: tensor with all rows of the segment.
+        """
         self._adopted[cell] = rows
 
     def clear(self) -> None:
@@ -65,6 +75,7 @@ class SegmentBuffer:
     def mark_copies_queued(self) -> None:
         """Record a CUDA event after the last queued copy, for `wait` to synchronise on."""
         if self._device.type == "cuda":
+            # blocking: the writer thread sleeps while it waits, instead of using up a core.
             self._copies_queued = torch.cuda.Event(blocking=True)
             self._copies_queued.record(torch.cuda.current_stream(self._device))
 
@@ -76,7 +87,13 @@ class SegmentBuffer:
 
 def send(value: Tensor, target: Tensor) -> None:
     """Copy a tensor into part of a buffer. A copy from a GPU is complete once `SegmentBuffer.wait`
-    returns."""
+    returns.
+
+    Arguments:
+        value: tensor on any device.
+        target: part of a buffer, of the same shape.
+    """
+    # Only pinned memory can be copied to asynchronously.
     target.copy_(value, non_blocking=target.is_pinned())
 
 
@@ -143,7 +160,12 @@ class OverlappedWriter:
         return buffer
 
     def submit(self, buffer: SegmentBuffer, job: Any) -> None:
-        """Queue a filled buffer for writing; `buffer` returns it again once it is written."""
+        """Queue a filled buffer for writing; `buffer` returns it again once it is written.
+
+        Arguments:
+            buffer: the filled buffer.
+            job: passed to the function that writes it.
+        """
         self._jobs.put((buffer, job))
 
     def __exit__(

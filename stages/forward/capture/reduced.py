@@ -16,6 +16,7 @@ from .overlap import send
 
 def norms(value: Tensor) -> Tensor:
     """L2 norms over the last axis: [..., hidden] -> float64 [...]."""
+    # float64: squares of massive activations overflow float16, and lose digits in float32.
     return folded(value.double().square()).sqrt()
 
 
@@ -34,6 +35,7 @@ def write_prompt_means(
     for row, piece in enumerate(batch.pieces):
         size = int(tokens.row_size[piece.prompt])
         if piece.stop == size:  # a batch always starts at position 0, so all positions are in `value`
+            # `folded` sums the last axis, so positions go there.
             total = folded(value[row, :size].double().movedim(0, -1))
             send(total / size, buffer[piece.prompt - first_prompt])
 

@@ -66,10 +66,17 @@ class RunReductions:
         self._statistics.clear()
         yield
         for segment_row, contribution, combine in self._pending:
+            # In place: the row is a view of the segment buffer that the writer commits.
             segment_row.copy_(combine(segment_row, contribution.to(segment_row.device)))
 
     def add(self, kept_capture: KeptCapture, value: Tensor, batch: PieceBatch) -> None:
-        """Reduce [batch, position, …] over the tokens of the segment, to be added when the batch ends."""
+        """Reduce [batch, position, …] over the tokens of the segment, to be added when the batch ends.
+
+        Arguments:
+            kept_capture: the capture and its reduction.
+            value: activations [batch, position, …].
+            batch: the prompts of `value`.
+        """
         reduction = kept_capture.keep.reduction
         assert reduction is not None
         mask = _mask(value, batch, self._tokens, kept_capture.keep.selection)
@@ -102,6 +109,12 @@ def open_run_reductions(
 ) -> Iterator[RunReductions]:
     """Accumulate the run reductions of a spec over segment `n`; dictionaries are open in this block.
 
+    Arguments:
+        entry: the stored run.
+        n: number of the segment.
+        spec: captures of the segment.
+        buffer: its arrays hold the rows that are accumulated.
+
     Raises:
         ShapeError: if the segment has too many tokens for exact sums.
         SourceChanged: if the files of a dictionary change before the block ends.
@@ -123,6 +136,7 @@ def open_run_reductions(
             reduction = kept_capture.keep.reduction
             assert reduction is not None
             segment_rows[kept_capture.cell] = buffer.view(kept_capture.cell, 1)[0]
+            # Buffers are reused: the row may still hold the sums of an earlier segment.
             segment_rows[kept_capture.cell].fill_(-torch.inf if reduction.combine == "max" else 0)
             if reduction.encoder is not None and reduction.identity not in dictionaries:
                 resource = reduction.encoder.resource
@@ -178,7 +192,13 @@ def sums_in_parts(rows: Tensor, label: str) -> Tensor:
 
 
 def in_parts(values: Tensor, label: str) -> Tensor:
-    """Split values [...] into parts that add up to them, float64 [..., part]; see `sums_in_parts`."""
+    """Split values [...] into parts that add up to them, float64 [..., part]; see `sums_in_parts`.
+
+    Arguments:
+        values: numbers of any shape.
+        label: names them in errors.
+    """
+    # NaN counts as 0 here and stays NaN in the parts; infinity is refused with the large numbers.
     if values.numel() and float(values.abs().nan_to_num(0.0, torch.inf).max()) >= BELOW:
         raise ShapeError(
             f"{label}: expected magnitudes below {BELOW:.1e} to add exactly, found larger ones; capture the "
@@ -187,6 +207,7 @@ def in_parts(values: Tensor, label: str) -> Tensor:
     remainder, parts = values.double(), []
     for quantum in QUANTA:
         part = (remainder / quantum).round() * quantum
+        # Exact in float64: the remainder has no more binary digits than the value.
         remainder = remainder - part
         parts.append(part)
     return torch.stack(parts, dim=-1)

@@ -33,12 +33,25 @@ class SelectedRows:
     """Copies selected tokens into the buffer of one segment, whose rows are in token order."""
 
     def __init__(self, entry: Entry, n: int, selection: Selection) -> None:
+        """Prepare a selection for one segment.
+
+        Arguments:
+            entry: the stored run.
+            n: number of the segment.
+            selection: the tokens to keep.
+        """
         self._tokens, self._segment, self._selection = entry.tokens, entry.segments[n], selection
         self._first_row = int(entry.bounds(selection.axis)[n])
         self._latest: _Rows | None = None
 
     def put(self, value: Tensor, batch: PieceBatch, buffer: Tensor) -> None:
-        """Copy the selected positions of [batch, position, …] to their rows of buffer [row, …]."""
+        """Copy the selected positions of [batch, position, …] to their rows of buffer [row, …].
+
+        Arguments:
+            value: activations [batch, position, …].
+            batch: the prompts of `value`.
+            buffer: the rows of the segment.
+        """
         if self._latest is None or self._latest.batch is not batch:
             # Once per batch, not per layer: copying indices to a GPU synchronises it.
             self._latest = self._rows_of(batch, value.device)

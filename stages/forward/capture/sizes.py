@@ -19,7 +19,7 @@ from ..architectures.points import BY_NAME
 from ..hooks.spec import KeptCapture, capture_name
 from .batches import BUFFERS
 
-__all__ = ["ITEMSIZE", "Sizes", "array_spec"]
+__all__ = ["Sizes", "array_spec"]
 
 OVERLAP = 8
 """Fewest segments of a corpus, so that writing one segment overlaps with computing the next."""
@@ -29,16 +29,12 @@ SMALLEST_SHARD = 4 << 20
 """Bytes below which shards are not made smaller to gain overlap, because each shard costs a sync."""
 _WIDE = 8
 """A capture more than this many times as wide as the residual stream determines the segment length."""
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-"""Bytes per number of each dtype that models compute in."""
 VOCABULARY = 1 << 11
 """Tokens of the vocabulary whose logits are computed at a time for reductions of logits."""
 VOCABULARY_BYTES = 24 * VOCABULARY
 """Bytes per token of such a block: logits, sort keys, and exp in float64."""
 _REDUCED = {QUANTISED: "float32"}
 """Storage dtype of the run -> dtype of its reductions, where they differ."""
-_WIDENED = {QUANTISED: 4}
-"""Storage dtype -> bytes per number in segment buffers, where they differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +59,23 @@ class Sizes:
         return sum(self._buffer_row_bytes(self.specs[name]) * self._rows_per_token(name) for name, _ in cells)
 
     def written(self, cells: Sequence[VariableLayer], tokens: int, segments: int) -> int:
-        """Bytes on disk of a number of tokens in a number of segments."""
+        """Bytes on disk of a number of tokens in a number of segments.
+
+        Arguments:
+            cells: (variable, layer) pairs.
+            tokens: number of tokens.
+            segments: number of segments; each has one row of every run reduction.
+        """
         run_cells, token_cells = self._split(cells)
         return math.ceil(self.stored(token_cells) * tokens) + self.row_bytes(run_cells) * segments
 
     def buffer(self, cells: Sequence[VariableLayer], tokens: int) -> int:
-        """Bytes of a buffer for one segment with a number of tokens."""
+        """Bytes of a buffer for one segment with a number of tokens.
+
+        Arguments:
+            cells: (variable, layer) pairs.
+            tokens: number of tokens of the segment.
+        """
         run_cells, token_cells = self._split(cells)
         return math.ceil(self.buffered(token_cells) * tokens) + self.row_bytes(run_cells)
 
@@ -105,6 +112,7 @@ class Sizes:
             largest, specs = stream.row_bytes, [stream]
         overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
         longest = min(affordable, overlapping, *([LONGEST] if of_run else []))
+        # A power of two, so that inner chunks of a power of two divide it.
         return min(default_segment_tokens(self.tokens, specs), 1 << (longest.bit_length() - 1))
 
     def _split(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:
@@ -116,7 +124,8 @@ class Sizes:
         return self.specs[variable].rows_per_token(self.tokens)
 
     def _buffer_row_bytes(self, spec: ArraySpec) -> float:
-        return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
+        # int8 is quantised when it is written: buffers hold the float32 numbers.
+        return 4 * math.prod(spec.tail) if spec.dtype == QUANTISED else spec.row_bytes
 
 
 _NONZERO_AHEAD = ("scores", "attn_scores")

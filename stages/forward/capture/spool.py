@@ -57,7 +57,12 @@ class Spool:
         return SpoolFile(self.folder, self.path, f".{n}.{layer}.spool", batches_digest)
 
     def layers(self, n: int, batches_digest: str) -> list[int]:
-        """Layers whose input is completely spooled for segment `n`, in order."""
+        """Layers whose input is completely spooled for segment `n`, in order.
+
+        Arguments:
+            n: number of the segment.
+            batches_digest: digest that a file must end with.
+        """
         layers = (int(path.name.split(".")[2]) for path in self._files(f".{n}.*.spool"))
         return sorted(layer for layer in layers if self.file(n, layer, batches_digest).is_whole())
 
@@ -102,6 +107,7 @@ class SpoolFile:
             ReadOnlyStore: if the folder cannot be written.
         """
         target = self.place
+        # With the process id, so that a process whose claim has expired cannot write into the same file.
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
         try:
             with self._opened(temporary) as file:
@@ -126,6 +132,7 @@ class SpoolFile:
                 tensors, checksum = {}, google_crc32c.value(header.text)
                 for name, dtype, shape in json.loads(header.text):
                     tensor = torch.empty(shape, dtype=DTYPES[dtype])
+                    # As bytes: numpy has no bfloat16.
                     raw = tensor.reshape(-1).view(torch.uint8).numpy()
                     if file.readinto(raw.data) != raw.nbytes:
                         raise _torn(self.name)
@@ -138,6 +145,7 @@ class SpoolFile:
     def is_whole(self) -> bool:
         """Whether the file exists, is complete and undamaged, and holds these batches."""
         try:
+            # Reads everything once: a wrong batch found later would cost the layers computed since.
             for _ in self.batches():
                 pass
             with self.place.open("rb") as file:
@@ -186,7 +194,9 @@ class SpoolWriter:
 @dataclass(frozen=True)
 class _Header:
     text: bytes
+    """JSON list of (name, dtype, shape) of each tensor."""
     crc: int
+    """crc32c of header and tensors."""
 
 
 def _read_header(file: BinaryIO, name: str) -> _Header | None:

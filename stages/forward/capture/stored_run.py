@@ -13,6 +13,7 @@ from ....store.reading.labelled import LabelledEntry
 from ....store.records import Record
 from ....store.runs.committed import VariableLayer
 from ....store.runs.selections import View
+from ..hooks.spec import layers_by_variable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,6 +72,7 @@ class StoredRun:
             [variable, layer, digest, ...] for each cell. A token range need not be a segment of this run (it
             may be one of another model's run): the digests are those of all segments it overlaps.
         """
+        # Prompts of a larger run count as one segment, identified by the content of its whole arrays.
         if segment is None or self.rows is not None:
             return [[*cell, self.content(cell)] for cell in cells]
         start, stop = segment
@@ -91,9 +93,7 @@ class StoredRun:
             cells: (variable, layer) pairs.
             segment: (start, stop) token range to read, which need not be a segment; None for all tokens.
         """
-        layers: dict[str, list[int]] = {}
-        for name, layer in cells:
-            layers.setdefault(name, []).extend([] if layer is None else [layer])
+        layers = layers_by_variable(cells)
         layers_by_name = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
         whole = segment is None or tuple(segment) in self.segments
         if self.rows is None:

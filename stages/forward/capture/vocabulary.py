@@ -47,6 +47,7 @@ def reduce_logits(network: Network, x: Tensor, reductions: Iterable[Reduction]) 
         Reduction -> [batch, position], or [batch, position, rank]. NaN counts as the smallest logit.
     """
     reductions = list(reductions)
+    # One pass over the blocks serves every k: smaller ones are the first ranks of the largest.
     largest, sums = _Largest(max(reduction.ranks for reduction in reductions)), _ExpSums()
     for start, logits in _blocks(network, x):
         if largest.k:

@@ -132,8 +132,11 @@ class Adapter:
         whole: dict[str, str] = {}
         low: dict[str, dict[str, str]] = {}
         for name in self.source.entries:
+            # The wrappers of PEFT around the base model.
             path = name.removeprefix("base_model.model.")
             if match := _FACTOR.fullmatch(path):
+                # Factors of an embedding are parameters without ".weight": a group of their own in the
+                # pattern.
                 low.setdefault(match[1], {})[match[2] or match[3]] = name
             elif "lora_" in path:
                 raise WeightsError(
@@ -158,6 +161,7 @@ class Adapter:
                 f"expected factors A and B of {module!r} in {self.file}, found {', '.join(sorted(factors))} "
                 "alone; copy the adapter again"
             )
+        # 8 is PEFT's default of both.
         rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
         alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
         shape, shape_b = (self.source.entries[factors[side]].shape for side in "AB")
@@ -176,6 +180,8 @@ class Adapter:
         """The checkpoint's name of a tensor, which may have the prefix of the base or of the whole model."""
         if name in names:
             return name
+        # PEFT names tensors from the class it wrapped; checkpoints leave out or add a prefix such as
+        # "model.".
         matches = [other for other in names if other.endswith(f".{name}") or name.endswith(f".{other}")]
         # Two matches would mean that the suffix does not identify a tensor.
         if len(matches) != 1:
@@ -211,6 +217,7 @@ class Adapted:
                     f"expected a change of {name!r}, {list(entries[name].shape)}, found one of {list(shape)} "
                     f"in {self.adapter.directory}; is it an adapter of another model?"
                 )
+            # Merged in float32; whoever reads a weight rounds it once to the dtype of the model.
             entries[name] = TensorEntry(shape, "F32")
         return entries
 
@@ -234,6 +241,7 @@ class Adapted:
                 change = self.changes.get(name)
                 if change is None:
                     return take(name)
+                # A module may be trained as a whole and have factors as well; the factors come on top.
                 weight = (take(name) if change.whole is None else adapted(change.whole)).float()
                 if change.low is None:
                     return weight
@@ -271,6 +279,7 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
             f"which is not merged here; {advice}"
         )
     start = config.get("init_lora_weights")
+    # PiSSA, OLoRA and CorDA change the base weights when training starts, which the factors do not show.
     if start not in STARTS:
         raise ConfigError(
             f"{path}: expected init_lora_weights that leaves the base model as it is, found {start!r}; "
@@ -283,6 +292,7 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
         for pattern in by_pattern:
             try:
                 re.compile(pattern)
+            # All of these can come from a pattern in a file of anyone.
             except (re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(
                     f"{path}: expected patterns of names in {patterns}, found {pattern!r:.80} ({error})"

@@ -25,7 +25,7 @@ from .source import Renamed, Take, TensorEntry, TensorSource
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "Files", "checkpoint_of"]
+__all__ = ["Checkpoint", "Files", "as_array", "checkpoint_of"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Checkpoint:
 
     def standing_in(self, config: Architecture) -> Checkpoint:
         """The checkpoint with shared tensors renamed to the names that an architecture reads."""
+        # safetensors stores tensors that share memory once, under one of their names.
         missing = config.tensors.stand_ins(self.entries)
         return replace(self, stand_ins=tuple(missing.items())) if missing else self
 
@@ -134,7 +135,7 @@ class Checkpoint:
         if (mapped := self.mapped(name)) is not None:
             return mapped
         with self.opened() as take:
-            return _as_array(take(name))
+            return as_array(take(name))
 
 
 Files = Checkpoint | Sequence[Path]
@@ -146,7 +147,8 @@ def checkpoint_of(files: Files) -> Checkpoint:
     return files if isinstance(files, Checkpoint) else Checkpoint(tuple(files))
 
 
-def _as_array(tensor: Tensor) -> Array:
+def as_array(tensor: Tensor) -> Array:
+    """A CPU tensor as a numpy array without a copy; bfloat16 has the dtype `ml_dtypes.bfloat16`."""
     import ml_dtypes
     import torch
 

@@ -21,4 +21,5 @@ _FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles
 
 def stored_in(files: tuple[Path, ...]) -> TensorSource:
     """The tensors of files that share one format."""
+    # By the first file: `ModelFiles` lists files of one format only.
     return _FORMATS.get(files[0].suffix if files else "", SafetensorsFiles)(files)

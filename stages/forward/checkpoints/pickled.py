@@ -27,6 +27,7 @@ class PickledFiles:
     """Tensors of one or several files (shards) written by torch.save."""
 
     files: tuple[Path, ...]
+    """Paths of the checkpoint file, or of all its shards."""
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:

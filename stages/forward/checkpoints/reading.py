@@ -32,6 +32,7 @@ def fill(tensor: Tensor, file: FileIO, start: int) -> int:
     """
     import torch
 
+    # Read straight into the tensor's memory, without a second copy.
     buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
     offsets = range(0, len(buffer), SLICE)
 

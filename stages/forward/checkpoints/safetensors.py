@@ -31,6 +31,7 @@ class SafetensorsFiles:
     """Tensors of one or several safetensors files (shards)."""
 
     files: tuple[Path, ...]
+    """Paths of the checkpoint file, or of all its shards."""
 
     @cached_property
     def locations(self) -> dict[str, tuple[Path, Mapping[str, Any], int]]:
@@ -68,6 +69,7 @@ class SafetensorsFiles:
     def opened(self) -> Iterator[Take]:
         """See `TensorSource.opened`. Raises WeightsError for a file that is truncated meanwhile."""
         with ExitStack() as stack:
+            # Unbuffered: reads go straight into tensors (reading.py).
             files = {path: stack.enter_context(FileIO(path)) for path in self.files}
 
             def take(name: str) -> Tensor:
@@ -80,6 +82,7 @@ class SafetensorsFiles:
 def _read(file: FileIO, entry: Mapping[str, Any], start: int, name: str) -> Tensor:
     import torch
 
+    # Inside the function, so that headers are listed without importing torch.
     dtypes = {
         "F64": torch.float64,
         "F32": torch.float32,

@@ -63,6 +63,7 @@ class Renamed:
     def entries(self) -> Mapping[str, TensorEntry]:
         """See `TensorSource`."""
         entries = dict(self.base.entries)
+        # Popped, so that a tensor under its stored name does not count as unused.
         renamed = {name: entries.pop(stored) for name, stored in self.stand_ins.items()}
         return {**entries, **renamed}
 

@@ -4,7 +4,7 @@ Every destination reads a stream of its own: constants, the alternative of each 
 edge the difference between what its source adds in this pass and the alternative. So a source responds to
 what the edges into it carry, and its chosen edges carry the response (Hanna et al., 2024, section 2.2; Conmy
 et al., Towards Automated Circuit Discovery, 2023). If only edges into later layers are left out, the layers
-below are the clean pass (`first`).
+below are the clean pass (`first_layer`).
 
 Axes: B prompts, C circuits, S positions, D hidden, source, destination; row = a circuit on a prompt.
 """
@@ -32,17 +32,26 @@ class Alternatives:
 
     clean: EdgeSources
     """Clean runs of B prompts."""
-    other: Tensor
+    alternative: Tensor
     """Alternative of each source, [B, source, S, D]."""
     constant: Sequence[Tensor]
     """Stream without any source, [S, D], as the heads of each layer read it, and after all layers."""
 
     @classmethod
     def of(
-        cls, network: SplitNetwork, layout: Layout, ids: Tensor, clean: EdgeSources, other: Tensor
+        cls, network: SplitNetwork, layout: Layout, ids: Tensor, clean: EdgeSources, alternative: Tensor
     ) -> Alternatives:
-        """Alternatives `other` of prompts with token ids [B, S]."""
-        return cls(clean, other, constants(network, layout, ids[:1], clean.z[0][:1]))
+        """Alternatives of prompts, with the constants of their streams.
+
+        Arguments:
+            network: the network.
+            layout: sources and destinations of the model.
+            ids: token ids [B, S].
+            clean: clean runs of the prompts.
+            alternative: alternative of each source, [B, source, S, D].
+        """
+        # One prompt: constants depend on positions alone.
+        return cls(clean, alternative, constants(network, layout, ids[:1], clean.z[0][:1]))
 
 
 def circuit_logits(
@@ -53,7 +62,7 @@ def circuit_logits(
     want: Logits,
     *,
     memory: int,
-    first: int = 0,
+    first_layer: int = 0,
 ) -> Tensor:
     """Logits at the last position, [C, B, token].
 
@@ -64,13 +73,14 @@ def circuit_logits(
         circuits: edges of each circuit, bool [C, source, destination], or [C, S, source, destination].
         want: tokens whose logits are computed.
         memory: bytes that may be allocated beside the arguments.
-        first: first layer into which any circuit leaves out edges.
+        first_layer: first layer into which any circuit leaves out edges.
     """
-    prompts = len(alternatives.other)
+    prompts = len(alternatives.alternative)
+    # Circuit by circuit, each with all prompts, as `unflatten` below takes them apart.
     rows = torch.cartesian_prod(torch.arange(len(circuits)), torch.arange(prompts)).reshape(-1, 2)
     parts = [
-        _logits(network, layout, alternatives, circuits[part[:, 0]], part[:, 1], first, want)
-        for part in rows.split(_most_rows(layout, alternatives.other, memory))
+        _logits(network, layout, alternatives, circuits[part[:, 0]], part[:, 1], first_layer, want)
+        for part in rows.split(_most_rows(layout, alternatives.alternative, memory))
     ]
     logits: Tensor = torch.cat(parts).unflatten(0, (len(circuits), prompts))
     return logits
@@ -82,33 +92,34 @@ def _logits(
     alternatives: Alternatives,
     circuits: Tensor,
     prompt: Tensor,
-    first: int,
+    first_layer: int,
     want: Logits,
 ) -> Tensor:
     """Logits of rows: edges [row, source, destination], or by position, each on a prompt, int [row]."""
-    other, weights = alternatives.other[prompt], circuits.to(alternatives.other)
+    alternative, weights = alternatives.alternative[prompt], circuits.to(alternatives.alternative)
     # Sources below the first changed layer are those of the clean run.
-    differing = torch.zeros_like(other)
-    n_known = layout.read_by_heads(first)
-    differing[:, :n_known] = alternatives.clean.added[prompt, :n_known] - other[:, :n_known]
-    history = WholePrompts(other.shape[2], NO_TAPS, other.device)
-    summed = other[:, :n_known].sum(1)
-    for layer in range(first, layout.num_layers):
+    differing = torch.zeros_like(alternative)
+    n_known = layout.read_by_heads(first_layer)
+    differing[:, :n_known] = alternatives.clean.added[prompt, :n_known] - alternative[:, :n_known]
+    history = WholePrompts(alternative.shape[2], NO_TAPS, alternative.device)
+    # Every source first counts with its alternative; chosen edges add the difference.
+    summed = alternative[:, :n_known].sum(1)
+    for layer in range(first_layer, layout.num_layers):
         base = alternatives.constant[layer] + summed
         read = _read(base, weights, differing, layout.inputs(layer), layout.read_by_heads(layer))
         # Destinations of a layer are ordered q, k, v, so three equal chunks separate them.
         inputs = {f"{kind}_input": x for kind, x in zip(KINDS, read.chunk(3, dim=1), strict=True)}
         z = attended(network, layer, inputs, base, history)
         heads, mlp = layout.heads(layer), layout.mlp(layer)
-        differing[:, heads] = written_by_heads(network, layer, z) - other[:, heads]
-        after = summed + other[:, heads].sum(1)
+        differing[:, heads] = written_by_heads(network, layer, z) - alternative[:, heads]
+        after = summed + alternative[:, heads].sum(1)
         column = layout.mlp_input(layer)
         # In a parallel layer the MLP reads the same stream as the heads.
         if not layout.parallel[layer]:
             base = alternatives.constant[layer + 1] + after
         read = _read(base, weights, differing, slice(column, column + 1), layout.read_by_mlp(layer))
-        differing[:, mlp] = network.fed(layer, read[:, 0], NO_TAPS) - other[:, mlp]
-        summed = after + other[:, mlp]
+        differing[:, mlp] = network.fed(layer, read[:, 0], NO_TAPS) - alternative[:, mlp]
+        summed = after + alternative[:, mlp]
     base, last = alternatives.constant[-1] + summed, slice(len(layout.destinations) - 1, None)
     # Logits are read at the last position only, so edges into them exist there only.
     at_last = weights if weights.ndim == 3 else weights[:, -1:]
@@ -135,7 +146,7 @@ def _read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, coun
     return stream
 
 
-def _most_rows(layout: Layout, other: Tensor, memory: int) -> int:
+def _most_rows(layout: Layout, alternative: Tensor, memory: int) -> int:
     """Rows per block: memory for the sources twice, and six times for the inputs of heads."""
-    row_bytes = other[0, 0].nbytes * (3 * len(layout.sources) + 6 * 3 * layout.num_heads)
+    row_bytes = alternative[0, 0].nbytes * (3 * len(layout.sources) + 6 * 3 * layout.num_heads)
     return max(1, memory // row_bytes)

@@ -30,8 +30,8 @@ from ..hooks.wants import Logits
 from ..networks.attention import attend, causal
 from ..networks.history import STREAM, Carried
 from ..networks.loop import run_to_end
-from ..networks.rope import rope_tables
 from ..passes.plain import WholePrompts
+from ..passes.planner import MOST_TOKENS
 from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended, output_by_head, projected
 from .prompts import EdgeSources
@@ -40,8 +40,6 @@ __all__ = ["alone_at", "changed_edges", "most_rows"]
 
 EdgeLogits = tuple[Tensor, Tensor, Tensor]
 """(sources int [row], destinations int [row], logits at the last position [row, token])."""
-MOST_TOKENS = 4096
-"""Tokens of a block of rows above which matrix products get no faster."""
 
 
 @steps_in_plain_torch
@@ -69,20 +67,24 @@ def changed_edges(
     Yields:
         Sources, destinations and logits of blocks of edges.
     """
+    # Before the first difference nothing is recomputed: positions there keep their clean keys and values.
     change = alone_at(change, position)
-    first, downstream = _first_that_differs(change), _Downstream(network, layout, clean, want, memory)
+    first_position, downstream = (
+        _first_that_differs(change),
+        _Downstream(network, layout, clean, want, memory),
+    )
     for layer in range(layout.num_layers):
-        yield from _into_heads(downstream, layer, change, first, memory)
-        yield from _into_mlp(downstream, layer, change, first)
-    for rows in _blocks(torch.arange(len(layout.sources)), downstream.most_rows(first)):
+        yield from _into_heads(downstream, layer, change, first_position, memory)
+        yield from _into_mlp(downstream, layer, change, first_position)
+    for rows in torch.arange(len(layout.sources)).split(downstream.most_rows(first_position)):
         column = torch.full_like(rows, len(layout.destinations) - 1)
         yield rows, column, downstream.read(clean.streams.logits[:, -1:] + change[rows, -1:])
 
 
 def _into_heads(
-    downstream: _Downstream, layer: int, change: Tensor, first: int, memory: int
+    downstream: _Downstream, layer: int, change: Tensor, first_position: int, memory: int
 ) -> Iterator[EdgeLogits]:
-    """Edges into queries, keys and values of a layer; `first` is the first changed position."""
+    """Edges into queries, keys and values of a layer; `first_position` is the first changed position."""
     layout, network, clean = downstream.layout, downstream.network, downstream.clean
     stream, length = clean.streams.heads[layer], change.shape[1]
     history = WholePrompts(length, NO_TAPS, stream.device)
@@ -91,7 +93,7 @@ def _into_heads(
     weights = output_by_head(network, layer, layout.num_heads)
     readable = torch.arange(layout.read_by_heads(layer))
     source_bytes = 6 * layout.num_heads * length * stream.shape[-1] * stream.element_size()
-    for block in _blocks(readable, max(1, min(downstream.most_rows(first), memory // source_bytes))):
+    for block in readable.split(max(1, min(downstream.most_rows(first_position), memory // source_bytes))):
         changed_qkv = projected(network, layer, stream + change[block], history)
         for kind, column in zip(KINDS, range(len(KINDS)), strict=True):
             qkv = [part.expand(len(block), *part.shape[1:]) for part in clean_qkv]
@@ -99,24 +101,26 @@ def _into_heads(
             put_in = dict(zip(KINDS, qkv, strict=True))
             z = attended(network, layer, put_in, stream.expand(len(block), -1, -1), history)
             difference = z - clean.z[layer]
-            differs = max(first, _first_that_differs(difference))
+            differs = max(first_position, _first_that_differs(difference))
             # The first query attends to its own key alone, so a changed q or k leaves its output as it is.
             difference = difference[:, :, downstream.start(layer, differs) :]
             sources = block.repeat_interleave(layout.num_heads)
             columns = torch.arange(len(layout.destinations))[layout.inputs(layer, kind)].repeat(len(block))
-            for rows in _blocks(torch.arange(len(sources)), downstream.most_rows(differs)):
+            for rows in torch.arange(len(sources)).split(downstream.most_rows(differs)):
                 # Rows are ordered source by source, each with all heads of the layer.
                 heads = rows % layout.num_heads
                 added = torch.bmm(difference.flatten(0, 1)[rows], weights[heads])
                 yield sources[rows], columns[rows], downstream.after_heads(layer, added)
 
 
-def _into_mlp(downstream: _Downstream, layer: int, change: Tensor, first: int) -> Iterator[EdgeLogits]:
-    """Edges into a layer's MLP; `first` is the first changed position."""
-    layout, start = downstream.layout, downstream.start(layer, first)
+def _into_mlp(
+    downstream: _Downstream, layer: int, change: Tensor, first_position: int
+) -> Iterator[EdgeLogits]:
+    """Edges into a layer's MLP; `first_position` is the first changed position."""
+    layout, start = downstream.layout, downstream.start(layer, first_position)
     stream = downstream.clean.streams.mlps[layer][:, start:]
     clean_output = downstream.network.fed(layer, stream, NO_TAPS)
-    for rows in _blocks(torch.arange(layout.read_by_mlp(layer)), downstream.most_rows(first)):
+    for rows in torch.arange(layout.read_by_mlp(layer)).split(downstream.most_rows(first_position)):
         changed = stream + change[rows, start:]
         added = downstream.network.fed(layer, changed, NO_TAPS) - clean_output
         column = torch.full_like(rows, layout.mlp_input(layer))
@@ -133,13 +137,14 @@ class _Downstream:
         self._want, self._memory, self._length = want, memory, clean.added.shape[2]
         self._histories: dict[int, _Suffixes] = {}
 
-    def start(self, layer: int, first: int) -> int:
-        """First position of a layer's output that is needed; `first` is the first that differs."""
-        return self._length - 1 if layer == self.layout.num_layers - 1 else first
+    def start(self, layer: int, first_position: int) -> int:
+        """First position of a layer's output that is needed; `first_position` is the first that differs."""
+        # In the last layer nothing mixes positions any more, and only the last one is read.
+        return self._length - 1 if layer == self.layout.num_layers - 1 else first_position
 
-    def most_rows(self, first: int) -> int:
+    def most_rows(self, first_position: int) -> int:
         """Rows per block, for rows that differ from a position on."""
-        return most_rows(self.network, self._length - first, self._want, self._memory)
+        return most_rows(self.network, self._length - first_position, self._want, self._memory)
 
     def after_heads(self, layer: int, added: Tensor) -> Tensor:
         """Logits [row, token] where heads of a layer add this to the stream, [row, S', D]."""
@@ -154,12 +159,12 @@ class _Downstream:
         return self._on(layer, after[:, -added.shape[1] :] + added)
 
     def _on(self, layer: int, stream: Tensor) -> Tensor:
-        last, first = self.layout.num_layers - 1, self._length - stream.shape[1]
+        last, first_position = self.layout.num_layers - 1, self._length - stream.shape[1]
         # Rope tables and expanded keys depend on the first position only, and many blocks share it.
-        if first not in self._histories:
+        if first_position not in self._histories:
             keys, device = self.clean.keys, stream.device
-            self._histories[first] = _Suffixes(self._length, first, keys, last, device)
-        later, history = range(layer + 1, last + 1), self._histories[first]
+            self._histories[first_position] = _Suffixes(self._length, first_position, keys, last, device)
+        later, history = range(layer + 1, last + 1), self._histories[first_position]
         return self.read(run_to_end(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
 
     def read(self, stream: Tensor) -> Tensor:
@@ -176,14 +181,13 @@ class _Suffixes(WholePrompts):
     def __init__(
         self,
         length: int,
-        first: int,
+        first_position: int,
         keys: Mapping[int, tuple[Tensor, Tensor]],
         last_layer: int,
         device: torch.device,
     ) -> None:
         super().__init__(length, NO_TAPS, device)
-        self._first, self._keys, self._last, self._is_last = first, keys, last_layer, False
-        self._tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        self._first, self._keys, self._last, self._is_last = first_position, keys, last_layer, False
 
     @property
     def positions(self) -> Tensor:
@@ -201,14 +205,13 @@ class _Suffixes(WholePrompts):
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
-        if rope not in self._tables:
-            cos, sin = rope_tables(rope, self._length, self._device, dtype)
-            self._tables[rope] = cos[self._first :], sin[self._first :]
-        return self._tables[rope]
+        cos, sin = super().rotation(rope, dtype)
+        return cos[self._first :], sin[self._first :]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """See `History`."""
         if self._first:
+            # Positions before the first difference are those of the clean run, whatever the edge.
             before = (part[:, :, : self._first].expand(len(k), -1, -1, -1) for part in self._keys[layer])
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
         queries, keys = q.shape[2], k.shape[2]
@@ -229,7 +232,12 @@ def _first_that_differs(change: Tensor) -> int:
 
 
 def alone_at(change: Tensor, position: int | None) -> Tensor:
-    """Changes [source, S, D] at one position, 0 elsewhere; unchanged for None."""
+    """Changes [source, S, D] at one position, 0 elsewhere; unchanged for None.
+
+    Arguments:
+        change: changes of all sources, [source, S, D].
+        position: the position to keep; None for all.
+    """
     if position is None:
         return change
     alone = torch.zeros_like(change)
@@ -238,13 +246,16 @@ def alone_at(change: Tensor, position: int | None) -> Tensor:
 
 
 def most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
-    """Rows per block: as many as fit into half of the memory, and no more than speed up matrix products."""
+    """Rows per block: as many as fit into half of the memory, and no more than speed up matrix products.
+
+    Arguments:
+        network: the network.
+        positions: positions that are computed of each row.
+        want: logits that are computed of each row.
+        memory: bytes that may be allocated beside the arguments.
+    """
     itemsize = network.dtype.itemsize
     logits = network.config.vocab_size if want.tokens is None else len(want.tokens)
     row_bytes = network.config.bytes_per_token(itemsize) * positions + 4 * itemsize * logits
     # The other half of the memory holds changed streams and projections of the block.
     return max(1, min(MOST_TOKENS // positions, memory // 2 // row_bytes))
-
-
-def _blocks(rows: Tensor, most: int) -> Iterator[Tensor]:
-    yield from rows.split(most)

@@ -101,7 +101,12 @@ class Layout:
         return int(self.heads(layer).stop)
 
     def inputs(self, layer: int, kind: str | None = None) -> slice:
-        """Slice of a layer's head destinations: queries, keys or values, or all three for None."""
+        """Slice of the destinations of a layer's heads.
+
+        Arguments:
+            layer: layer index.
+            kind: "q", "k" or "v"; None for all three.
+        """
         start = layer * (3 * self.num_heads + 1)
         if kind is None:
             return slice(start, start + 3 * self.num_heads)
@@ -150,15 +155,22 @@ class Layout:
     def edges_at(self, positions: int) -> Bools:
         """Edges by position, bool [position, source, destination]; into the logits at the last one only."""
         edges: Bools = np.repeat(self.edges[None], positions, axis=0)
+        # Metrics read the logits of the last position alone.
         edges[:-1, :, -1] = False
         return edges
 
     def name(self, source: int, destination: int) -> str:
-        """Name of an edge, e.g. "m1->a2.h3<v>"."""
+        """Name of an edge, e.g. "m1->a2.h3<v>".
+
+        Arguments:
+            source: index of the source.
+            destination: index of the destination.
+        """
         return f"{self.sources[source]}->{self.destinations[destination]}"
 
     def layer_of(self, destination: int) -> int:
         """Layer of a destination; the number of layers for the logits."""
+        # A layer has three destinations per head and one MLP.
         return min(destination // (3 * self.num_heads + 1), self.num_layers)
 
     def names(self, edges: Bools) -> list[str]:

@@ -34,7 +34,13 @@ class SplitNetwork(Network, Protocol):
     """A network whose layers are attention and an MLP that add to one stream (see `Layout.of`)."""
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
-        """Output of a layer's MLP, [row, position, hidden], for the stream that it reads."""
+        """Output of a layer's MLP, [row, position, hidden], for the stream that it reads.
+
+        Arguments:
+            layer: layer index.
+            x: stream that the MLP reads, before its norm, [row, position, hidden].
+            taps: hook points of the pass.
+        """
         ...
 
 
@@ -102,6 +108,12 @@ def projected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a stream, before rope.
 
+    Arguments:
+        network: the network.
+        layer: layer index.
+        stream: stream that the heads read, [row, position, hidden].
+        history: positions of the rows.
+
     Returns:
         q [row, head, position, d_head]; k and v [row, kv_head, position, d_head].
     """
@@ -128,7 +140,13 @@ def attended(
 
 
 def output_by_head(network: SplitNetwork, layer: int, heads: int) -> Tensor:
-    """Output matrix of each head, which multiplies its z, [head, d_head, hidden]."""
+    """Output matrix of each head, which multiplies its z, [head, d_head, hidden].
+
+    Arguments:
+        network: the network.
+        layer: layer index.
+        heads: number of query heads.
+    """
     by_head: Tensor = network.output_matrix(layer).unflatten(1, (heads, -1))
     return by_head.permute(1, 2, 0)
 
@@ -161,6 +179,7 @@ def _record(
         {(kind, layer): x for kind, x in inserted.items()}, [(kind, layer) for kind in wanted], ends=True
     )
     try:
+        # The model's own layer, so that norms, rope, biases and windows are those of a pass.
         network.layer(layer, {STREAM: stream}, history, taps)
     except EarlyStop:
         return [taps.recorded[kind, layer] for kind in wanted]

@@ -45,7 +45,7 @@ class Sent(Protocol):
     """Changes of senders, by row, relative to the clean run."""
 
     @property
-    def first(self) -> int:
+    def first_source(self) -> int:
         """First source that any row changes."""
         ...
 
@@ -76,7 +76,7 @@ class Senders:
     """Whether a source is a sender of a row, bool [row, source]."""
 
     @property
-    def first(self) -> int:
+    def first_source(self) -> int:
         """See `Sent`."""
         return int(self.chosen.any(0).nonzero()[0])
 
@@ -109,7 +109,7 @@ class Changes:
     """Difference to its output in the clean run, [row, S, D]."""
 
     @property
-    def first(self) -> int:
+    def first_source(self) -> int:
         """See `Sent`."""
         return self.source
 
@@ -119,6 +119,7 @@ class Changes:
 
     def is_sender(self, source: int) -> Tensor:
         """See `Sent`."""
+        # All rows have the one sender.
         return torch.full((len(self.change),), source == self.source, device=self.change.device)
 
     def split(self, most: int) -> Iterator[Self]:
@@ -158,15 +159,16 @@ def patched_paths(
     """
     most = most_rows(network, clean.added.shape[2], want, memory)
     passes = (_SenderPass(network, layout, clean, rows, mlps_held) for rows in sent.split(most))
+    # The logits end the path: they are read off pass 2, without a pass 3.
     if receivers[0] == len(layout.destinations) - 1:
         return torch.cat(
             [network.unembed(network.final_norm(sender_pass.final()), want) for sender_pass in passes]
         )
     # Below the first receiver, pass 3 equals the clean run.
-    first = min(map(layout.layer_of, receivers))
+    first_layer = min(map(layout.layer_of, receivers))
     return torch.cat(
         [
-            _receiver_pass(network, layout, clean, sender_pass.receiver_inputs(receivers), first, want)
+            _receiver_pass(network, layout, clean, sender_pass.receiver_inputs(receivers), first_layer, want)
             for sender_pass in passes
         ]
     )
@@ -223,7 +225,7 @@ class _SenderPass:
         """Difference of the stream after a layer, from that before it, [row, S, D]."""
         mlp = self._layout.mlp(layer)
         # Saves the MLP of every layer below the first sender.
-        if mlp < self._sent.first:
+        if mlp < self._sent.first_source:
             return change  # no sender has written yet
         after = change + self._sent.of(self._layout.heads(layer)) + self._sent.of(slice(mlp, mlp + 1))
         if self._mlps_held:
@@ -270,16 +272,18 @@ def _receiver_pass(
     layout: Layout,
     clean: EdgeSources,
     inputs: ReceiverInputs,
-    first: int,
+    first_layer: int,
     want: Logits,
 ) -> Tensor:
-    """Logits [row, token] of pass 3; `first` is the first layer with a receiver."""
+    """Logits [row, token] of pass 3; `first_layer` is the first layer with a receiver."""
     rows = len(next(iter(inputs.values()))[1])
     taps = _ReceiverTaps(layout, inputs)
-    stream = clean.streams.heads[first].expand(rows, -1, -1)
+    stream = clean.streams.heads[first_layer].expand(rows, -1, -1)
     history = WholePrompts(stream.shape[1], taps, stream.device)
-    layers = range(first, layout.num_layers)
-    final = run_to_end(network, {STREAM: stream}, layers, history, taps, first - 1 if first else None)
+    layers = range(first_layer, layout.num_layers)
+    final = run_to_end(
+        network, {STREAM: stream}, layers, history, taps, first_layer - 1 if first_layer else None
+    )
     return network.unembed(network.final_norm(final[:, -1]), want)
 
 

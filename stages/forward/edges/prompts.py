@@ -60,6 +60,13 @@ class PromptsWithKeys(WholePrompts):
     """Whole prompts that record keys and values of each layer."""
 
     def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
+        """Prepare a pass.
+
+        Arguments:
+            length: positions of the prompts.
+            taps: hook points of the pass.
+            device: device of its tensors.
+        """
         super().__init__(length, taps, device)
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -86,7 +93,13 @@ def streams_of(
 
 
 def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> EdgeSources:
-    """Run token ids [B, S] and record streams, z, keys and values, and what each source adds."""
+    """Run token ids [B, S] and record streams, z, keys and values, and what each source adds.
+
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        ids: token ids [B, S].
+    """
     layers = range(layout.num_layers)
     wanted = [*_read_points(layout), *((kind, layer) for kind in ("z", "mlp_out") for layer in layers)]
     taps = PartTaps(None, wanted)
@@ -104,7 +117,13 @@ def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> EdgeSource
 
 
 def written_by_heads(network: SplitNetwork, layer: int, z: Tensor) -> Tensor:
-    """What each head adds to the stream, [..., head, S, D], from z [..., head, S, d_head]."""
+    """What each head adds to the stream, [..., head, S, D], from z [..., head, S, d_head].
+
+    Arguments:
+        network: the network.
+        layer: layer index.
+        z: what each head has read, [..., head, S, d_head].
+    """
     return torch.matmul(z, output_by_head(network, layer, z.shape[-3]))
 
 

@@ -91,6 +91,7 @@ class GenerationSettings:
                 "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
                 "set a temperature > 0"
             )
+        # A draw without a seed could not be repeated, so no result may depend on a global one.
         if self.temperature > 0 and self.seed is None:
             raise ConfigError(
                 f"expected a seed to draw tokens at temperature {self.temperature}, found none; pass seed=0"
@@ -188,6 +189,15 @@ class Generation(Sequence[GenerationResult]):
         newest_only: bool,
         reading: str = "",
     ) -> None:
+        """Collect the results of a call.
+
+        Arguments:
+            results: one per prompt.
+            captures: captured hook points.
+            captured: for each prompt, capture -> its activations by step.
+            newest_only: whether steps captured only their newest position.
+            reading: how positions were computed, and why.
+        """
         self._results = tuple(results)
         self._captures = tuple(captures)
         self._captured = captured
@@ -272,6 +282,7 @@ class Generation(Sequence[GenerationResult]):
             ids[row, : result.generated_tokens] = result.generated_ids
             logprobs[row, : result.generated_tokens] = result.logprobs
         counts = np.array([result.prompt_tokens for result in self._results], np.int32)
+        # The logits of position p give token p + 1, so step 0 reads the last position of the prompt.
         read = np.where(ids >= 0, counts[:, None] - 1 + np.arange(steps, dtype=np.int32), -1)
         dataset = xr.Dataset(
             {
@@ -293,6 +304,7 @@ class Generation(Sequence[GenerationResult]):
         layers = sorted({capture.point.layer for capture in captures if capture.point.layer is not None})
         parts = {
             (row, capture.point.layer): self.activations(capture.point, row, when=capture.when)
+            # numpy has no bfloat16.
             .float()
             .cpu()
             .numpy()

@@ -117,7 +117,12 @@ class Reader(Protocol):
     """Computes next-token logits of sequences of one length, step by step."""
 
     def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
-        """Logits [B, vocab] at the last position; captured activations go to `sink`."""
+        """Logits [B, vocab] at the last position; captured activations go to `sink`.
+
+        Arguments:
+            rows: token ids of whole sequences, all of one length.
+            sink: receives captured activations.
+        """
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -135,7 +140,12 @@ class Rereader:
     """Spec for the final length of the sequence."""
 
     def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
-        """See `Reader`."""
+        """See `Reader`.
+
+        Arguments:
+            rows: token ids of whole sequences, all of one length.
+            sink: receives captured activations of all positions.
+        """
         logits = self.model.stream_batch(rows, spec_so_far(self.spec, len(rows[0])), LAST_LOGITS, sink)
         assert logits is not None  # LAST_LOGITS are computed
         return logits[:, 0]
@@ -148,11 +158,22 @@ class CachedReader:
     """Computes each position once, and caches its keys, values and states."""
 
     def __init__(self, model: Model, spec: BoundSpec) -> None:
+        """Start with an empty cache.
+
+        Arguments:
+            model: the model.
+            spec: spec for the final length of the sequence.
+        """
         self._model, self._spec = model, spec
         self.cache = Cache()
 
     def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
-        """See `Reader`; captured activations are those of the new positions only."""
+        """See `Reader`; captured activations are those of the new positions only.
+
+        Arguments:
+            rows: token ids of whole sequences, all of one length.
+            sink: receives captured activations of the new positions.
+        """
         length = len(rows[0])
         # Length-dependent rope scaling may rotate all keys differently from this length on.
         if not self._model.config.keeps_keys(self.cache.length, length):
@@ -206,6 +227,15 @@ class TokenStream:
         settings: GenerationSettings | None = None,
         recurrent: RecurrentPass | None = None,
     ) -> None:
+        """Check a generation; nothing is computed until it is iterated.
+
+        Arguments:
+            model: a loaded model.
+            prompts: as for `Model.forward`.
+            hooks: see `generate`.
+            settings: sampling, stopping, caching and captures; None for the defaults.
+            recurrent: see `generate`.
+        """
         require_model(model)
         require_recurrent(recurrent)
         self.settings = settings or GenerationSettings()
@@ -215,6 +245,7 @@ class TokenStream:
                 f"expected a causal language model to continue texts, found {model.name}, whose logits are "
                 "not of the next token; read them at the positions of interest: forward(prompts)"
             )
+        # Every token would read every streamed layer from disk again.
         model.require_all_weights("text, token by token")
         inputs = as_rows(prompts)
         rows = model.tokenize(inputs)
@@ -267,6 +298,7 @@ class TokenStream:
             )
         tokenizer = self._model._tokenizer
         text = None if tokenizer is None else GeneratedText(tokenizer, ids, self._stop.strings)
+        # One generator per prompt, so that its draws do not depend on the other prompts.
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         limit = min(self.settings.max_tokens, room)
         return _Sequence(number, prompt, list(ids), limit, generator, text, start=len(ids))
@@ -274,6 +306,7 @@ class TokenStream:
     def _check(self) -> None:
         """Check interventions at the length of the prompt and at the longest length that may be reached."""
         for length, spec in self._specs.items():
+            # The last new token is never read: a sequence ends when it is chosen.
             last = max(s.start + s.limit - 1 for s in self._sequences if s.start == length)
             self._model.check(spec, LAST_LOGITS, batch=1, length=last)
             self._model.check(spec_so_far(spec, length), LAST_LOGITS, batch=1, length=length)
@@ -321,6 +354,7 @@ class TokenStream:
     def _take(self, sequence: _Sequence, logits: Tensor) -> NewToken:
         """Choose the next token of a sequence and check whether it ends it."""
         settings = self.settings
+        # On the CPU in float64: a draw must give the same token on every device.
         logits64 = logits.detach().double().cpu()
         token = sample_token(
             narrowed(logits64, settings.temperature, settings.top_k, settings.top_p),

@@ -28,7 +28,12 @@ _POSITION_AXES = ("position", "query_position", "key_position")
 
 
 def spec_so_far(spec: BoundSpec, length: int) -> BoundSpec:
-    """The spec as it applies to the first `length` positions of a sequence."""
+    """The spec as it applies to the first `length` positions of a sequence.
+
+    Arguments:
+        spec: bound spec for the final length.
+        length: positions of the sequence so far.
+    """
     changes = [(point, so_far(point, change, length)) for point, change in spec.interventions]
     existing = tuple((point, change) for point, change in changes if change is not None)
     return replace(spec, interventions=existing)
@@ -64,12 +69,19 @@ def _reason(point: HookPoint, change: Any) -> str | None:
         if may_look_ahead(point, change):
             return "may give weight to later positions"
     else:
+        # A user's class may count positions from the end, which does not show here.
         return "is of a kind that is not known here"
     return "counts positions from the end" if any(position < 0 for position in positions) else None
 
 
 def so_far(point: HookPoint, change: Intervention, length: int) -> Intervention | None:
-    """Restrict an intervention to the first `length` positions; None if no position is left."""
+    """Restrict an intervention to the first `length` positions; None if no position is left.
+
+    Arguments:
+        point: hook point of the intervention.
+        change: the intervention.
+        length: positions of the sequence so far.
+    """
     if isinstance(change, AddAtPositions):
         pairs = tuple(pair for pair in change.pairs if pair[0] < length)
         return _shortened(change, len(pairs) < len(change.pairs), bool(pairs), vectors=pairs)

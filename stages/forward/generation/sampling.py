@@ -51,7 +51,12 @@ def sample_token(
 
 
 def token_probability(logits: Tensor, token: int) -> float:
-    """softmax(logits)[token] for logits [vocab]; PromptError for an id out of range."""
+    """softmax(logits)[token] for logits [vocab]; PromptError for an id out of range.
+
+    Arguments:
+        logits: [vocab], of one prompt and position.
+        token: token id.
+    """
     if not 0 <= token < len(logits):
         raise PromptError(f"expected a token id in 0..{len(logits) - 1}, found {token}")
     return float(torch.softmax(logits.detach().double(), dim=-1)[token])

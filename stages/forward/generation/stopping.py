@@ -112,6 +112,7 @@ class GeneratedText:
         """The rest of the text, including an unfinished character."""
         if not self.is_stopped:
             self._settle(self._decoded(None))
+        # Nothing can complete a stop string any more, so text that was held back is shown.
         return self._show(len(self.text))
 
     def _has_text(self, token: int) -> bool:
@@ -147,10 +148,16 @@ class GeneratedText:
 
 
 def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence, from config.json, generation_config.json and the tokenizer of a model."""
+    """Ids that end a sequence, from config.json, generation_config.json and the tokenizer of a model.
+
+    Arguments:
+        files: files of the model.
+        tokenizer: tokenizer of the model; None without one.
+    """
     ids = _ids(files.config)
     path = files.directory / "generation_config.json"
     if require_content(path, ConfigError):
+        # Chat models often name their end-of-turn token only there.
         ids |= _ids(json_object(path, ConfigError))
     if tokenizer is not None and tokenizer.eos_id is not None:
         ids.add(tokenizer.eos_id)
@@ -160,4 +167,5 @@ def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 def _ids(config: Any) -> set[int]:
     value = config.get("eos_token_id") if isinstance(config, dict) else None
     values = value if isinstance(value, list) else [value]
+    # null and missing keys name no token.
     return {token for token in values if isinstance(token, int)}

@@ -34,6 +34,13 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
     def __init__(
         self, tokens: Sequence[Sequence[int]], logits: Tensor | None, captured: Mapping[Capture, Tensor]
     ) -> None:
+        """Store the results of a pass.
+
+        Arguments:
+            tokens: token ids of each prompt.
+            logits: [batch, position, vocab], or the selected ones; None where the pass computed none.
+            captured: capture -> its tensor; those that share memory with an earlier one are copied.
+        """
         self.tokens: list[list[int]] = [list(row) for row in tokens]
         """Token ids of each prompt."""
         self._logits = logits
@@ -83,6 +90,10 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
     def require(self, point: HookPoint | str, *, when: When | None = None) -> Tensor:
         """The captured value at a hook point; see `get`.
 
+        Arguments:
+            point: HookPoint or its string form, with ``grad:`` for a gradient.
+            when: "after" or "before" its interventions; None prefers "after".
+
         Raises:
             HookPointNotFound: where it was not captured; names the nearest captured point.
         """
@@ -101,6 +112,8 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         return self.require(point)
 
     def __contains__(self, point: object) -> bool:
+        # Overridden because Mapping's own calls __getitem__, whose error message searches for the nearest
+        # name.
         return isinstance(point, HookPoint | str) and self.get(point) is not None
 
     def __iter__(self) -> Iterator[Any]:
@@ -122,6 +135,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
             layers.setdefault(capture.variable, [])
             if capture.point.layer is not None:
                 layers[capture.variable].append(capture.point.layer)
+        # Reversed, so that of several layers the first one captured gives the shape.
         first = {capture.variable: capture for capture in reversed(self._captured)}
         rows: list[tuple[str, ...]] = [
             (
@@ -176,6 +190,7 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
     import xarray as xr
 
     kind = variable.partition("__")[0]
+    # None is the layer of a point outside the layers, such as `embed`: one value, nothing to stack.
     if None in layers:
         return xr.DataArray(_numbers(layers[None]), dims=HookPoint(kind).dims, name=variable)
     indices = sorted(layer for layer in layers if layer is not None)
@@ -188,6 +203,7 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
 
 def _numbers(value: Tensor) -> Any:
     # numpy has no bfloat16 and few routines for float16, so both become float32.
+    # Numbers of eight bytes (float64) stay as they are.
     return (value if value.dtype.itemsize == 8 else value.float()).cpu().numpy()
 
 

@@ -26,28 +26,75 @@ Edge = tuple[int | None, int | None]
 _SCORES = ("scores", "attn_scores")
 
 
+class _EdgeIntervention(Intervention):
+    """Base of interventions on edges. No dataclass: `edges` and `heads` are fields of its subclasses."""
+
+    # Declared here as fields, they would come first in every constructor: Steer(edges, factor, heads).
+    edges: Sequence[Edge]
+    heads: tuple[int, ...] | None
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        where = f"{type(self).__name__} at '{point}'"
+        if self.heads is not None:
+            check_indices(where, "heads", self.heads, sizes["head"])
+        for query, key in self.edges:
+            check_indices(where, "query positions", [] if query is None else [query], sizes["query_position"])
+            check_indices(where, "key positions", [] if key is None else [key], sizes["key_position"])
+
+    def require_causal(self, point: HookPoint, length: int) -> None:
+        """See `Intervention`."""
+        for query, key in self.edges:
+            if query is not None and key is not None and query % length < key % length:
+                raise InterventionError(
+                    f"{type(self).__name__} at '{point}': expected a query at or after its key, found edge "
+                    f"({query}, {key}); a causal model has no weight there"
+                )
+
+    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
+        """Query positions of the edges, ascending; see `Intervention`."""
+        queries: set[int] = set()
+        for query, key in self.edges:
+            # In a causal model, an edge from every query starts at its key: earlier queries do not see it.
+            first = 0 if key is None or ahead else key % length
+            queries.update(range(first, length) if query is None else [query % length])
+        return tuple(sorted(queries))
+
+    def _store_checked(self) -> None:
+        """Replace edges and heads by checked tuples."""
+        name = type(self).__name__
+        object.__setattr__(self, "edges", _edges(name, self.edges))
+        if self.heads is not None:
+            heads = as_indices(self.heads, f"{name}: heads", InterventionError)
+            object.__setattr__(self, "heads", heads)
+
+    def _require_edges(self) -> None:
+        if not self.edges:
+            raise InterventionError(
+                f"{type(self).__name__}: expected at least one (query, key) edge, found none"
+            )
+
+
 @dataclass(frozen=True, eq=False)
-class Knockout(Intervention):
+class Knockout(_EdgeIntervention):
     """Cut attention edges: their scores become -inf together with the causal mask, after any soft cap.
 
     A row left without any key raises InterventionError instead of giving NaN.
-
-    Attributes:
-        edges: (query, key) pairs; None on one side for every position. Either edges or a mask.
-        mask: [query, key] or [head, query, key], True (or -inf) where cut.
-        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = _SCORES
     cuts_edges: ClassVar[bool] = True
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge] = ()
+    """(query, key) pairs; None on one side for every position. Either edges or a mask."""
     mask: Payload | None = PayloadField(None)
+    """[query, key] or [head, query, key], True (or -inf) where cut."""
     heads: tuple[int, ...] | None = None
+    """Query heads; None for all."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "edges", _edges("Knockout", self.edges))
-        object.__setattr__(self, "heads", _heads("Knockout", self.heads))
+        self._store_checked()
         if bool(self.edges) == (self.edge_mask is not None):
             raise InterventionError(
                 "Knockout: expected either edges or a mask, found " + ("both" if self.edges else "neither")
@@ -61,10 +108,15 @@ class Knockout(Intervention):
         return private_payload(self, "mask")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes.
+
+        Arguments:
+            point: hook point at which it is to be applied.
+            sizes: axis name -> length.
+        """
         super().check(point, sizes)
-        _check_edges("Knockout", point, self.edges, self.heads, sizes)
         if self.edge_mask is not None:
+            # transformers makes masks [1, 1, query, key]: leading axes of length 1 are accepted.
             full = (sizes["head"], sizes["query_position"], sizes["key_position"])
             if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
                 raise InterventionError(
@@ -72,19 +124,28 @@ class Knockout(Intervention):
                     f"found {list(self.edge_mask.shape)}; make it for the length of the prompt"
                 )
 
-    def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
-        _require_causal("Knockout", point, self.edges, length)
-
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a cut edge, counted from 0."""
+        """Queries with a cut edge, counted from 0.
+
+        Arguments:
+            length: tokens of the prompt.
+            ahead: whether queries see later keys (no causal mask).
+        """
         if self.edge_mask is None:
-            return _queries(self.edges, length, ahead)
+            return super().touched(length, ahead=ahead)
+        # A query counts if any head cuts any of its keys.
         cut = np.asarray(self.edge_mask).reshape(-1, length, length).any(axis=(0, 2))
         return tuple(np.flatnonzero(cut).tolist())
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
-        """Bool [head, query, key], True where an edge is cut."""
+        """Bool [head, query, key], True where an edge is cut.
+
+        Arguments:
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the result.
+        """
         import torch
 
         if self.edge_mask is not None:
@@ -99,47 +160,40 @@ class Knockout(Intervention):
 
 
 @dataclass(frozen=True, eq=False)
-class Steer(Intervention):
+class Steer(_EdgeIntervention):
     """Multiply the attention weight of edges by `factor`, then renormalise the changed rows.
 
     For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). A repeated edge counts once. Keys that
     the mask hides keep weight 0.
-
-    Attributes:
-        edges: (query, key) pairs; None on one side for every position.
-        factor: factor >= 0.
-        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge]
+    """(query, key) pairs; None on one side for every position."""
     factor: float
+    """Factor >= 0."""
     heads: tuple[int, ...] | None = None
+    """Query heads; None for all."""
 
     def __post_init__(self) -> None:
-        _prepare_steering(self)
+        self._store_checked()
+        self._require_edges()
         object.__setattr__(self, "factor", finite("Steer", self.factor))
         if self.factor < 0:
             raise InterventionError(f"Steer: expected a factor >= 0, found {self.factor}")
 
-    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
-        super().check(point, sizes)
-        _check_edges("Steer", point, self.edges, self.heads, sizes)
-
-    def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
-        _require_causal("Steer", point, self.edges, length)
-
-    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a steered edge, counted from 0."""
-        return _queries(self.edges, length, ahead)
-
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed pattern, as a new tensor."""
+        """The changed pattern, as a new tensor.
+
+        Arguments:
+            x: pattern [batch, head, query, key].
+            point: hook point at which it is.
+            allowed: attention mask, bool [query, key], True where attention may look; None for all keys.
+            subset: queries that x has; None for all.
+        """
         import torch
 
         def scaled(weights: Tensor, targets: Tensor) -> Tensor:
@@ -149,53 +203,47 @@ class Steer(Intervention):
 
 
 @dataclass(frozen=True, eq=False)
-class SetValue(Intervention):
+class SetValue(_EdgeIntervention):
     """Set the attention weight of each edge to `value`; other keys of the row share the rest in proportion.
 
     Only keys that the mask shows take part. A row whose visible keys are all targets is renormalised. Raises
     InterventionError where value * targets exceeds 1 in a row with other keys.
-
-    Attributes:
-        edges: (query, key) pairs; None on one side for every position.
-        value: attention weight in [0, 1].
-        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge]
+    """(query, key) pairs; None on one side for every position."""
     value: float
+    """Attention weight in [0, 1]."""
     heads: tuple[int, ...] | None = None
+    """Query heads; None for all."""
 
     def __post_init__(self) -> None:
-        _prepare_steering(self)
+        self._store_checked()
+        self._require_edges()
         object.__setattr__(self, "value", finite("SetValue", self.value))
         if not 0 <= self.value <= 1:
             raise InterventionError(f"SetValue: expected a weight in [0, 1], found {self.value}")
 
-    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
-        super().check(point, sizes)
-        _check_edges("SetValue", point, self.edges, self.heads, sizes)
-
-    def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
-        _require_causal("SetValue", point, self.edges, length)
-
-    def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a changed edge, counted from 0."""
-        return _queries(self.edges, length, ahead)
-
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed pattern, as a new tensor."""
+        """The changed pattern, as a new tensor.
+
+        Arguments:
+            x: pattern [batch, head, query, key].
+            point: hook point at which it is.
+            allowed: attention mask, bool [query, key], True where attention may look; None for all keys.
+            subset: queries that x has; None for all.
+        """
         import torch
 
         def with_value(weights: Tensor, targets: Tensor) -> Tensor:
             visible = torch.ones_like(targets) if allowed is None else allowed
             others = visible & ~targets
             assigned = self.value * targets.sum(-1, keepdim=True)
+            # 1e-6: weights such as 1/3 on three keys may sum to just above 1 by rounding.
             if bool(((assigned > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
                 raise InterventionError(
                     f"SetValue at '{point}': expected weights that sum to at most 1, found {self.value} on "
@@ -218,14 +266,21 @@ def may_look_ahead(point: HookPoint, change: Intervention) -> bool:
 
     That happens where masked scores are no longer -inf, or masked weights no longer zero. Generation with a
     cache refuses such an intervention, and stores keep whole patterns instead of their lower triangle.
+
+    Arguments:
+        point: hook point of the intervention.
+        change: the intervention.
     """
     if point.kind not in ("attn_scores", "pattern"):
         return False
+    # Such an intervention computes anything from the whole matrix, so nothing is known of its upper triangle.
     if change.needs_all_positions:
         return True
     if isinstance(change, Scale):
+        # Masked scores are -inf: a negative factor makes them +inf, and 0 times -inf is NaN.
         return point.kind == "attn_scores" and change.factor <= 0
     if isinstance(change, Zero):
+        # A masked score of 0 instead of -inf gets weight; a masked weight of 0 stays 0.
         return point.kind == "attn_scores"
     return not isinstance(change, Knockout | Steer | SetValue)
 
@@ -255,17 +310,9 @@ def _steered(
     # float32: renormalising in bfloat16 would move all weights of the row by up to 0.4 %.
     weights = change(x.float(), targets)
     total = weights.sum(-1, keepdim=True)
+    # A row that steering leaves without weight (factor 0 on all its keys) keeps its old weights instead of
+    # becoming NaN.
     return torch.where(is_changed & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
-
-
-def _queries(edges: Sequence[Edge], length: int, ahead: bool) -> tuple[int, ...]:
-    """Query positions of the edges, ascending."""
-    queries: set[int] = set()
-    for query, key in edges:
-        # In a causal model, an edge from every query starts at its key: earlier queries do not see it.
-        first = 0 if key is None or ahead else key % length
-        queries.update(range(first, length) if query is None else [query % length])
-    return tuple(sorted(queries))
 
 
 def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> Tensor:
@@ -275,14 +322,6 @@ def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> T
     for query, key in edges:
         where[slice(None) if query is None else query, slice(None) if key is None else key] = True
     return where
-
-
-def _prepare_steering(intervention: Steer | SetValue) -> None:
-    name = type(intervention).__name__
-    object.__setattr__(intervention, "edges", _edges(name, intervention.edges))
-    object.__setattr__(intervention, "heads", _heads(name, intervention.heads))
-    if not intervention.edges:
-        raise InterventionError(f"{name}: expected at least one (query, key) edge, found none")
 
 
 def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
@@ -302,34 +341,6 @@ def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
     return tuple(checked)
 
 
-def _heads(name: str, heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
-    return None if heads is None else as_indices(heads, f"{name}: heads", InterventionError)
-
-
-def _check_edges(
-    name: str,
-    point: HookPoint,
-    edges: Sequence[Edge],
-    heads: tuple[int, ...] | None,
-    sizes: Mapping[str, int],
-) -> None:
-    where = f"{name} at '{point}'"
-    if heads is not None:
-        check_indices(where, "heads", heads, sizes["head"])
-    for query, key in edges:
-        check_indices(where, "query positions", [query] if query is not None else [], sizes["query_position"])
-        check_indices(where, "key positions", [key] if key is not None else [], sizes["key_position"])
-
-
-def _require_causal(name: str, point: HookPoint, edges: Sequence[Edge], length: int) -> None:
-    for query, key in edges:
-        if query is not None and key is not None and query % length < key % length:
-            raise InterventionError(
-                f"{name} at '{point}': expected a query at or after its key, found edge ({query}, {key}); a "
-                "causal model has no weight there"
-            )
-
-
 def _cut_mask(mask: Payload) -> Payload:
     """A read-only bool array, True where cut, from True/False or 0/-inf."""
     # float32, because numpy cannot hold bfloat16 masks.
@@ -343,4 +354,5 @@ def _cut_mask(mask: Payload) -> Payload:
             "Knockout: expected a mask of True/False or of 0 and -inf, found other values; pass mask == "
             "-inf, or use Add at attn_scores for a bias"
         )
+    # Without any -inf this is a torch mask of True and False, read as 1 and 0, or one that cuts nothing.
     return readonly_copy((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))

@@ -62,6 +62,7 @@ class _EdgeSpec(PlacedSpec):
             )
         what = f"{type(self).__name__}: positions of edges"
         ends = [None if end is None else as_index(end, what, InterventionError) for end in (query, key)]
+        # A repeated edge counts once; a dict keeps the order of the calls.
         return replace(self, edges=tuple(dict.fromkeys([*self.edges, (ends[0], ends[1])])))
 
     def from_position(self, query: int) -> Self:
@@ -129,6 +130,7 @@ class _EdgeSpec(PlacedSpec):
             queries = range(0 if ahead else key or 0, length) if query is None else [query]
             for row in queries:
                 keys = range(length if ahead else row + 1) if key is None else [key]
+                # An edge written out from a position to itself is meant, whatever `keep_self` says of None.
                 is_named = query is not None and key is not None
                 pairs |= {
                     (row, column) for column in keys if is_named or not self.keeps_self or column != row
@@ -170,12 +172,22 @@ class KnockoutSpec(_EdgeSpec):
         """As for all edge specs; also refuses a query without any key left.
 
         Windows are not considered here: the pass itself raises where a window leaves a row empty.
+
+        Arguments:
+            n_layers: layers of the model.
+            n_heads: query heads of the model.
+            length: tokens of the prompt.
+            ahead: whether queries see later keys.
         """
         super().validate(n_layers, n_heads, length, ahead=ahead)
         _require_keys(self.resolved(length, ahead=ahead), length if ahead else None)
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
         """Interventions that cut these edges in a prompt of `length` tokens.
+
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
 
         Raises:
             InterventionError: if the model or the prompt does not have the edges.
@@ -224,6 +236,7 @@ class SteeringSpec(_EdgeSpec):
     @classmethod
     def from_knockout(cls, spec: KnockoutSpec) -> SteeringSpec:
         """A knockout as a steering spec with the same layers, heads and edges."""
+        # In the order of the dataclass fields of both classes.
         fields = (spec.chosen_layers, spec.chosen_heads, spec.edges, spec.keeps_self)
         return cls(*fields, kind="knockout", value=0.0)
 
@@ -238,7 +251,14 @@ class SteeringSpec(_EdgeSpec):
         return not self.is_knockout
 
     def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
-        """As for all edge specs; also refuses rows that a knockout empties or set weights overfill."""
+        """As for all edge specs; also refuses rows that a knockout empties or set weights overfill.
+
+        Arguments:
+            n_layers: layers of the model.
+            n_heads: query heads of the model.
+            length: tokens of the prompt.
+            ahead: whether queries see later keys.
+        """
         super().validate(n_layers, n_heads, length, ahead=ahead)
         edges = self.resolved(length, ahead=ahead)
         if self.kind == "knockout":
@@ -254,6 +274,10 @@ class SteeringSpec(_EdgeSpec):
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
         """Interventions that steer these edges in a prompt of `length` tokens.
+
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
 
         Raises:
             InterventionError: if the model or the prompt does not have the edges.

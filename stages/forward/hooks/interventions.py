@@ -155,7 +155,12 @@ class Intervention:
         return None
 
     def require_causal(self, point: HookPoint, length: int) -> None:
-        """Raise InterventionError for an edge from a query to a later key, which a causal model masks."""
+        """Raise InterventionError for an edge from a query to a later key, which a causal model masks.
+
+        Arguments:
+            point: hook point at which it is applied.
+            length: tokens of the prompt.
+        """
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
@@ -177,6 +182,12 @@ class Intervention:
 
         An intervention that needs all positions gets them as a copy, one prompt at a time. So its result
         depends neither on the other prompts of the batch nor on what it writes to its argument.
+
+        Arguments:
+            x: activation with the axes of the hook point.
+            point: hook point at which it is.
+            allowed: attention mask, bool [query, key] or with a batch axis; for patterns only.
+            subset: positions that x has; None for all.
 
         Raises:
             InterventionError: where `apply` returns another shape than it got.
@@ -203,13 +214,21 @@ class Intervention:
         return torch.cat(changed).to(x)
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
-        """Bool [head, query, key], True where an edge is cut; only where `cuts_edges` is set."""
+        """Bool [head, query, key], True where an edge is cut; only where `cuts_edges` is set.
+
+        Arguments:
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the result.
+        """
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Intervention) and self.canonical() == other.canonical()
 
     def __hash__(self) -> int:
+        # Payloads are arrays, which have no hash of their own; the canonical form holds their digest.
         return hash(canonical_json(self.canonical()))
 
 
@@ -227,9 +246,13 @@ class _Selective(Intervention):
     """An intervention on all of an activation, or on selected positions, heads, neurons or experts."""
 
     positions: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Token positions that are changed, negative from the end; None for every position."""
     heads: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Head indices on the head axis of the hook point; None for every head."""
     neurons: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """MLP neuron indices; None for every neuron."""
     experts: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Expert indices; None for every expert."""
 
     def __post_init__(self) -> None:
         for name in _CHOICES:
@@ -265,6 +288,7 @@ class _Selective(Intervention):
             for name, indices in fields.items()
             if indices is not None
         ]
+        # In the order of the axes, as `np.ix_` gives one array per axis in that order.
         return sorted(selections, key=lambda selection: point.dims.index(selection[0]))
 
     def _index(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
@@ -288,6 +312,7 @@ class _Selective(Intervention):
         """The changed activation, as a new tensor; x itself where x has none of the selected positions."""
         positions, payload_positions = self.positions, None
         if subset is not None:
+            # Counted from the end, because a payload may lack leading axes, as in broadcasting.
             axis = len(point.dims) - point.dims.index(axis_of(point, _POSITION_AXES, "positions"))
             if self.positions is None:
                 payload_positions = (axis, subset.positions.tolist())
@@ -319,6 +344,7 @@ class _WithPayload(_Selective):
     """A selective intervention with a tensor that broadcasts to the selected part."""
 
     value: Payload = PayloadField()
+    """Tensor that broadcasts to the selected part of the activation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -336,6 +362,8 @@ class _WithPayload(_Selective):
         super().check(point, sizes)
         region, shape = self.region(point, sizes), tuple(self.payload.shape)
         try:
+            # A payload larger than the part would broadcast the part instead, and change the shape of the
+            # activation.
             fits = np.broadcast_shapes(shape, region) == region
         except ValueError:
             fits = False
@@ -376,6 +404,7 @@ class Scale(_Selective):
 
     is_positionwise: ClassVar[bool] = True
     factor: float
+    """Factor of the selected part."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -399,17 +428,14 @@ class Zero(_Selective):
 
 @dataclass(frozen=True, eq=False)
 class AddAtPositions(Intervention):
-    """Add scale * vector at each (position, vector) pair; several vectors at one position are summed.
-
-    Attributes:
-        vectors: (position, [hidden] vector) pairs, or a mapping of positions to vectors. They are summed in
-            float32 and cast to the dtype of the activation once, before the addition.
-        scale: factor of all vectors.
-    """
+    """Add scale * vector at each (position, vector) pair; several vectors at one position are summed."""
 
     is_positionwise: ClassVar[bool] = True
     vectors: Sequence[tuple[int, Payload]] = PayloadField()  # type: ignore[assignment]  # a descriptor
+    """(position, [hidden] vector) pairs, or a mapping of positions to vectors. They are summed in float32 and
+    cast to the dtype of the activation once, before the addition."""
     scale: float = 1.0
+    """Factor of all vectors."""
 
     def __post_init__(self) -> None:
         vectors = private_payload(self, "vectors")
@@ -442,7 +468,12 @@ class AddAtPositions(Intervention):
         return pairs
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes.
+
+        Arguments:
+            point: hook point at which it is to be applied.
+            sizes: axis name -> length.
+        """
         if "position" not in point.dims or point.dims[-1] != "hidden":
             raise InterventionError(
                 "AddAtPositions adds vectors to a [batch, position, hidden] activation, found it at "
@@ -459,13 +490,25 @@ class AddAtPositions(Intervention):
                 )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Positions that have a vector, counted from 0."""
+        """Positions that have a vector, counted from 0.
+
+        Arguments:
+            length: tokens of the prompt.
+            ahead: unused here.
+        """
         return tuple(position % length for position, _ in self.pairs)
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed activation, as a new tensor."""
+        """The changed activation, as a new tensor.
+
+        Arguments:
+            x: activation [batch, position, hidden].
+            point: hook point at which it is.
+            allowed: unused.
+            subset: positions that x has; None for all.
+        """
         import torch
 
         indices = [position for position, _ in self.pairs]
@@ -482,10 +525,16 @@ class AddAtPositions(Intervention):
 
 
 def payload_rows(point: HookPoint, change: Intervention) -> int:
-    """Length of a payload along the batch axis; 1 where payload or hook point has no such axis."""
+    """Length of a payload along the batch axis; 1 where payload or hook point has no such axis.
+
+    Arguments:
+        point: hook point of the intervention.
+        change: the intervention.
+    """
     if not isinstance(change, _WithPayload) or point.dims[0] != "batch":
         return 1
     shape = tuple(change.payload.shape)
+    # With fewer axes than the hook point, a payload's first axis is not the batch.
     return int(shape[0]) if len(shape) == len(point.dims) else 1
 
 
@@ -511,7 +560,16 @@ def check_indices(where: str, name: str, indices: Sequence[int], size: int | Non
 
 
 def axis_of(point: HookPoint, axes: tuple[str, ...], name: str) -> str:
-    """First axis of `axes` in the dims of a hook point; InterventionError names the selection if none is."""
+    """First axis of `axes` that a hook point has.
+
+    Arguments:
+        point: the hook point.
+        axes: names of axes, in order of preference.
+        name: what is selected on the axis, e.g. "heads", for the message.
+
+    Raises:
+        InterventionError: if it has none of them.
+    """
     for axis in axes:
         if axis in point.dims:
             return axis

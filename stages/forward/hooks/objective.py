@@ -69,7 +69,12 @@ class Differentiable(Protocol):
         ...
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """Gradient of the value with respect to `logits`, float64, in their shape."""
+        """Gradient of the value with respect to `logits`, float64, in their shape.
+
+        Arguments:
+            logits: float64 [vocab], or [tokens] in the order of `tokens`.
+            clean: the same logits of the baseline run; `logits` where there is none.
+        """
         ...
 
 
@@ -108,10 +113,15 @@ class Objective:
             "at": self.at,
             "baselines": [list(row) for row in self.baselines],
         }
+        # With one metric for all, gradients of a prompt are the same in any list of prompts.
         return {**values, "prompts": prompts} if self.is_by_prompt else values
 
     def check(self, lengths: Sequence[int], vocab_size: int) -> None:
         """Check metrics and baselines against prompts of these lengths.
+
+        Arguments:
+            lengths: number of tokens of each prompt.
+            vocab_size: size of the model's vocabulary.
 
         Raises:
             StageError: for another number of metrics or baselines than prompts, or a missing baseline.
@@ -176,6 +186,7 @@ class Objective:
         Returns:
             A tensor in shape and dtype of `logits`, computed in float64 and rounded once.
         """
+        # Metrics compute with numpy in float64; the result is rounded once, at the end.
         cotangent = np.zeros(tuple(logits.shape))
         at = self.at if want.positions is None else want.positions.index(self.at)
         for row, prompt in enumerate(prompts):

@@ -41,6 +41,7 @@ def checked_payload(name: str, value: Payload) -> Payload:
         value = value.detach().clone()
     else:
         value = readonly_copy(value)
+        # numpy makes float64 of Python floats, which no caller has chosen.
         if value.dtype == np.float64:
             value = readonly_copy(value.astype(np.float32))
     # numpy has no bfloat16: ml_dtypes registers it as kind "V" (void).
@@ -71,6 +72,7 @@ def readonly_copy(value: Any) -> Any:
 
 def is_payload(value: Any) -> bool:
     """Whether a value is a torch tensor or a numpy array."""
+    # By attributes and not by type, so that no torch is imported for a spec without tensors.
     return isinstance(value, np.ndarray) or (hasattr(value, "detach") and hasattr(value, "shape"))
 
 
@@ -85,6 +87,7 @@ def copy_payloads(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         items = {name: copy_payloads(item) for name, item in value.items()}
+        # Identity shows whether anything was copied; see `Intervention.with_copied_payloads`.
         return items if any(items[name] is not value[name] for name in items) else value
     if isinstance(value, tuple | list):
         copies = [copy_payloads(item) for item in value]
@@ -124,12 +127,22 @@ class PayloadField:
 
 
 def private_payload(instance: Any, name: str) -> Any:
-    """The payload of a `PayloadField` without a copy: to be read, never written to or returned to users."""
+    """The payload of a `PayloadField` without a copy: to be read, never written to or returned to users.
+
+    Arguments:
+        instance: an intervention.
+        name: name of its field.
+    """
     return vars(instance)[name]
 
 
 def select_positions(value: Payload, positions: PayloadPositions) -> Payload:
-    """The entries of a payload at some positions; a payload without a position axis is returned whole."""
+    """The entries of a payload at some positions; a payload without a position axis is returned whole.
+
+    Arguments:
+        value: the payload.
+        positions: (position axis counted from the end, indices to select); None for all.
+    """
     # An axis of length 1 broadcasts over positions, so it has nothing to select from.
     if positions is None or value.ndim < positions[0] or value.shape[-positions[0]] == 1:
         return value
@@ -137,7 +150,12 @@ def select_positions(value: Payload, positions: PayloadPositions) -> Payload:
 
 
 def as_tensor(value: Payload, like: Tensor) -> Tensor:
-    """Convert a payload to a tensor on the device and in the dtype of the activation `like`."""
+    """Convert a payload to a tensor on the device and in the dtype of the activation `like`.
+
+    Arguments:
+        value: a tensor or a numpy array.
+        like: activation that it is combined with.
+    """
     import torch
 
     if isinstance(value, np.ndarray):
@@ -147,7 +165,11 @@ def as_tensor(value: Payload, like: Tensor) -> Tensor:
 
 
 def finite(name: str, value: float) -> float:
-    """The number as a float.
+    """A number as a float.
+
+    Arguments:
+        name: name of the intervention, for the message.
+        value: the number.
 
     Raises:
         InterventionError: for NaN, infinity, or a value that is no number.

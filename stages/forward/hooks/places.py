@@ -49,6 +49,10 @@ class PlacedSpec:
     def layer_range(self, first: int, last: int) -> Self:
         """Restrict to layers first … last, both included.
 
+        Arguments:
+            first: first layer.
+            last: last layer, included.
+
         Raises:
             InterventionError: for first > last.
         """
@@ -78,7 +82,12 @@ class PlacedSpec:
         return self.chosen_heads is None or head in self.chosen_heads
 
     def require_places(self, n_layers: int, n_heads: int) -> None:
-        """Raise InterventionError unless a model with these sizes has all selected layers and heads."""
+        """Raise InterventionError unless a model with these sizes has all selected layers and heads.
+
+        Arguments:
+            n_layers: layers of the model.
+            n_heads: heads of the model.
+        """
         for axis, indices, size in (
             ("layers", self.chosen_layers, n_layers),
             ("heads", self.chosen_heads, n_heads),
@@ -88,7 +97,13 @@ class PlacedSpec:
                 raise InterventionError(f"expected {axis} in 0..{size - 1}, found {outside[0]}")
 
     def at_layers(self, config: Architecture, kind: str, change: Intervention) -> HookSpec:
-        """A HookSpec with the intervention at hook points of this kind in every selected layer."""
+        """A HookSpec with the intervention at hook points of this kind in every selected layer.
+
+        Arguments:
+            config: architecture of the model.
+            kind: hook point kind.
+            change: the intervention.
+        """
         spec = HookSpec()
         layers = range(config.num_layers) if self.chosen_layers is None else self.chosen_layers
         for layer in layers:

@@ -57,28 +57,25 @@ Feedback = tuple[int, Payload, float]
 class RecurrentPass:
     """Layers `loop_start` to `loop_end`, both included, executed `depth` times.
 
-    Attributes:
-        loop_start: first layer of the block.
-        loop_end: last layer of the block.
-        depth: number of passes through the block, at least 1.
-        feedback: (position, vector [hidden], strength) triples; several at one position are summed. Before
-            every pass but the first, the stream is reset to what entered the block, plus strength * vector at
-            each position of the prompt (negative from its end). Empty: each pass continues from the one
-            before.
-        sustained: in generation, whether the vectors are also added at the newest position, at every step. At
-            the first step that is the last position of the prompt, which then gets a vector twice if it is in
-            `feedback`. Without generation it changes nothing.
-
     Raises:
         ConfigError: for a depth below 1, layers out of order, or `sustained` without feedback.
         InterventionError: for a vector or strength that is not finite.
     """
 
     loop_start: int
+    """First layer of the block."""
     loop_end: int
+    """Last layer of the block."""
     depth: int = 2
+    """Number of passes through the block, at least 1."""
     feedback: Sequence[Feedback] = PayloadField(())  # type: ignore[assignment]  # a descriptor
+    """(position, vector [hidden], strength) triples; several at one position are summed. Before every pass
+    but the first, the stream is reset to what entered the block, plus strength * vector at each position of
+    the prompt (negative from its end). Empty: each pass continues from the one before."""
     sustained: bool = False
+    """In generation, whether the vectors are also added at the newest position, at every step. At the first
+    step that is the last position of the prompt, which then gets a vector twice if it is in `feedback`.
+    Without generation it changes nothing."""
 
     def __post_init__(self) -> None:
         for name in ("loop_start", "loop_end", "depth"):
@@ -107,6 +104,7 @@ class RecurrentPass:
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values for a digest; vectors by dtype, shape and digest of their bytes."""
+        # `vars` and not the fields: reading a PayloadField copies its tensors.
         return {name: plain_value(value) for name, value in vars(self).items()}
 
     def __eq__(self, other: object) -> bool:
@@ -118,10 +116,13 @@ class RecurrentPass:
     @property
     def is_fed(self) -> bool:
         """Whether vectors are added at any position."""
+        # At depth 1 the block runs once, before any feedback would be added.
         return bool(private_payload(self, "feedback")) and self.depth > 1
 
     def order(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers in execution order, where some are repeated; None for each layer once."""
+        # With feedback all passes but the last are discarded, so one plain pass gives their result (module
+        # docstring).
         if private_payload(self, "feedback") or self.depth == 1:
             return None
         # A repeated layer computes its keys and values again each time, so no cache can hold them.
@@ -129,7 +130,12 @@ class RecurrentPass:
         return (*range(self.loop_start), *self.depth * tuple(block), *range(self.loop_end + 1, num_layers))
 
     def check(self, config: Architecture, length: int) -> None:
-        """Raise ConfigError or InterventionError unless it fits a model and a prompt of `length` tokens."""
+        """Raise ConfigError or InterventionError unless it fits a model and a prompt of `length` tokens.
+
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
+        """
         if self.loop_end >= config.num_layers:
             raise ConfigError(
                 f"RecurrentPass: expected layers in 0..{config.num_layers - 1}, found "
@@ -167,7 +173,10 @@ class RecurrentPass:
         self.check(config, length)
         feedback = tuple(self._additions(length, grows))
         return replace(
-            spec, interventions=(*feedback, *spec.interventions), order=self.order(config.num_layers)
+            # Feedback first: interventions at the block's input then see the stream with it, as in the loop.
+            spec,
+            interventions=(*feedback, *spec.interventions),
+            order=self.order(config.num_layers),
         )
 
     def _additions(self, length: int, grows: bool) -> Iterator[tuple[HookPoint, Intervention]]:

@@ -29,7 +29,12 @@ class DictionaryResource(PinnedResource, Protocol):
     """Name and identity of a dictionary on disk (`features.dictionary.StoredDictionary`)."""
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """Raise DictionaryError unless its layers, widths and hook points are those of a model."""
+        """Raise DictionaryError unless its layers, widths and hook points are those of a model.
+
+        Arguments:
+            config: architecture of the model.
+            model: name of the model, for the message.
+        """
         ...
 
 
@@ -126,6 +131,7 @@ class Reduction:
         """
         if self.is_of_logits != (kind.name == LOGITS):
             raise HookPointNotFound(self._misplaced(kind))
+        # Batch is packed into the token axis of a store, and an axis of length one is dropped there.
         axes = tuple(dim for dim in kind.dims if dim not in ("batch", "one"))
         if "position" not in axes or (self.over == "last" and axes[-1] == "position"):
             raise HookPointNotFound(
@@ -175,6 +181,7 @@ REDUCTIONS = {reduction.name: reduction for reduction in (NORM, MEAN, RUN_MEAN, 
 
 def topk(k: int) -> Reduction:
     """The k largest logits of each token, descending, and their token ids; ties go to the smaller id."""
+    # k is part of the axis name, since one run may hold several top-k reductions.
     axes, request = ((f"rank_{k}", k),), f"topk:{k}"
     ids = Reduction(f"topk_{k}_ids", request, f"token ids of the {k} largest", "vocab", axes, "int32")
     return Reduction(f"topk_{k}", request, f"the {k} largest", "vocab", axes, "float32", (ids,))
@@ -200,6 +207,7 @@ def features(dictionary: Features) -> Reduction:
         )
 
     total = over_features("sum", "sum of the activations", "float64", _PARTS)
+    # float32 holds every activation of float32 and narrower dictionaries exactly; a maximum adds no rounding.
     largest = over_features("max", "largest activation, 0 where never active,", "float32")
     return replace(over_features("count", "number of active tokens", "int64"), companions=(total, largest))
 

@@ -47,17 +47,14 @@ GRADIENT = "grad:"
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured activation, or gradient of the objective with respect to an activation.
-
-    Attributes:
-        point: hook point.
-        when: before or after the interventions at the point.
-        is_gradient: whether the gradient is captured instead of the activation.
-    """
+    """A captured activation, or gradient of the objective with respect to an activation."""
 
     point: HookPoint
+    """Hook point."""
     when: When = "after"
+    """Whether the value is captured "after" or "before" the interventions at the point."""
     is_gradient: bool = False
+    """Whether the gradient is captured instead of the activation."""
 
     @property
     def name(self) -> str:
@@ -67,6 +64,7 @@ class Capture:
     @property
     def variable(self) -> str:
         """Name of the stored array, e.g. `resid_post__pre__grad`; all layers share one array."""
+        # "after" is the usual case, and adds nothing to the name.
         when = "" if self.when == "after" else "__pre"
         return f"{self.point.kind}{when}{'__grad' if self.is_gradient else ''}"
 
@@ -78,15 +76,12 @@ class Capture:
 
 @dataclass(frozen=True)
 class KeptCapture:
-    """A capture plus the token selection and reduction applied before storage.
-
-    Attributes:
-        capture: the activation or gradient.
-        keep: which tokens of it, or which reduction; `WHOLE` for all numbers.
-    """
+    """A capture plus the token selection and reduction applied before storage."""
 
     capture: Capture
+    """The activation or gradient."""
     keep: Keep = WHOLE
+    """Token selection and reduction that the store applies; `WHOLE` stores every number."""
 
     @property
     def variable(self) -> str:
@@ -548,12 +543,11 @@ def _execution(capture: Capture) -> tuple[Any, ...]:
     return capture.point.order, capture.when, capture.is_gradient
 
 
-def layers_by_variable(captures: Iterable[Capture | KeptCapture]) -> dict[str, list[int | None]]:
-    """Layers of each stored variable that a set of captures covers; [None] for a point outside the layers."""
-    layers: dict[str, list[int | None]] = defaultdict(list)
-    for capture in captures:
-        variable, layer = capture.cell
-        layers[variable].append(layer)
+def layers_by_variable(cells: Iterable[tuple[str, int | None]]) -> dict[str, list[int]]:
+    """Variable -> its layers, in order, of (variable, layer) cells; no layers for a point outside of them."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for variable, layer in cells:
+        layers[variable] += [] if layer is None else [layer]
     return dict(layers)
 
 
@@ -611,7 +605,12 @@ def _differentiable(
 
 
 def capture_name(point: HookPoint | str, is_gradient: bool) -> str:
-    """Name of a hook point or glob, with the prefix ``grad:`` for a gradient."""
+    """Name of a hook point or glob, with the prefix ``grad:`` for a gradient.
+
+    Arguments:
+        point: HookPoint, name or glob.
+        is_gradient: whether to add the prefix.
+    """
     return f"{GRADIENT}{point}" if is_gradient else str(point)
 
 

@@ -50,7 +50,12 @@ class AttentionTaps(Protocol):
         ...
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these hook points is captured."""
+        """Whether one of these hook points is captured.
+
+        Arguments:
+            layer: layer of the hook points; None outside the layers.
+            kinds: hook point kinds.
+        """
         ...
 
     def changes_attention(self, layer: int) -> bool:
@@ -58,7 +63,15 @@ class AttentionTaps(Protocol):
         ...
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, query, key], or with a batch axis, True at edges that are cut; None if none are."""
+        """Bool [head, query, key], or with a batch axis, True at edges that are cut; None if none are.
+
+        Arguments:
+            layer: layer of the attention.
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the result.
+        """
         ...
 
 
@@ -70,15 +83,30 @@ class Taps(Protocol):
         ...
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these hook points is captured."""
+        """Whether one of these hook points is captured.
+
+        Arguments:
+            layer: layer of the hook points; None outside the layers.
+            kinds: hook point kinds.
+        """
         ...
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these hook points has an intervention."""
+        """Whether one of these hook points has an intervention.
+
+        Arguments:
+            layer: layer of the hook points; None outside the layers.
+            kinds: hook point kinds.
+        """
         ...
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these hook points is captured or has an intervention."""
+        """Whether one of these hook points is captured or has an intervention.
+
+        Arguments:
+            layer: layer of the hook points; None outside the layers.
+            kinds: hook point kinds.
+        """
         ...
 
 
@@ -86,11 +114,21 @@ class StateTaps(Protocol):
     """The taps that a recurrence calls where its states are computed one position after another."""
 
     def changed(self, state: Tensor, position: int) -> Tensor:
-        """The state [batch, head, key, value] to continue with after a position."""
+        """The state [batch, head, key, value] to continue with after a position.
+
+        Arguments:
+            state: state after the position, [batch, head, key, value].
+            position: position in the prompt.
+        """
         ...
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """Report the states [batch, head, position, key, value] before and after their interventions."""
+        """Report the states [batch, head, position, key, value] before and after their interventions.
+
+        Arguments:
+            before: states before their interventions.
+            after: states after them.
+        """
         ...
 
 
@@ -133,6 +171,7 @@ class RunTaps:
         self._changes: dict[Place, list[Intervention]] = defaultdict(list)
         self._sink, self._subset = sink, subset
         self.spec = spec
+        # GradientTaps (passes/gradient_taps.py) removes gradient captures before it makes a RunTaps.
         refuse_gradients(spec, "this pass")
         for capture in spec.captures:
             wanted = self._after if capture.when == "after" else self._before
@@ -179,6 +218,7 @@ class RunTaps:
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
         """Bool [head, query, key], True at attention edges that are cut; None if none are."""
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
+        # Masks and edges from the end refer to the whole prompt, of which a subset computes some queries.
         length = queries if self._subset is None else self._subset.length
         masks = [change.cut(heads, length, keys, device) for change in scores if change.cuts_edges]
         if not masks:
@@ -202,10 +242,19 @@ class RunStateTaps:
     """Taps for the states of one layer under one spec (`StateTaps`)."""
 
     def __init__(self, taps: RunTaps, kind: str, layer: int, length: int) -> None:
+        """Prepare the states of one layer.
+
+        Arguments:
+            taps: taps of the pass.
+            kind: hook point kind of the state sequence.
+            layer: layer of the recurrence.
+            length: tokens of the prompt.
+        """
         self._taps, self._place, self._length = taps, (kind, layer), length
 
     def changed(self, state: Tensor, position: int) -> Tensor:
         """See `StateTaps`."""
+        # Interventions expect the hook point's position axis, which a single state lacks.
         subset, x = PositionSubset(np.array([position]), self._length), state.unsqueeze(2)
         for change in self._taps._changes.get(self._place, ()):
             x = change.applied(x, HookPoint(*self._place), None, subset)

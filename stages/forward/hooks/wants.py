@@ -35,7 +35,12 @@ class Logits:
                 object.__setattr__(self, name, as_indices(indices, f"logits: {name}", PromptError))
 
     def check(self, length: int, vocab_size: int) -> None:
-        """Raise PromptError for a position or token id out of range."""
+        """Raise PromptError for a position or token id out of range.
+
+        Arguments:
+            length: tokens of the prompt.
+            vocab_size: size of the vocabulary.
+        """
         for name, indices, low, size in (
             ("position", self.positions, -length, length),
             ("token id", self.tokens, 0, vocab_size),

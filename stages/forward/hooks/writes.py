@@ -52,6 +52,10 @@ class _WriteSpec(PlacedSpec):
     def validate(self, config: Architecture, length: int) -> None:
         """Check the spec against a model and a prompt of `length` tokens.
 
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
+
         Raises:
             InterventionError: for a model without recurrent state, for layers, heads or positions that it
                 does not have, and for no position.
@@ -62,6 +66,8 @@ class _WriteSpec(PlacedSpec):
                 "expected a model whose tokens write to a state (RWKV-5 to 7, Mamba, hybrids), found "
                 f"{config.model_type}; cut attention edges where a model attends (KnockoutSpec)"
             )
+        # The second axis of a write is that of its heads, whose name differs by recurrence (ssm_head,
+        # linear_head, …).
         self.require_places(config.num_layers, config.axis_sizes[points[0].dims[1]])
         without = sorted(set(self.chosen_layers or ()) - {point.layer for point in points})
         if without:
@@ -108,6 +114,10 @@ class StateKnockoutSpec(_WriteSpec):
     def hooks(self, config: Architecture, length: int) -> HookSpec:
         """Interventions that leave these writes out of a prompt of `length` tokens.
 
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
+
         Raises:
             InterventionError: if the model or the prompt does not have the writes.
         """
@@ -131,6 +141,10 @@ class StateSteeringSpec(_WriteSpec):
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
         """Interventions that scale these writes in a prompt of `length` tokens.
+
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
 
         Raises:
             InterventionError: if the model or the prompt does not have the writes.

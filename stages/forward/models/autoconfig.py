@@ -132,6 +132,7 @@ def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "con
     family = KNOWN.get(model_type_of(raw, source))
     if family is None:
         return report(raw, read_shapes(weight_files), source).require()
+    # Headers of pickled checkpoints can only be read with torch, which a plan should not import.
     shapes = read_shapes(weight_files) if family.reads_tensors else {}
     with _in_one_line(source):
         return family.read(ConfigReader(raw, source), shapes)
@@ -144,6 +145,7 @@ def _in_one_line(source: str) -> Iterator[None]:
         yield
     except MizarrError:
         raise
+    # config.json may come from anyone: a width of 0 or a list for a number must not end in a traceback.
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{source}: expected values that a model of this family has, found others "
@@ -186,7 +188,14 @@ def _examine_known(
 def examine(
     raw: dict[str, Any], shapes: TensorShapes, family: KnownFamily | None, source: str = "config.json"
 ) -> CompatibilityReport:
-    """As `report`, for a given family; None infers the architecture, whatever the model_type."""
+    """As `report`, for a given family; None infers the architecture, whatever the model_type.
+
+    Arguments:
+        raw: contents of config.json.
+        shapes: shapes of its tensors by name.
+        family: the known family; None to infer the architecture.
+        source: name of the config, for errors.
+    """
     model_type, is_known = model_type_of(raw, source), family is not None
     issues = required_scalars(raw, source)
     if issues:
@@ -200,6 +209,7 @@ def examine(
         return CompatibilityReport(model_type, is_known, None, [*issues, str(error)])
     unused = unused_tensors(shapes, config)
     if not is_known:
+        # An issue, not a warning: a tensor inside a layer that nothing uses means another computation.
         inside = [name for name in unused if ".layers." in name]
         issues += [f"expected only tensors the decoder uses, found {name}" for name in one_per_kind(inside)]
     issues += tensor_issues(shapes, config)
@@ -209,13 +219,19 @@ def examine(
 
 
 def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
-    """One issue per key of `REQUIRED` that the config lacks."""
+    """One issue per key of `REQUIRED` that the config lacks.
+
+    Arguments:
+        raw: contents of config.json.
+        source: name of the config, for errors.
+    """
     issues = []
     for key in REQUIRED:
         value = raw.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             description = repr(value) if key in raw else "no such key"
             issues.append(f"{source}: expected {key} to be an integer, found {description}")
+    # The usual reason why all of these keys are missing at once.
     if issues and isinstance(raw.get("text_config"), dict):
         issues.append(
             f"{source} describes a multimodal model (it has a text_config); only text models run here"
@@ -224,7 +240,12 @@ def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
 
 
 def unfollowed_keys(raw: Mapping[str, Any], source: str) -> list[str]:
-    """Issues for keys known to change numbers, set to values at which they do."""
+    """Issues for keys known to change numbers, set to values at which they do.
+
+    Arguments:
+        raw: contents of config.json.
+        source: name of the config, for errors.
+    """
     return [
         f"{source}: expected {key} to be absent, null{''.join(f' or {value!r}' for value in neutral)}, found "
         f"{raw[key]!r}, which this decoder does not follow"
@@ -234,25 +255,38 @@ def unfollowed_keys(raw: Mapping[str, Any], source: str) -> list[str]:
 
 
 def unread_keys(raw: Mapping[str, Any], reader: ConfigReader) -> list[str]:
-    """Keys of a config that were not read, are not null, and are not in `BENIGN_KEYS`; sorted."""
+    """Keys of a config that were not read, are not null, and are not in `BENIGN_KEYS`; sorted.
+
+    Arguments:
+        raw: contents of config.json.
+        reader: has read the architecture from it.
+    """
+    # A null key counts as absent.
     top = {key for key, value in raw.items() if value is not None} - reader.read - BENIGN_KEYS
     return sorted(top | reader.ignored)
 
 
 def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Infer a decoder from config keys and the tensors of layer 0; `tensor_issues` checks later layers."""
+    """Infer a decoder from config keys and the tensors of layer 0; `tensor_issues` checks later layers.
+
+    Arguments:
+        config: contents of config.json.
+        shapes: shapes of the checkpoint's tensors by name.
+    """
     refuse_unfollowed(config, looks_ahead=True)
     raw, layer_0 = config.raw, r"\.layers\.0\.(.*)"
     layer_0_shapes = {
         match[1]: shape for name, shape in shapes.items() if (match := re.search(layer_0, name))
     }
     gemma = "gemma" in str(raw.get("model_type"))
+    # `post_attention_layernorm` does not tell: Llama uses that name for the norm before the MLP.
     post_norms = (
         "pre_feedforward_layernorm.weight" in layer_0_shapes
         or "post_feedforward_layernorm.weight" in layer_0_shapes
     )
     gemma2 = gemma and post_norms
     norm: Norm = "gemma_rms" if gemma else "layer" if "input_layernorm.bias" in layer_0_shapes else "rms"
+    # Families name epsilon differently; the first key that is set counts.
     eps_key = next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0])
     eps, hidden = config.number(eps_key, 1e-6 if gemma else 1e-5), config.integer("hidden_size")
     is_one, (is_fused, is_gated) = "self_attn.qkv_proj.weight" in layer_0_shapes, _mlp_layout(layer_0_shapes)
@@ -261,6 +295,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         "gelu_pytorch_tanh" if gemma else "silu",
         "hidden_activation",
         "hidden_act",
+        # Gemma 1 means the tanh form by "gelu", later ones do not.
         gelu_is_tanh=gemma and not post_norms,
     )
     heads = config.integer("num_attention_heads")
@@ -293,6 +328,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         embedding_scale=math.sqrt(hidden) if gemma else None,
         rounds_embedding_scale=gemma,
         final_logit_softcapping=config.optional_number("final_logit_softcapping"),
+        # By the tensors, whatever `tie_word_embeddings` says.
         tied="lm_head.weight" not in shapes,
         spelling=replace(
             LLAMA,
@@ -304,7 +340,12 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 
 def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
-    """Issues for missing tensors and unexpected shapes; one issue for the same tensor of all layers."""
+    """Issues for missing tensors and unexpected shapes; one issue for the same tensor of all layers.
+
+    Arguments:
+        shapes: shapes of the checkpoint's tensors by name.
+        config: architecture that they should fit.
+    """
     shapes = {**shapes, **{name: shapes[copy] for name, copy in config.tensors.stand_ins(shapes).items()}}
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
@@ -322,6 +363,7 @@ def one_per_kind(names: Iterable[str]) -> list[str]:
     """Group names that differ only in the layer: the first name and the number of further layers of each."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in names:
+        # Only numbers between dots: experts and layers have them.
         kinds[re.sub(r"\.\d+\.", ".*.", name)].append(name)
     return [
         similar[0] + (f" (and in {len(similar) - 1} more layers)" if similar[1:] else "")
@@ -361,6 +403,7 @@ def _inferred_head_dim(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> 
 
 def _inferred_kv_heads(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> int | None:
     """Number of key-value heads from the rows of k_proj; None if they do not fit the head size."""
+    # By the weights: a config that leaves out num_key_value_heads leaves the number open.
     width = raw.get("head_dim") or _inferred_head_dim(raw, layer_0_shapes)
     shape = layer_0_shapes.get("self_attn.k_proj.weight", ())
     return shape[0] // width if shape and isinstance(width, int) and shape[0] % width == 0 else None
@@ -379,6 +422,7 @@ def _instead(name: str, shapes: TensorShapes) -> str:
     candidates = [
         tensor
         for tensor in shapes
+        # Tensors of layer 0 stand for those of all layers.
         if any(word in tensor.lower() for word in words) and not re.search(r"\.[1-9]\d*\.", tensor)
     ]
     return ", ".join(sorted(candidates)[:4]) or "nothing like it"

@@ -71,6 +71,8 @@ def backend_of(
     """
     if not issues and not files.is_bridged:
         return BackendChoice("native", layout)
+    # Also where mizarr's networks refuse a known family: the report then says whether the bridge would run
+    # it.
     config, obstacles = bridge_issues(files, remembered_only=remembered_only)
     if config is not None:
         if files.is_bridged:

@@ -31,7 +31,7 @@ class BridgeFinding:
     """Result of probing a checkpoint."""
 
     config: BridgeConfig | None
-    """Architecture found by the probe; None if the checkpoint is refused."""
+    """Architecture that the probe found; None for a refused checkpoint."""
     refused: str = ""
     """One-line reason of a refusal; empty for a supported checkpoint."""
 
@@ -58,6 +58,7 @@ class BridgeCase:
     @property
     def digest(self) -> str:
         """Digest of everything the finding depends on, except the version of transformers."""
+        # As text: config.json may hold Infinity, which has no digest.
         return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw)))
 
     def remembered(self) -> BridgeFinding | None:
@@ -69,7 +70,11 @@ class BridgeCase:
         if installed is not None:
             return _read(texts.get(installed))
         findings = [
-            finding for text in texts.values() if (finding := _read(text)) is not None and finding.config
+            # A refusal of some version says nothing of the next one; an architecture still names what was
+            # computed.
+            finding
+            for text in texts.values()
+            if (finding := _read(text)) is not None and finding.config
         ]
         return max(findings, key=_transformers_version, default=None)
 
@@ -92,6 +97,7 @@ class BridgeCase:
         finding = self._probe()
         config = None if finding.config is None else finding.config.to_json()
         text = json.dumps({"config": config, "refused": finding.refused})
+        # Refusals are remembered, too: probing takes some dozens of passes.
         layout_verdicts().add(self.digest, installed, text)
         return finding
 
@@ -111,10 +117,12 @@ def _read(text: str | None) -> BridgeFinding | None:
         config = record["config"]
         refused = str(record["refused"])
         return BridgeFinding(None if config is None else BridgeConfig.from_json(config), refused)
+    # The file is a cache of the user's: entries of other versions of mizarr count as missing.
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _transformers_version(finding: BridgeFinding) -> list[int]:
     """Version numbers of transformers at the time of the probe, e.g. [4, 57, 1]."""
+    # As numbers: "4.9" would sort after "4.57" as text.
     return [int(number) for number in re.findall(r"\d+", finding.require().transformers)]

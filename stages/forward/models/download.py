@@ -31,6 +31,7 @@ from .files import (
     ModelFiles,
     hub_cache,
     reference_file,
+    repository_folder,
     resolve,
 )
 
@@ -86,21 +87,26 @@ def fetch_files(
     """
     from huggingface_hub import snapshot_download
 
-    cache = hub_cache()
+    cache, repository = hub_cache(), repository_folder(name)
     with hub_errors(name, revision):
-        blobs = cache / f"models--{name.replace('/', '--')}" / "blobs"
+        blobs = repository / "blobs"
         _check_space(name, cache, sum(sizes.values()) - _arrived(blobs, unfinished=False))
         with Progress(quiet=not progress) as bars, _quiet_hub():
             task = bars.task(f"fetching {name}", total=sum(sizes.values()), unit="B")
             with _watch(blobs, task):
                 # By the commit just listed: a branch that moves meanwhile must not mix two checkpoints.
                 snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=sorted(sizes))
-    _remember(cache, name, revision or "main", commit)
-    return cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+    _remember(repository, revision or "main", commit)
+    return repository / "snapshots" / commit
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of the files that `fetch` would download. DownloadError without weights."""
+    """(commit, file -> bytes) of the files that `fetch` would download. DownloadError without weights.
+
+    Arguments:
+        name: hub id.
+        revision: branch, tag or commit; None for "main".
+    """
     commit, sizes = listed_files(name, revision)
     needed = set(wanted_files(list(sizes)))
     if not any(file.endswith((".safetensors", ".bin")) for file in needed):
@@ -115,7 +121,12 @@ def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
 
 
 def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of all files of a repository."""
+    """(commit, file -> bytes) of all files of a repository.
+
+    Arguments:
+        name: hub id.
+        revision: branch, tag or commit; None for "main".
+    """
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True)
@@ -127,6 +138,7 @@ def wanted_files(names: Sequence[str]) -> list[str]:
 
     Shards only if there is no single weight file, the vocabulary of RWKV World only without a tokenizer.json.
     """
+    # Folders of a repository hold other formats (onnx, original weights) of the same model.
     top_level = [name for name in names if "/" not in name]
     vocabularies = [] if TOKENIZER in names else fnmatch.filter(top_level, WORLD)
     return [*(name for name in SMALL if name in names), *vocabularies, *_weights(names)]
@@ -134,6 +146,7 @@ def wanted_files(names: Sequence[str]) -> list[str]:
 
 def _weights(names: Sequence[str]) -> list[str]:
     """The weight file, or index and shards, of the first format in `FORMATS` that the repository has."""
+    # safetensors first: pickles need torch even to list their tensors.
     for single, index, shard in FORMATS:
         if single in names:
             return [single]
@@ -145,7 +158,12 @@ def _weights(names: Sequence[str]) -> list[str]:
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """In this block, errors of the hub client become ModelNotFound or DownloadError with a one-line
-    message."""
+    message.
+
+    Arguments:
+        name: hub id.
+        revision: branch, tag or commit; None for "main".
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -182,6 +200,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
 def _unreachable() -> tuple[type[Exception], ...]:
     """Errors of the hub client without a connection: OSError, and those of the HTTP library of its
     version."""
+    # Only libraries that are imported can have raised the error.
     libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     return (OSError, *(library.HTTPError for library in libraries))
 
@@ -217,12 +236,14 @@ def _watch(blobs: Path, task: Bar) -> Iterator[None]:
 
     def look() -> None:
         nonlocal counted
+        # The cache may hold blobs of other revisions as well.
         arrived = min(_arrived(blobs), task.total or 0)
         task.advance(max(arrived - counted, 0))
         counted = max(arrived, counted)
 
     with Repeated(LOOK_EVERY, look, "mizarr-fetch"):
         yield
+    # Once more: files may have arrived since the last look.
     look()
 
 
@@ -232,6 +253,7 @@ def _quiet_hub() -> Iterator[None]:
     from huggingface_hub import utils
 
     hub: Any = utils
+    # A user who has switched them off keeps them off.
     were_off = hub.are_progress_bars_disabled()
 
     def set_back() -> None:
@@ -249,9 +271,10 @@ def _quiet_hub() -> Iterator[None]:
             raise
 
 
-def _remember(cache: Path, name: str, revision: str, commit: str) -> None:
+def _remember(repository: Path, revision: str, commit: str) -> None:
     """Write the commit of a branch or tag into the cache, as the hub client does."""
+    # `snapshot_download` got the commit, so it wrote no file for the branch.
     if revision != commit:
-        reference = reference_file(cache / f"models--{name.replace('/', '--')}", revision)
+        reference = reference_file(repository, revision)
         reference.parent.mkdir(parents=True, exist_ok=True)
         reference.write_text(commit)

@@ -115,6 +115,7 @@ class ModelFiles:
         """
         if self.gguf is not None:
             return gguf.config_of(self.weight_files)
+        # Noted before it is read, so that a change in between is noticed.
         return json_object(self.pinned.note(self.directory / CONFIG), ConfigError)
 
     @cached_property
@@ -129,6 +130,7 @@ class ModelFiles:
     def _weight_files(self) -> tuple[Path, ...]:
         if self.gguf is not None:
             return parts_of(self.gguf)
+        # The single file before the index, as transformers does where a folder has both.
         for single, index in ((WEIGHTS, INDEX), (PICKLED, PICKLED_INDEX)):
             if require_content(path := self.directory / single, WeightsError):
                 return (path,)
@@ -170,6 +172,7 @@ class ModelFiles:
         if self.adapter is None:
             return None
         adapter = Adapter(self.adapter)
+        # Noted before it is read, so that a change in between is noticed.
         self.pinned.note(adapter.file)
         return adapter
 
@@ -183,6 +186,7 @@ class ModelFiles:
     @property
     def plain_config(self) -> dict[str, Any]:
         """config.json without the keys that describe quantisation."""
+        # Architectures read plain weights: `checkpoint` dequantises, and no family knows these keys.
         return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property
@@ -236,6 +240,7 @@ class ModelFiles:
         config = architecture_of(self.plain_config, self.checkpoint, str(self.directory / CONFIG))
         if not self.has_known_family and not self.trust_layout:
             self.layout_case(config).verdict().require(config.model_type)
+        # After the layout check, which ignores an adapter.
         self.checkpoint.check(config)
         return config
 
@@ -281,8 +286,8 @@ class ModelFiles:
         return BridgeCase(self.directory, self.weight_files, self.config, self._stored_digest())
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model, from its file or from the vocabulary in a GGUF file; None without
-        either.
+        """Tokenizer of the model, from tokenizer.json, an RWKV World vocabulary or a GGUF file; None without
+        any.
 
         Raises:
             TokenizerError: if it cannot be read.
@@ -312,6 +317,7 @@ class ModelFiles:
             WeightsError: for a file in the hub cache that does not have the sha256 in its name.
         """
         architecture = self.architecture()
+        # Trust enters the key: an unchecked layout may compute other numbers than a checked one.
         forward = architecture.version + (", layout trusted" if self.trust_layout else "")
         return ModelIdentity(
             self.weights_digest(),
@@ -326,6 +332,10 @@ class ModelFiles:
         reading.
 
         Afterwards `pinned.check` notices files that changed meanwhile.
+
+        Arguments:
+            dtype: dtype that the model computes in.
+            load: reads the weights.
         """
         # Files written a moment ago could change without a new time stamp: then one after the other.
         if not self.pinned.are_settled:
@@ -344,9 +354,11 @@ class ModelFiles:
         return f"sha256:{digest('adapted', stored, added)}"
 
     def _stored_digest(self) -> str:
+        # Sorted digests: names and order of shards do not matter, their bytes do.
         contents = sorted(weight_digest(path, self.pinned) for path in self.weight_files)
         if self.gguf is not None:
             return f"sha256:{digest('gguf-weights', contents, gguf.VERSION)}"
+        # Behind the bridge transformers dequantises; its version is in the identity already.
         scheme = None if self.is_bridged else scheme_of(self.config)
         if scheme is not None:
             return f"sha256:{digest('quantised-weights', contents, scheme.digest)}"
@@ -387,6 +399,7 @@ def bare_name(name: str) -> str:
 
 def _split_name(name: str) -> tuple[str, str | None]:
     """(bare name, adapter folder or None) of a name with suffixes."""
+    # Suffixes are part of the name, because settings, workers and stored notes hold nothing else of a model.
     bare = name.removesuffix(TRUSTED).removesuffix(BRIDGED)
     match = _ADAPTED.fullmatch(bare)
     return (bare, None) if match is None else (match[1], match[2])
@@ -465,6 +478,13 @@ def resolve_runnable(
     That is a model of an unknown family whose layout is not that of a known one; it is probed once. A known
     family that is refused stays refused. Arguments are those of `resolve`.
 
+    Arguments:
+        name: see `resolve`.
+        revision: see `resolve`.
+        trust_layout: see `resolve`.
+        backend: see `resolve`.
+        adapter: see `resolve`.
+
     Raises:
         ConfigError: if nothing can run the model; `mizarr models inspect` lists the details.
         MissingExtra: if transformers, which may run it, is not installed.
@@ -527,6 +547,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
     if folder.is_file():
         return ModelFiles(text, folder.parent, gguf=folder)
     if not require_content(folder / CONFIG, ConfigError):
+        # A folder often holds one model at several quantisations, so the file must be named.
         gguf_files = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
         if gguf_files:
             raise ModelNotFound(
@@ -542,6 +563,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
 
 def hub_cache() -> Path:
     """Cache folder of the Hugging Face libraries, from the same environment variables."""
+    # In the order of huggingface_hub, whose second name is the older one.
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser()
@@ -558,13 +580,21 @@ def cached_models() -> list[str]:
     )
 
 
-def _repository(name: str) -> Path:
+def repository_folder(name: str) -> Path:
     """Folder of a hub repository in the cache; it need not exist."""
     return hub_cache() / f"models--{name.replace('/', '--')}"
 
 
 def reference_file(repository: Path, revision: str) -> Path:
-    """File of the cache with the commit of a branch or tag. ModelNotFound for an invalid revision."""
+    """File of the cache with the commit of a branch or tag.
+
+    Arguments:
+        repository: folder of the repository in the cache.
+        revision: branch or tag.
+
+    Raises:
+        ModelNotFound: for a revision that is no path below the folder.
+    """
     return path_below(repository / "refs", revision, ModelNotFound, f"revision {revision!r:.80}")
 
 
@@ -579,21 +609,23 @@ def snapshot_folder(repository: Path, revision: str) -> Path:
         ModelNotFound: for an invalid revision, or a file of the cache that contains no commit.
     """
     reference = reference_file(repository, revision)
+    # Without such a file the revision is a commit.
     commit = reference.read_text().strip() if reference.is_file() else revision
     return path_below(repository / "snapshots", commit, ModelNotFound, reference)
 
 
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
-    if name.endswith(SUFFIX) and not _repository(name).is_dir():
+    if name.endswith(SUFFIX) and not repository_folder(name).is_dir():
         gguf_files = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
         suggestion = f"; there are {', '.join(gguf_files[:5])}" if gguf_files else "; check the path"
         raise ModelNotFound(f"expected a GGUF file at {name}, found none{suggestion}")
+    # A name that begins with a dot is a relative path, of which no folder exists.
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFound(
             f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}; "
             f"found no directory {name:.200}"
         )
-    repository = _repository(name)
+    repository = repository_folder(name)
     branch = revision or "main"
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():
@@ -616,6 +648,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name of its shard, from the index of a checkpoint."""
     shards: Any = json_object(index, WeightsError).get("weight_map")
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
+    # An index may come from anyone: a name must not lead out of the folder.
     strange = [name for name in names if not isinstance(name, str) or not is_below(name) or "/" in name]
     if strange or not names:
         raise WeightsError(
@@ -636,6 +669,8 @@ def weight_digest(path: Path, pinned: PinnedFiles) -> str:
         WeightsError: for a file in the hub cache that does not have the sha256 in its name.
     """
     content = pinned.digest(path)
+    # The hub cache names blobs by their sha256: flipped bits on disk moved logits where the name was trusted
+    # unread.
     name = named_digest(path)
     if name is not None and content != f"sha256:{name}":
         raise WeightsError(

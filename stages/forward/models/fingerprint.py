@@ -126,6 +126,7 @@ def _leaves(root: object) -> Iterator[tuple[str, Any]]:
             # A container that was visited before, too: only which object it is matters then.
             yield path, tuple(sorted(map(repr, node))) if isinstance(node, set | frozenset) else node
         else:
+            # The reference keeps the object alive, so that no other gets its id meanwhile.
             visited[id(node)] = node
             yield f"{path}:{type(node).__module__}.{type(node).__qualname__}", len(parts)
             waiting += [(f"{path}.{name}" if path else name, part) for name, part in parts.items()]
@@ -161,6 +162,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _same(before: Any, after: Any) -> bool:
+    # The type is compared, too, because True == 1.
     by_value = isinstance(before, (tuple, *_VALUES)) and type(before) is type(after)
     return before is after or (by_value and bool(before == after))
 
@@ -188,17 +190,21 @@ def _weighted_sum(tensor: Tensor) -> int:
         flat = F.pad(flat, (0, padding))
     flat = flat.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # In steps, because the products take 8 bytes for each 4 of the weights.
     for start in range(0, flat.numel(), _WORDS):
         words = flat[start : start + _WORDS]
         places = torch.arange(start, start + words.numel(), dtype=torch.int64, device=flat.device)
+        # int64 wraps around modulo 2^64 in torch; `| 1` makes each factor odd.
         total += (words * (places * _SPREAD | 1)).sum()
     return int(total.item())
 
 
 def _bytes(path: str, source: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor in C order, read-only; copied only from another device or order."""
+    # Copied: torch warns about arrays that are read-only.
     tensor = torch.from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source
     array: npt.NDArray[np.uint8] = _flat(path, tensor, "cpu").numpy()
+    # It may be the tensor's own memory.
     array.flags.writeable = False
     return array
 

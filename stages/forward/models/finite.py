@@ -57,7 +57,15 @@ class PassMaker(Protocol):
         *,
         check_finite: bool = True,
     ) -> Tensor | None:
-        """Run one pass with given taps; see `Model.tapped`."""
+        """Run one pass with given taps; see `Model.tapped`.
+
+        Arguments:
+            ids: token ids [batch, position].
+            taps: called at every hook point.
+            want: logits to return; None for none.
+            order: layers in execution order; None for each once.
+            check_finite: whether logits with NaN or infinity are an error.
+        """
 
 
 def is_fit(capture: Capture, value: Tensor) -> bool:
@@ -104,10 +112,12 @@ def not_finite(
         where: words for the output that is not finite: "the logits".
         stored: dtype of the stored array; float16 can overflow even if the pass itself is finite.
     """
+    # This pass is for the message only; the one it explains may have recorded gradients.
     with torch.no_grad():
         origin = next(
             ((rows, point) for rows in batches if (point := first_not_finite(model, rows, spec))), None
         )
+        # The same prompts without interventions tell whether these are the cause.
         is_by_intervention = bool(spec.interventions) and (
             origin is not None and first_not_finite(model, origin[0], BoundSpec()) is None
         )
@@ -148,6 +158,7 @@ def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: Boun
             non_finite.append(capture.point)
             raise EarlyStop
 
+    # No later operation reads a derived value, so non-finite numbers cannot spread from there.
     points = [point for point in model.hook_points if not BY_NAME[point.kind].is_derived]
     all_points = replace(spec, captures=tuple(map(Capture, points)), keeps=(), objective=None)
     ids = torch.tensor([list(row) for row in rows], dtype=torch.long, device=model.device)
@@ -155,5 +166,6 @@ def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: Boun
     with suppress(EarlyStop):
         logits = model.tapped(ids, RunTaps(all_points, check), ALL_LOGITS, spec.order, check_finite=False)
     if not non_finite and logits is not None and not is_finite(logits):
+        # Only the LM head is left, whose output no hook shows.
         return HookPoint.logits()
     return non_finite[0] if non_finite else None

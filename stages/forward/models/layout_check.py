@@ -116,6 +116,8 @@ class LayoutCase:
         if installed is not None:
             return _read(texts.get(installed))
         verdicts = [verdict for text in texts.values() if (verdict := _read(text)) is not None]
+        # An earlier agreement counts, as this forward pass has not changed since; a refusal may be out of
+        # date.
         return next((verdict for verdict in verdicts if verdict.agrees), None)
 
     def verdict(self) -> Verdict:
@@ -139,6 +141,7 @@ class LayoutCase:
         """Run both models at every length; transformers first, so that one model is in memory at a time."""
         import torch
 
+        # Loading a model in transformers may draw random numbers: the caller's generator must not move.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
                 with quiet():
@@ -174,6 +177,7 @@ class LayoutCase:
         """Random token ids [1, position]; the same at every call."""
         import torch
 
+        # Seeded, so that both models get the same prompt although they run one after the other.
         seeded = torch.Generator().manual_seed(length)
         return torch.randint(0, self.config.vocab_size, (1, length), generator=seeded)
 
@@ -189,6 +193,7 @@ class LayoutCase:
         model = kind.from_pretrained(
             str(self.directory),
             local_files_only=True,
+            # Code from the hub would run with the user's rights.
             trust_remote_code=False,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -196,6 +201,7 @@ class LayoutCase:
         outputs = []
         for length in lengths:
             output = model(input_ids=self._ids(length), use_cache=False, output_hidden_states=True)
+            # The last of hidden_states is behind the final norm, and no residual stream.
             states = torch.stack([_last_positions(state) for state in output.hidden_states[:-1]])
             outputs.append((_last_positions(output.logits), states))
         return outputs
@@ -261,6 +267,7 @@ def turning_points(config: Architecture, declared: Mapping[str, Any]) -> dict[st
     lengths: dict[str, int] = {}
     for key, number in points:
         if 1 < number < config.context_length:  # no prompt is longer than the context
+            # Lists give several numbers under one key; the largest is the farthest turning point.
             lengths[key] = max(number, lengths.get(key, 0))
     return lengths
 
@@ -269,6 +276,10 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
     """Prompt lengths to compare, ascending, the longest beyond every turning point.
 
     Includes the whole context if that is at most `FARTHEST`.
+
+    Arguments:
+        config: the inferred architecture.
+        turns: name -> length at which the computation may change.
 
     Raises:
         CannotCheck: for a turning point beyond `FARTHEST`.
@@ -291,10 +302,16 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
 
 def difference(expected: Tensor, value: Tensor) -> float:
     """Largest |difference| relative to the largest |entry| of `expected`; inf for other shapes, NaN for
-    NaN."""
+    NaN.
+
+    Arguments:
+        expected: values of the reference.
+        value: values to compare.
+    """
     if expected.shape != value.shape:
         return float("inf")
     apart, scale = float((expected - value).abs().max()), float(expected.abs().max())
+    # Relative to the scale alone: an absolute term would hide everything of a small head.
     return apart / scale if scale else apart
 
 
@@ -327,6 +344,7 @@ def _whole_numbers(section: Mapping[str, Any], prefix: str = "") -> Iterator[tup
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, Mapping):
                 yield from _whole_numbers(item, f"{prefix}{key}.")
+            # Some writers of JSON write 4096 as 4096.0.
             elif (isinstance(item, int) and not isinstance(item, bool)) or (
                 isinstance(item, float) and item.is_integer()
             ):

@@ -29,6 +29,7 @@ def memory_there_is() -> int | None:
     if (configured := memory_said()) is not None:
         return configured
     limits = (*_of_machine(), *_of_groups(), *_of_process())
+    # A process may be above a limit that was lowered later: then nothing is free.
     return min((max(0, free) for free in limits), default=None)
 
 
@@ -39,7 +40,7 @@ def memory_said() -> int | None:
 
 def _of_machine() -> Iterator[int]:
     """Bytes the machine can give without swapping (MemAvailable)."""
-    with suppress(OSError, IndexError, ValueError):
+    with suppress(OSError, IndexError, ValueError):  # systems other than Linux have no /proc
         yield _kibibytes(Path("/proc/meminfo"), "MemAvailable:")
 
 
@@ -48,6 +49,7 @@ def _of_groups() -> Iterator[int]:
     with suppress(OSError):
         for line in _MEMBERSHIP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            # "" is version 2, in which one hierarchy has all controllers.
             if controllers not in ("", "memory"):
                 continue
             root = _GROUPS if not controllers else _GROUPS / "memory"
@@ -55,6 +57,7 @@ def _of_groups() -> Iterator[int]:
                 "memory.limit_in_bytes", "memory.usage_in_bytes"
             )  # fmt: skip
             inside = Path(path.lstrip("/"))
+            # A parent may have less free than the group itself.
             for group in (root / inside, *(root / above for above in inside.parents)):
                 yield from _of_group(group, *names)
 
@@ -83,4 +86,5 @@ def _of_process() -> Iterator[int]:
 
 
 def _kibibytes(file: Path, name: str) -> int:
+    # "kB" in these files are units of 1024 bytes.
     return int(file.read_text().partition(name)[2].split()[0]) << 10

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....store.errors import MizarrError
-from .files import CONFIG, SHIPPED, ModelFiles, cached_models, hub_cache, resolve
+from .files import CONFIG, SHIPPED, ModelFiles, cached_models, repository_folder, resolve
 
 __all__ = ["ListedModel", "listed_models"]
 
@@ -58,13 +58,14 @@ def listed_models() -> list[ListedModel]:
 def _revisions(name: str) -> Iterator[tuple[str, ModelFiles]]:
     """(branch or tag, files) of a cached repository with a config.json; (commit, files) where no ref
     points."""
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    repository = repository_folder(name)
     references = {
         str(path.relative_to(repository / "refs")): path.read_text().strip()
         for path in sorted((repository / "refs").rglob("*"))
         if path.is_file()
     }
     snapshots = (repository / "snapshots").glob("*")
+    # Repositories of dictionaries are in the same cache, without a config.json.
     cached_commits = sorted(path.name for path in snapshots if (path / CONFIG).is_file())
     unnamed = {commit: commit for commit in cached_commits if commit not in references.values()}
     for revision, commit in {**references, **unnamed}.items():
@@ -81,6 +82,7 @@ def _listed(files: ModelFiles, revision: str | None) -> ListedModel:
             architecture = files.architecture()
             layers, hidden = architecture.num_layers, architecture.hidden_size
     except (MizarrError, OSError) as error:
+        # A list has one line per model; `mizarr models inspect` shows the rest.
         obstacle = str(error).splitlines()[0]
     is_known = not obstacle and files.has_known_family
     place = str(files.directory)

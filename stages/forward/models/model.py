@@ -45,7 +45,7 @@ from ..passes.sweep import Result
 from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .finite import not_finite, require_finite
-from .reference import ModelRef
+from .reference import COMPUTED_IN, ModelRef
 from .residency import describe_shortage, keep_freed_memory, room_for
 from .streamed import StreamedWeights, stream
 
@@ -60,12 +60,8 @@ Prompts = (
     str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]] | Tensor | np.ndarray | Mapping[str, Any]
 )
 """Every form of prompts that `Model.tokenize` accepts; read by text/rows.py."""
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMPUTED_IN}
+"""Name -> dtype that models may compute in."""
 
 
 class Model:
@@ -80,6 +76,15 @@ class Model:
         identity: ModelIdentity | None = None,
         streamed: StreamedWeights | None = None,
     ) -> None:
+        """Wrap a network; `from_pretrained` loads one.
+
+        Arguments:
+            network: computes the layers.
+            name: name in messages and provenance.
+            tokenizer: tokenizer of the model; None for token ids only.
+            identity: identity of its files; None for weights made in memory.
+            streamed: its weights, if they are read layer by layer.
+        """
         if not hasattr(network, "config"):
             raise ConfigError(
                 f"expected a network, found {shown(network)}; load a model by name: "
@@ -91,6 +96,7 @@ class Model:
         """Streamed weights, read from files layer by layer; None if all weights are in memory."""
         self.name = name
         self._identity = identity
+        # Taken now, so that any later edit of the weights shows in `identity`.
         self._loaded = None if identity is None else fingerprint(network)
         self._tokenizer = tokenizer
 
@@ -112,7 +118,7 @@ class Model:
         transformers, with a warning, if that is installed. Changing the files later does not affect the
         model.
 
-        Args:
+        Arguments:
             name: hub id, directory or shipped name.
             progress: whether to show a progress bar on stderr; None shows it for large checkpoints on a
                 terminal.
@@ -162,12 +168,14 @@ class Model:
         streamed = None
         if room is None:
             if device.type == "cpu":
+                # Not where layers come and go: freed weights must then return to the system.
                 keep_freed_memory()
             identity, network = files.while_digested(
                 name_of_dtype,
                 lambda: build(config, files.checkpoint, dtype=dtype, device=device, progress=progress),
             )
         else:
+            # Digested before it is opened: from then on every read compares the files with their stamp.
             identity = files.identity(name_of_dtype)
             streamed = stream(
                 files.checkpoint, config, dtype=dtype, device=device, room=room, name=files.name
@@ -358,12 +366,13 @@ class Model:
         groups: dict[int, list[int]] = defaultdict(list)
         for row, ids in enumerate(rows):
             groups[len(ids)].append(row)
+        # Rows of a payload belong to prompts; in batches by length they would meet other prompts.
         _refuse_rows_of_batches(spec, groups)
         specs = {
             length: spec if recurrent is None else recurrent.applied(spec, self.config, length)
             for length in groups
         }
-        if spec.gradients:
+        if spec.gradients:  # checked for all prompts before the first pass
             spec.require_objective().check([len(row) for row in rows], self.config.vocab_size)
         parts = []
         for length, group in groups.items():
@@ -397,6 +406,7 @@ class Model:
         numbers: Sequence[int],
     ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
         """As `run_batch`, for captures of gradients; `numbers`: of these prompts among all prompts."""
+        # All logits, so that those of the metric are among them; the wanted ones are selected below.
         logits, captured = self.differentiate(rows, spec, numbers, want=None if want is None else ALL_LOGITS)
         if want is None:
             return None, captured
@@ -434,6 +444,12 @@ class Model:
 
         So no activation has to stay in memory. If layers are repeated, captures reach `sink` after the pass,
         when the last repetition is known. Captures are not checked for NaN.
+
+        Arguments:
+            rows: token ids [prompt][position].
+            spec: captures and interventions.
+            want: logits to return; None for none.
+            sink: receives each captured activation.
         """
         ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
@@ -443,8 +459,7 @@ class Model:
         taps = RunTaps(
             spec, last.__setitem__ if is_repeated else sink, stop_early=want is None and not is_repeated
         )
-        logits = self._passes.forward(ids, taps, want, spec.order)
-        self._require_finite_logits(logits, ids, taps)
+        logits = self.tapped(ids, taps, want, spec.order)
         for capture, value in last.items():
             sink(capture, value)
         return logits
@@ -473,14 +488,9 @@ class Model:
             NotFinite: if the logits contain NaN or infinity.
         """
         logits = self._passes.forward(ids, taps, want, order)
-        if check_finite:
-            self._require_finite_logits(logits, ids, taps)
-        return logits
-
-    def _require_finite_logits(self, logits: Tensor | None, ids: Tensor, taps: PassTaps) -> None:
-        """Raise NotFinite, naming where it begins, for logits that contain NaN or infinity."""
-        if logits is not None and not is_finite(logits):
+        if check_finite and logits is not None and not is_finite(logits):
             raise not_finite(self, [ids.tolist()], _spec_of(taps), "the logits")
+        return logits
 
     @plain_torch()
     @torch.no_grad()
@@ -549,8 +559,8 @@ class Model:
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         logits, captured = backward(self.network, ids, spec, want, cotangent, memory, dropped)
         if not is_finite(logits):
-            raise not_finite(self, [rows], replace(spec, captures=()), "the logits")
-        require_finite(self, rows, replace(spec, captures=()), captured)
+            raise not_finite(self, [rows], spec, "the logits")
+        require_finite(self, rows, spec, captured)
         return logits, captured
 
     def differentiate(
@@ -573,6 +583,7 @@ class Model:
         """
         objective = spec.require_objective()
         metric_want = objective.want(numbers) if want is None else want
+        # The tokens that the metric reads, at its one position.
         baseline_want = Logits((objective.at,), metric_want.tokens)
         clean = self._baselines([objective.baseline_of(number) for number in numbers], baseline_want)
         return self.backward(
@@ -603,6 +614,7 @@ class Model:
             cache: key-value cache (passes/kept.py), extended in place.
             taps: called at every hook point.
         """
+        # Interventions were checked for the prompt and the longest text (generation/generate.py).
         logits = self._passes.read_on(rows, cache, taps)
         if not is_finite(logits):
             raise not_finite(self, [rows], _spec_of(taps), "the logits")
@@ -616,6 +628,7 @@ class Model:
             wanted: all runs of the plan.
             room: bytes for activations in addition to those of one prompt.
         """
+        # Item by item: between two items the consumer's own settings of torch hold.
         yield from each_in_plain_torch(self._swept(block, wanted, room))
 
     @torch.no_grad()
@@ -630,6 +643,12 @@ class Model:
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
         """Check interventions and logits against a batch of `batch` prompts of `length` tokens.
 
+        Arguments:
+            spec: interventions to check.
+            want: logits to check; None for none.
+            batch: number of prompts.
+            length: tokens of each prompt.
+
         Raises:
             InterventionError: for a position, size or payload that does not fit.
             PromptError: for a position or token of `want` out of range.
@@ -637,6 +656,7 @@ class Model:
         of_prompts = dict.fromkeys(("position", "query_position", "key_position"), length)
         for point, change in spec.interventions:
             change.check(point, {**self.config.sizes_in(point.layer), "batch": batch, **of_prompts})
+            # In a model without causal mask, edges to later keys exist.
             if not self.config.looks_ahead:
                 change.require_causal(point, length)
         if want is not None:
@@ -783,6 +803,7 @@ def as_device(device: str | torch.device | None) -> torch.device:
             raise RuntimeError("which holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+        # torch lists every device type that it knows, which says nothing of this machine.
         if re.match("Expected one of .*device type", reason):
             reason = "no kind of device"
         raise ConfigError(

@@ -59,6 +59,7 @@ class ModelRef:
         from ....store.arrays import require_flag
 
         if self.dtype is not None:
+            # A torch dtype is accepted as well, without importing torch here.
             name = str(self.dtype).removeprefix("torch.")
             object.__setattr__(self, "dtype", name)
             if name not in COMPUTED_IN:
@@ -111,6 +112,7 @@ class ModelRef:
                 continue
             # "cuda" stands for any index, such as "cuda:0".
             matches = actual.get(name) == value or (name == "device" and actual[name].startswith(f"{value}:"))
+            # A loaded model knows no revision: its weights must be those of the files.
             if name == "revision":
                 matches = _is_at(self.model, value, actual["dtype"])
             if not matches:

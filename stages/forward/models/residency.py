@@ -70,6 +70,10 @@ class UnitBytes:
 def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
     """Bytes of the weights of an architecture, in a dtype of `itemsize` bytes per number.
 
+    Arguments:
+        config: architecture of the model.
+        itemsize: bytes of a number in the compute dtype.
+
     Raises:
         ConfigError: for a model that runs through the transformers bridge, whose tensors transformers loads.
     """
@@ -82,12 +86,15 @@ def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
     outside = dict(tensors.outside)
     embed, head = outside.pop("embed"), outside.pop("head")
     units: dict[Unit, int] = {EMBEDDING: _numbers(embed)}
+    # A tied head is the embedding's tensor, under the same name.
     if head != embed:
         units[HEAD] = _numbers(head)
     always = {stored.name: _numbers(stored) for stored in outside.values()}
+    # Computed and not read from a file, but as large as a learned table.
     always["position waves"] = config.has_position_waves * config.position_rows * config.hidden_size
     for layer, weights in enumerate(tensors.layers):
         units[layer] = sum(_numbers(stored) for stored in weights.values() if stored.layer is None)
+        # Tensors of another layer (Zamba's block, ALBERT's groups) are in memory once, for all.
         shared = {weight: stored for weight, stored in weights.items() if stored.layer is not None}
         always |= {tensors.in_layer(layer, weight): _numbers(stored) for weight, stored in shared.items()}
     sizes = {unit: itemsize * numbers for unit, numbers in units.items()}
@@ -109,7 +116,12 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def describe_shortage(total: int, room: int) -> str:
-    """Message that weights are streamed, because `total` bytes do not fit in `room` bytes."""
+    """Message that weights are streamed, because `total` bytes do not fit in `room` bytes.
+
+    Arguments:
+        total: bytes of all weights.
+        room: bytes that weights may take.
+    """
     return (
         f"weights of {human_bytes(total)} do not fit the {human_bytes(room)} there are for them; layers come "
         "and go"
@@ -178,11 +190,15 @@ def keep_freed_memory() -> bool:
     if (
         not is_tuned()
         or not sys.platform.startswith("linux")
+        # Whoever sets glibc's own variables, or another allocator (LD_PRELOAD), has decided already.
         or any(name in os.environ for name in _SETTINGS)
     ):
         return False
     try:
+        # Missing where the C library is musl.
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
+    # Both: blocks above the mmap threshold are returned to the kernel when freed, the top of the heap when
+    # trimmed.
     return bool(mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT))

@@ -58,8 +58,8 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: ModelSource | ModelRef | Model | str | Path, **options: Any) -> ModelSource:
-        """A source for a model, with the options of `ModelRef`; a source without options is returned as it
-        is."""
+        """A ModelSource of a model with options of `ModelRef`; a ModelSource without options is returned
+        unchanged."""
         return model if isinstance(model, cls) and not options else cls(ModelRef.of(model, **options))
 
     @cached_property
@@ -138,6 +138,7 @@ class ModelSource:
         if self._model is None:
             self._model = _loaded(key, self.files, max_memory, partial(self._allowed, max_memory, beside))
         if (edited := self._model.first_edit()) is not None:
+            # Forgotten, so that the next call loads the files again.
             self._model = None
             _forget(key)
             raise SourceChanged(
@@ -165,6 +166,7 @@ class ModelSource:
     @property
     def needs(self) -> str:
         """Resource that a worker needs for this model: "GPU", or "" if its device is the CPU."""
+        # None takes a GPU where there is one, so it asks for one as well.
         return "" if self.device == "cpu" else "GPU"
 
     def provenance(self) -> dict[str, Any]:
@@ -179,6 +181,7 @@ class ModelSource:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
+        # Computed here: another process checks what it loads against them.
         digests = {"identity": self.identity, "tokenizer_digest": self.tokenizer_digest}
         return {**vars(self), "_model": None, "files": None, "tokenizer": None, **digests}
 
@@ -216,8 +219,8 @@ class _CachedModel:
     """The model."""
 
     def serves(self, key: _ModelKey, max_memory: int | None) -> bool:
-        """Whether it is the requested model. Under another limit only if all weights are in memory, and
-        fit."""
+        """Whether this is the requested model: with equal memory limit, or with all weights in memory, within
+        the new limit."""
         if self.key != key or self.max_memory == max_memory:
             return self.key == key
         return self.model.streamed is None and (max_memory is None or self.model.weight_bytes <= max_memory)
@@ -243,6 +246,7 @@ def _loaded(
     with _LOADING:
         if not (_cache and _cache[0].serves(key, max_memory)):
             _cache.clear()  # before loading: two models may not fit in memory
+            # `allowed` asks for free memory only now, after the earlier model has gone.
             _cache.append(_CachedModel(key, max_memory, _load(*key, files, allowed())))
         return _cache[0].model
 

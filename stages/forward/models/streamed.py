@@ -75,12 +75,19 @@ class WeightFiles:
         with self.checkpoint.opened() as tensors:
             take = as_computed(tensors, self.dtype, self.device)
             yield read_shared_once(take, self.config, self.shared)
+        # After reading: a file that changed meanwhile may have given bytes of either version.
         self.check()
 
     def rows(self, name: str, ids: Tensor) -> Tensor | None:
-        """Rows `ids` of a matrix, [row, width]; None if its file does not hold it in plain form."""
+        """Rows `ids` of a matrix, [row, width]; None if its file does not hold it in plain form.
+
+        Arguments:
+            name: name of the matrix in the checkpoint.
+            ids: rows to read.
+        """
         if (mapped := self.checkpoint.mapped(name)) is None:
             return None
+        # Indexing copies the rows: later passes do not depend on the mapping.
         rows = np.ascontiguousarray(mapped[ids.cpu().numpy()])
         is_bfloat16 = rows.dtype.name == "bfloat16"
         tensor = torch.from_numpy(rows.view(np.int16) if is_bfloat16 else rows)
@@ -137,10 +144,12 @@ class Window:
         """
         with self._lock:
             if unit in self._loaded:
+                # To the end: the dict is in the order of last use.
                 self._loaded[unit] = self._loaded.pop(unit)
             else:
                 self._make_room(unit)
                 weights = self._read(unit)
+                # The fingerprint is compared when the unit is evicted, and for the identity of the model.
                 self._loaded[unit] = weights, fingerprint(weights)
                 self.reads[unit] = self.reads.get(unit, 0) + 1
             return self._loaded[unit][0]
@@ -159,6 +168,7 @@ class Window:
             beside: layer -> bytes of buffers for it. Room for the buffers of one layer, the largest, is
                 already set aside.
         """
+        # The limit already sets aside the largest layer's buffers, which each group counts again.
         room = self._room + max(beside.values(), default=0)
         group: list[int] = []
         for layer in layers:
@@ -205,6 +215,12 @@ class StreamedLayers(Sequence[Layer], Generic[Layer]):
     """Sequence of model layers; indexing reads the layer's weights from files if necessary."""
 
     def __init__(self, window: Window, count: int) -> None:
+        """Make a sequence of layers.
+
+        Arguments:
+            window: reads and evicts the layers.
+            count: number of layers.
+        """
         self._window, self._count = window, count
 
     def __len__(self) -> int:
@@ -238,6 +254,7 @@ class StreamedWeights(Weights[Any]):
         with files.opened() as take:
             small = outer_weights(take, config, like)
             for shared in config.tensors.shared:
+                # Reading puts it into `files.shared`, where it stays.
                 take(shared)
         window = Window(self._read_unit, sizes.units, room - sizes.always, name)
         self._fields(**small, window=window, layers=StreamedLayers(window, config.num_layers))
@@ -289,7 +306,7 @@ class StreamedWeights(Weights[Any]):
 
     @property
     def lm_head(self) -> Tensor | None:
-        """The matrix [vocab, width] of the LM head, read if it is not in memory; None if it is the
+        """LM head matrix [vocab, width], read from files unless in memory; None for a head tied to the
         embedding."""
         return None if self.head == EMBEDDING else self.window.get(HEAD)
 
@@ -307,6 +324,7 @@ class StreamedWeights(Weights[Any]):
     def embedded(self, ids: Tensor) -> Tensor:
         """Embeddings of token ids (see `Weights`); reads only their rows if the matrix is not in memory."""
         if EMBEDDING not in self.window:
+            # Each row is read once, however often its token occurs.
             unique_ids, indices = ids.unique(return_inverse=True)
             rows = self._files.rows(self._files.config.tensors.outside["embed"].name, unique_ids)
             if rows is not None:

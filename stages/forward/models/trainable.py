@@ -38,7 +38,13 @@ def architecture_to_train(raw: dict[str, Any], shapes: Mapping[str, tuple[int, .
 
 
 def network_over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
-    """The network of an architecture; `take` returns a tensor by its name in a checkpoint."""
+    """The network of an architecture; `take` returns a tensor by its name in a checkpoint.
+
+    Arguments:
+        architecture: architecture of the model.
+        take: name of a tensor in a checkpoint -> the tensor to train.
+    """
+    # Imported here, so that an architecture is made without torch.
     from ..networks.table import over
 
     return over(architecture, take)

@@ -37,6 +37,7 @@ def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = 
     """
     if offset < 0:
         raise ConfigError(f"expected a key at or before its query, found it {-offset} positions after it")
+    # At distance 0 the rotation is the identity; a magnitude stays.
     if heads.rope is None or (offset == 0 and heads.rope.magnitude == 1):
         return rows
     import torch
@@ -45,6 +46,7 @@ def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = 
 
     dtype = torch.float32
     cos, sin = rope_tables(heads.rope, max(offset + 1, length or 0), torch.device("cpu"), dtype)
+    # Copied: weights are mapped read-only, and torch warns about such arrays.
     queries = torch.from_numpy(rows.copy()).float()
     rotated = rotate(queries, cos[offset], sin[offset], interleaved=heads.rope.interleaved)
     rotary_dim = 2 * cos.shape[-1]

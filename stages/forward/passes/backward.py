@@ -92,6 +92,7 @@ def _once(
     # Where only captures before a dropped layer's output are watched, the logits have no graph at all.
     gradients: Sequence[Tensor | None] = [None] * len(edges)
     if logits.requires_grad:
+        # allow_unused: the metric need not depend on every captured value; such gradients become zeros.
         gradients = torch.autograd.grad(logits, edges, cotangent(detached), allow_unused=True)
     parts = iter(gradients)
     for capture, watched in taps.watched.items():

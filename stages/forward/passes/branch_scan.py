@@ -72,8 +72,8 @@ def scan_branches(
     for depth in sorted({int(forest.depth[stretch.branch]) for stretch in stretches}):
         level = [stretch for stretch in stretches if forest.depth[stretch.branch] == depth]
         at_once = max(1, room // scan.bytes_of_a_row)
-        for first in range(0, len(level), at_once):
-            scan.advance(level[first : first + at_once])
+        for start in range(0, len(level), at_once):
+            scan.advance(level[start : start + at_once])
     scan.hand_over()
     return scan.read[None].transpose(1, 2)
 
@@ -85,10 +85,10 @@ def _stretches(forest: Forest, row: Row, layer: int) -> list[Stretch]:
             continue
         # A branch may skip positions that no intervention reaches: each gap ends a stretch.
         breaks = np.flatnonzero(np.diff(positions) > 1) + 1
-        first = row.slices[number].start
+        first_token = row.slices[number].start
         for part in np.split(np.arange(len(positions)), breaks):
             start, stop = int(positions[part[0]]), int(positions[part[-1]]) + 1
-            stretches.append(Stretch(number, start, stop, first + int(part[0])))
+            stretches.append(Stretch(number, start, stop, first_token + int(part[0])))
     return stretches
 
 
@@ -177,8 +177,8 @@ class _Scan:
     ) -> None:
         if not rows:
             return
-        first = np.array([stretch.token + begin - stretch.start for stretch in rows])
-        places = torch.from_numpy(first[:, None] + np.arange(end - begin)).to(self._device)
+        first_tokens = np.array([stretch.token + begin - stretch.start for stretch in rows])
+        places = torch.from_numpy(first_tokens[:, None] + np.arange(end - begin)).to(self._device)
         part = {name: x[0][:, places].transpose(0, 1) for name, x in self._tokens.items()}
         row_states = [states[stretch] for stretch in rows]
         before = None if begin == 0 else torch.stack([state for state in row_states if state is not None])
@@ -190,7 +190,7 @@ class _Scan:
         self.read[places] = read.transpose(1, 2)
         for number, stretch in enumerate(rows):
             states[stretch] = after[number]
-            if self._watched[token := int(first[number]) + end - begin - 1]:
+            if self._watched[token := int(first_tokens[number]) + end - begin - 1]:
                 self._kept[token] = after[number]
 
     def _changed(

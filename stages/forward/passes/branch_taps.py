@@ -34,6 +34,12 @@ class BranchTaps:
     """Taps that the loop over layers calls while it computes a row of branches."""
 
     def __init__(self, forest: Forest, ending: Collection[Branch]) -> None:
+        """Collect captures and interventions of all branches.
+
+        Arguments:
+            forest: branches of the sweep.
+            ending: branches whose runs end in this sweep; only their captures are kept.
+        """
         self._forest = forest
         self._changes: dict[Place, list[tuple[int, Intervention]]] = defaultdict(list)
         self._captures: dict[tuple[str, int | None, str], list[int]] = defaultdict(list)
@@ -118,15 +124,32 @@ class BranchTaps:
     # -- attention
 
     def reads_attention(self, branch: int, layer: int) -> bool:
-        """Whether scores or patterns of a branch must be computed explicitly."""
+        """Whether scores or patterns of a branch must be computed explicitly.
+
+        Arguments:
+            branch: index of the branch.
+            layer: layer index.
+        """
         return branch in self._reading[layer]
 
     def of_group(self, group: AttentionGroup, kept: Row, layer: int, room: str = "") -> GroupTaps:
-        """Taps for one attention call; `room` is the prefix of its hook point kinds, e.g. "cross_"."""
+        """Taps for one attention call.
+
+        Arguments:
+            group: branches of the call.
+            kept: tokens whose output of the layer is needed.
+            layer: layer index.
+            room: prefix of its hook point kinds, e.g. "cross_".
+        """
         return GroupTaps(self, group, kept, layer, room)
 
     def attention_done(self, layer: int, kept: Row) -> None:
-        """Give branches the captured scores and patterns of a layer, after its last attention call."""
+        """Give branches the captured scores and patterns of a layer, after its last attention call.
+
+        Arguments:
+            layer: layer index.
+            kept: tokens whose output of the layer is needed.
+        """
         for (kind, when), table in self._attention.items():
             for number in self._captures[kind, layer, when]:
                 length = self._forest.branches[number].length
@@ -138,14 +161,27 @@ class BranchTaps:
     # -- states of recurrences
 
     def changes_of_states(self, layer: int, kind: str) -> dict[int, list[Intervention]]:
-        """Branch -> its interventions on the states of a layer, in order."""
+        """Branch -> its interventions on the states of a layer, in order.
+
+        Arguments:
+            layer: layer index.
+            kind: hook point kind of the state sequence.
+        """
         changes: dict[int, list[Intervention]] = defaultdict(list)
         for number, change in self._changes.get((kind, layer), ()):
             changes[number].append(change)
         return changes
 
     def changed_state(self, number: int, layer: int, kind: str, state: Tensor, position: int) -> Tensor:
-        """The state [1, head, key, value] with which a branch continues after a position."""
+        """The state [1, head, key, value] with which a branch continues after a position.
+
+        Arguments:
+            number: index of the branch.
+            layer: layer index.
+            kind: hook point kind of the state sequence.
+            state: state after the position, [1, head, key, value].
+            position: position in the prompt.
+        """
         subset = PositionSubset(np.array([position]), self._forest.branches[number].length)
         new = state.unsqueeze(2)
         for change in self.changes_of_states(layer, kind)[number]:
@@ -154,12 +190,25 @@ class BranchTaps:
         return new.squeeze(2)
 
     def readers(self, layer: int, kind: str) -> list[int]:
-        """Branches that capture a point, before or after its interventions."""
+        """Branches that capture a point, before or after its interventions.
+
+        Arguments:
+            layer: layer index.
+            kind: hook point kind.
+        """
         numbers_by_when = (self._captures.get((kind, layer, when), ()) for when in ("after", "before"))
         return sorted({number for numbers in numbers_by_when for number in numbers})
 
     def give(self, number: int, kind: str, layer: int, before: Tensor, after: Tensor) -> None:
-        """Give a branch a captured value that is computed only for captures."""
+        """Give a branch a captured value that is computed only for captures.
+
+        Arguments:
+            number: index of the branch.
+            kind: hook point kind.
+            layer: layer index.
+            before: value before interventions at the point.
+            after: value after them.
+        """
         for when, value in (("before", before), ("after", after)):
             if number in self._captures.get((kind, layer, when), ()):
                 self._keep(number, kind, layer, when, value)
@@ -184,7 +233,13 @@ class BranchTaps:
         return x
 
     def note(self, number: int, new: Tensor, old: Tensor) -> None:
-        """Record whether an intervention of a branch changed any value, without waiting for the device."""
+        """Record whether an intervention of a branch changed any value, without waiting for the device.
+
+        Arguments:
+            number: index of the branch.
+            new: value after the intervention.
+            old: value before it.
+        """
         self._moved[number].append((new != old).any())
 
     def _read(self, kind: str, layer: int | None, when: str, x: Tensor, row: Row) -> None:
@@ -203,6 +258,15 @@ class GroupTaps:
     def __init__(
         self, taps: BranchTaps, group: AttentionGroup, kept: Row, layer: int, room: str = ""
     ) -> None:
+        """Select the interventions of the group's branches.
+
+        Arguments:
+            taps: taps of the sweep.
+            group: branches of the call.
+            kept: tokens whose output of the layer is needed.
+            layer: layer index.
+            room: prefix of its hook point kinds, e.g. "cross_".
+        """
         self._room = room
         self._taps, self._group, self._kept, self._layer = taps, group, kept, layer
         members = set(group.branches)

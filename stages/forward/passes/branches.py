@@ -157,7 +157,12 @@ class Branch:
         return positions if self.whole else np.intersect1d(positions, self.logits)
 
     def is_needed(self, slot: int, *, inside: bool) -> bool:
-        """Whether the branch has tokens in a slot: in the entering stream, or inside the layer (`inside`)."""
+        """Whether the branch has tokens in a slot: in the entering stream, or inside the layer (`inside`).
+
+        Arguments:
+            slot: index of the slot.
+            inside: whether the layer itself is asked about, instead of the stream that enters it.
+        """
         return self.start <= slot and self.last >= (slot, inside)
 
     def ends_changing(self, slot: int) -> bool:
@@ -171,7 +176,12 @@ class Branch:
 
 
 def slot_of(point: HookPoint, n_layers: int) -> int:
-    """The slot in which a hook point lies."""
+    """The slot in which a hook point lies.
+
+    Arguments:
+        point: the hook point.
+        n_layers: number of layers of the model.
+    """
     if point.layer is None:
         return 0 if point.kind == "embed" else n_layers
     return point.layer + (point.kind == "resid_post")

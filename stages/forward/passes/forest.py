@@ -48,6 +48,12 @@ class Row:
     """
 
     def __init__(self, forest: Forest, held: dict[int, Ints]) -> None:
+        """Lay tokens out side by side, branch by branch.
+
+        Arguments:
+            forest: branches of the sweep.
+            held: branch -> positions that it computes, ascending; branches without positions are left out.
+        """
         self.held = {branch: positions for branch, positions in held.items() if len(positions)}
         sizes = [len(positions) for positions in self.held.values()]
         ends = np.cumsum(sizes).tolist()
@@ -74,7 +80,12 @@ class Row:
         return len(self.position)
 
     def part(self, branch: int, length: int) -> PositionSubset:
-        """Positions of a branch that the row has, of a prompt of `length` tokens."""
+        """Positions of a branch that the row has, of a prompt of `length` tokens.
+
+        Arguments:
+            branch: index of the branch.
+            length: tokens of its prompt.
+        """
         return PositionSubset(self.held[branch], length)
 
 

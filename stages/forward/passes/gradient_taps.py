@@ -63,6 +63,7 @@ class GradientTaps:
             dropped: layer whose contribution counts as constant; None for none.
         """
         plain = tuple(capture for capture in spec.captures if not capture.is_gradient)
+        # Detached: a capture that is part of the graph would keep all of it in memory.
         self._run = RunTaps(replace(spec, captures=plain), lambda c, x: sink(c, x.detach()))
         self._wanted = {(c.point.kind, c.point.layer, c.when): c for c in spec.gradients}
         self._places = frozenset((c.point.kind, c.point.layer) for c in spec.gradients)

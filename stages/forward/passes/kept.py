@@ -109,7 +109,12 @@ class Cache:
         return keys, values
 
     def newest(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer to which this pass has appended `count`; views, as of `append`."""
+        """All keys and values of a layer to which this pass has appended `count`; views, as of `append`.
+
+        Arguments:
+            layer: layer index.
+            count: number of new positions.
+        """
         keys, values = (room[:, :, : self.length + count] for room in self._pairs[layer])
         return keys, values
 
@@ -117,6 +122,11 @@ class Cache:
         """Keys and values of `count` positions from `first` on; views, as of `append`.
 
         Entries past the newest position are finite numbers without meaning. None where fewer are allocated.
+
+        Arguments:
+            layer: layer index.
+            first: first position.
+            count: number of positions.
         """
         keys, values = (room[:, :, first : first + count] for room in self._pairs[layer])
         return (keys, values) if keys.shape[2] == count else None
@@ -125,6 +135,12 @@ class Cache:
         """Prepend the `count` cached rows before x [B, new, width], zeros at the beginning of a sequence.
 
         The last `count` rows are cached for the next call.
+
+        Arguments:
+            layer: layer index.
+            name: name of the rows in the layer.
+            x: new rows, [B, new, width].
+            count: number of earlier rows that the first new one needs.
         """
         earlier = self._rows.get((layer, name))
         whole = F.pad(x, (0, 0, count, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
@@ -135,7 +151,14 @@ class Cache:
     def rotation(
         self, rope: RopeConfig, length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Rope tables of at least `length` positions; longer where the scaling does not depend on length."""
+        """Rope tables of at least `length` positions; longer where the scaling does not depend on length.
+
+        Arguments:
+            rope: rope configuration of the layer.
+            length: positions that the tables must cover.
+            device: device of the tables.
+            dtype: dtype of the tables.
+        """
         if rope.depends_on_length:
             return rope_tables(rope, length, device, dtype)
         tables = self._rotations.get(rope)
@@ -163,6 +186,7 @@ class Cache:
         # Doubling makes appending n positions cost O(n) copies in total.
         while size < end + _BEHIND:
             size *= 2
+        # Zeros, because padded kernels read entries past the newest position, which must be finite.
         room = like.new_zeros(*like.shape[:2], size, like.shape[3])
         if earlier is not None:
             room[:, :, : self.length] = earlier[:, :, : self.length]

@@ -87,6 +87,7 @@ def forward_part(
         return run_layers(network, carried, layers, history, taps, previous)
     last = network.config.num_layers - 1
     try:
+        # Without layers, the input comes from the last one: its taps and the final norm are left.
         x = run_to_end(network, carried, layers, history, taps, previous if layers else last)
         if not layers or layers[-1] == last:
             network.finish(x, taps, None)

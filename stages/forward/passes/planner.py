@@ -135,6 +135,7 @@ def _blocks(
             members, width, ending = {}, none, set()
             joining = _missing(branch, members)
             added = sum((_widths(member, layers) for member in joining), none)
+        # Only the first branch of a block can be too large: for a later one the block is closed before.
         alone = int(added.max()) * per_token
         if not ending and alone > memory:
             raise PlanError(

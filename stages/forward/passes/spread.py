@@ -184,9 +184,9 @@ class BranchHistory:
         """See `History`; rows before x [1, token, width] in its branch, as [1, token, count, width]."""
         places = self.row.position[:, None] - np.arange(count, 0, -1)
         tokens = self.row.where[self.row.branch[:, None], np.maximum(places, 0)]
-        found = x[:, torch.from_numpy(tokens).to(self._device)]
+        rows_before = x[:, torch.from_numpy(tokens).to(self._device)]
         outside = torch.from_numpy(places < 0).to(self._device)
-        return found.masked_fill(outside[None, :, :, None], 0)
+        return rows_before.masked_fill(outside[None, :, :, None], 0)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
         """See `History`; in each branch from the state that its parent left."""

@@ -19,7 +19,12 @@ __all__ = ["show_derived", "through_sequence", "windows"]
 
 
 def windows(x: Tensor, count: int) -> Tensor:
-    """The `count` rows before each token, a view [B, token, count, width] of x [B, count + token, width]."""
+    """The `count` rows before each token, a view [B, token, count, width] of x [B, count + token, width].
+
+    Arguments:
+        x: rows [B, count + token, width].
+        count: number of rows before each token.
+    """
     return x.unfold(1, count, 1)[:, :-1].transpose(-1, -2)
 
 
@@ -65,7 +70,16 @@ def through_sequence(
 def show_derived(
     layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], state: Tensor, room: str, taps: Taps
 ) -> None:
-    """Show the last state, and the attention matrix that a recurrence amounts to, where they are captured."""
+    """Show the last state, and the attention matrix that a recurrence amounts to, where they are captured.
+
+    Arguments:
+        layer: layer index.
+        recurrence: the recurrence of the layer.
+        tokens: its inputs by name, each [B, H, T, width].
+        state: state after the last token.
+        room: prefix of its hook point kinds, e.g. "rwkv".
+        taps: hook points of the pass.
+    """
     if taps.captures(layer, f"{room}_state"):
         taps(f"{room}_state", layer, state)
     if taps.captures(layer, f"{room}_alpha_raw", f"{room}_effective_attn"):

@@ -48,6 +48,7 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
     history = BranchHistory(forest, taps, room=room, device=network.device)
+    # So that no last bit depends on which runs share the sweep (DESIGN.md, "What last bits depend on").
     with beside_others():
         states = _states(network, history, taps)
     runs = [

@@ -38,7 +38,12 @@ class WholeNetwork(Protocol):
         ...
 
     def logits(self, ids: Tensor, taps: Taps) -> Tensor:
-        """Token ids [B, S] -> logits [B, S, vocab]."""
+        """Token ids [B, S] -> logits [B, S, vocab].
+
+        Arguments:
+            ids: token ids [B, S].
+            taps: called at every hook point.
+        """
         ...
 
 

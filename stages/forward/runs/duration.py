@@ -77,6 +77,7 @@ def expected_duration(
     counted = pass_seconds(source, work)
     candidates = [scaled, None if counted is None else counted + setup]
     estimates = [seconds for seconds in candidates if seconds is not None]
+    # The least: a much smaller earlier run is mostly overhead, and bounds the time from above.
     return Estimate(seconds=round(min(estimates), 3), setup_seconds=setup) if estimates else Estimate()
 
 
@@ -84,6 +85,13 @@ def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
     """Expected seconds of passes on the CPU, without loading the model.
 
     None on a GPU, whose rate is not measured while planning, and behind the transformers bridge.
+
+    Arguments:
+        source: the model.
+        work: amount of work.
+
+    Returns:
+        Seconds; None on a GPU, whose rate is not measured while planning, and behind the transformers bridge.
     """
     if source.device is not None and source.device != "cpu":
         return None
@@ -91,7 +99,9 @@ def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
     if counts is None:
         return None
     per_layer = counts.in_layers / max(config.num_layers, 1)
+    # A multiplication and an addition per weight and row.
     products = 2 * (work.layer_positions * per_layer + work.logit_rows * counts.head)
+    # 4 bytes a number, as in float32.
     moved = 4 * ACTIVATION_PASSES * config.axis_sizes["hidden"] * work.layer_positions
     return products / product_rate() + moved / BANDWIDTH + work.written / WRITE_RATE
 
@@ -113,9 +123,11 @@ def product_rate() -> float:
     """
     rows, weights = np.ones((256, 768), np.float32), np.ones((768, 768), np.float32)
     seconds = []
+    # One thread, whose processor time leaves out other work on the machine.
     with threadpool_limits(1, user_api="blas"):
         for _ in range(6):  # the first includes what BLAS sets up
             start = time.thread_time()
             rows @ weights
             seconds.append(time.thread_time() - start)
+    # The fastest of several: interruptions only add time. 1e-9 avoids 0 where the clock is coarse.
     return 2 * rows.size * weights.shape[1] / max(min(seconds), 1e-9) * (os.cpu_count() or 1)

@@ -86,6 +86,7 @@ class Experiment(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Make the computing methods run under torch's default settings, whatever the caller has set."""
         super().__init_subclass__(**options)
+        # Only methods of this class: those of a base class are wrapped already.
         for name in COMPUTING & vars(cls).keys():
             setattr(cls, name, plain_torch()(vars(cls)[name]))
 
@@ -106,6 +107,7 @@ class Experiment(ABC):
     @classmethod
     def declaration(cls) -> Declaration:
         """Name, version, parameters with defaults, and outputs of the experiment."""
+        # Fields left out of comparison (memory, callbacks) change no result, and are no parameters.
         parameters = [f for f in fields(cls) if f.compare and f.name not in cls.resources]  # type: ignore[arg-type]
         return Declaration(
             "experiment",
@@ -142,26 +144,54 @@ class Experiment(ABC):
 
     @abstractmethod
     def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
-        """The runs of one cell. prepared: result of `prepare`."""
+        """The runs of one cell. prepared: result of `prepare`.
+
+        Arguments:
+            prepared: result of `prepare`.
+            cell: labels of the cell.
+        """
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
         """Runs like those of a cell but with dummy payloads, for planning without a loaded model.
 
         None if the runs depend on the result of `prepare`.
+
+        Arguments:
+            config: architecture of the model.
+            cell: labels of the cell.
         """
         return None
 
     @abstractmethod
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:
-        """Measurement of one run, numbers or numpy arrays; its activations are freed afterwards."""
+        """Measurement of one run, numbers or numpy arrays; its activations are freed afterwards.
+
+        Arguments:
+            prepared: result of `prepare`.
+            cell: labels of the cell.
+            result: captures and logits of the run.
+        """
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> Any:
-        """As `measure`, for run `number` of the cell; overridden if runs are measured differently."""
+        """As `measure`, for run `number` of the cell; overridden if runs are measured differently.
+
+        Arguments:
+            prepared: result of `prepare`.
+            cell: labels of the cell.
+            number: index of the run in the cell.
+            result: captures and logits of the run.
+        """
         return self.measure(prepared, cell, result)
 
     @abstractmethod
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The measurements of the runs of a cell, in order, as a labelled dataset with units."""
+        """The measurements of the runs of a cell, in order, as a labelled dataset with units.
+
+        Arguments:
+            prepared: result of `prepare`.
+            cell: labels of the cell.
+            measured: measurement of each run, in order.
+        """
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Join the datasets of all cells, in order. By default there must be exactly one cell."""
@@ -196,10 +226,18 @@ class ExperimentNode(ResultNode):
     def __init__(
         self, experiment: Experiment, source: ModelSource, *, memory: int | str | None = None
     ) -> None:
+        """Bind an experiment to a model; nothing is computed.
+
+        Arguments:
+            experiment: declares cells, runs and measurements.
+            source: the model.
+            memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+        """
         self.experiment = experiment
         self.source = source
         self.memory = memory
         self.name = experiment.name
+        # Taken now: later checks compare with what these resources were when the node was created.
         self._pinned = tuple(experiment.pinned)
 
     def __repr__(self) -> str:
@@ -228,6 +266,7 @@ class ExperimentNode(ResultNode):
     def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
         inputs = {"model": self.source.identity.digest}
         if self.experiment.reads_text:
+            # Runs are keyed by token ids; only their texts depend on the tokenizer.
             inputs |= tokenizer_input(self.source)
         return ResultKey(label, self.experiment.version, params, inputs)
 
@@ -321,7 +360,12 @@ class ExperimentNode(ResultNode):
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and publish the missing cells, here or on workers; then publish the joined result."""
+        """Compute and publish the missing cells, here or on workers; then publish the joined result.
+
+        Arguments:
+            store: where to publish.
+            context: progress, workers and cluster.
+        """
         with measured() as took:
             runs = 0
             with one_look():
@@ -354,6 +398,7 @@ class ExperimentNode(ResultNode):
             Number of runs.
         """
         check_pinned(self)
+        # Before computing: the key holds the code of metrics, which may change while they run.
         keys = [self.cell_key(cell) for cell in cells]
         model = self.source.load()
         prepared = self.experiment.prepare(model)
@@ -404,6 +449,7 @@ class ExperimentNode(ResultNode):
 
         def finish(number: int) -> None:
             in_order = [measurements[number][i] for i in range(len(listed[number]))]
+            # Measurements of finished cells would otherwise stay until the whole list is done.
             measurements[number].clear()
             cell, key = cells[number]
             dataset = experiment.dataset(prepared, cell, in_order)
@@ -412,6 +458,7 @@ class ExperimentNode(ResultNode):
 
         with measured() as took:
             for number, runs in enumerate(listed):
+                # A cell without runs has a dataset as well, which no run would finish.
                 if not runs:
                     finish(number)
             all_runs = [run for runs in listed for run in runs]
@@ -425,6 +472,10 @@ class ExperimentNode(ResultNode):
         """Raise SourceChanged unless the key still has the digest `expected`.
 
         The key contains the code of the metrics, which may have changed since, or differ on this worker.
+
+        Arguments:
+            store: store of the results.
+            expected: digest of the key when the experiment was planned.
         """
         _require(self.name, expected, self.key(store))
 
@@ -472,5 +523,6 @@ def compute_cells(node: ExperimentNode, store: Store, group: Group, expected: st
     Raises:
         SourceChanged: if the key has another digest on this worker.
     """
+    # A worker may have imported other code of a metric than the process that planned.
     node.require_unchanged(store, expected)
     node.compute(store, group.cells)

@@ -49,9 +49,11 @@ def mean_activations(
     for _, cache in stream(model, [Run(ids, HookSpec().capture(*points), None) for ids in prompts]):
         for point in points:
             axis = position_axis(point)
+            # Sums over many tokens lose digits in the dtype of the model.
             value = cache[point][0].double()
             value = value.narrow(axis, skip, value.shape[axis] - skip)
             part = value if per_position else value.sum(axis, keepdim=True)
             sums[point] = sums[point] + part if point in sums else part
+    # Every token counts alike, so that long prompts weigh more than short ones.
     count = len(prompts) if per_position else sum(len(ids) - skip for ids in prompts)
     return {point: (total / count).to(model.dtype) for point, total in sums.items()}

@@ -46,6 +46,7 @@ class Run:
 
     def __post_init__(self) -> None:
         row = one_row(self.prompt)
+        # A tuple: the caller's list or tensor may change later.
         object.__setattr__(self, "prompt", row if isinstance(row, str) else tuple(row))
         if self.hooks is not None:
             require_spec(self.hooks)
@@ -120,7 +121,13 @@ def run(
 
 
 def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> SweepPlan:
-    """The plan by which `stream` would compute these runs; computes nothing. Raises as `stream`."""
+    """The plan by which `stream` would compute these runs; computes nothing. Raises as `stream`.
+
+    Arguments:
+        model: a loaded model.
+        runs: the runs.
+        memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+    """
     return _planned(model, [resolve(model, item) for item in runs], memory)
 
 
@@ -139,9 +146,16 @@ def _planned(model: Model, resolved: Sequence[Wanted], memory: int | str | None)
 
 
 def resolve(model: Model, run: Run) -> Wanted:
-    """A run with its prompt tokenised and its spec bound and checked against a model."""
+    """A run with its prompt tokenised and its spec bound and checked against a model.
+
+    Arguments:
+        model: a loaded model.
+        run: the run.
+    """
     (tokens,) = model.tokenize(run.prompt)
     spec = model.bind(run.hooks)
+    # The planner runs forward only.
     refuse_gradients(spec, "the planner of runs")
+    # batch=1: a payload with a row per prompt has no meaning for a single run.
     model.check(spec, run.want, batch=1, length=len(tokens))
     return Wanted(tuple(tokens), spec, run.want)

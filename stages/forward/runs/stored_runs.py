@@ -75,12 +75,14 @@ def stored(model: Model, resolved: Sequence[Wanted], store: Store, compute: Comp
             results.update(_read(store, group, resolved, model))
         else:
             waiting.update(dict.fromkeys(group.runs, group))
+    # A killed call may have stored some groups: runs of the others are computed together.
     missing = list(waiting)
     with measured() as took:
         for number, result in compute(missing):
             index = missing[number]
             results[index] = result
             group = waiting[index]
+            # The planner yields in its own order, so any run may be the last of its group.
             if all(i in results for i in group.runs):
                 _publish(store, group, [results[i] for i in group.runs], source, took)
     return results
@@ -94,6 +96,7 @@ def _groups(identity: str, resolved: Sequence[Wanted]) -> Iterator[RunGroup]:
         stop = start
         while stop < len(resolved) and stop - start < GROUP and _shape(resolved[stop]) == _shape(first_run):
             stop += 1
+        # Digests of run keys, as captures of the same run have them.
         digests = [_run_digest(identity, run) for run in resolved[start:stop]]
         request = {**_shape(first_run), "runs": digests}
         key = ResultKey("runs", VERSION, request, {"model": identity})
@@ -151,6 +154,7 @@ def _shape(run: Wanted) -> dict[str, Any]:
 
 
 def _plain(indices: Sequence[int] | None) -> list[int] | None:
+    # A range and a tuple of the same tokens have one key.
     return None if indices is None else list(indices)
 
 

@@ -96,12 +96,14 @@ class DeclaredTokens:
             TokenizerError: for a malformed declaration.
         """
         values = {key: _typed(value, key) for key, value in settings.items()}
+        # A list of added tokens hides both older files (transformers 5).
         if values.get(_DECODER) is not None:
             by_id = _by_id(values[_DECODER])
         else:
             by_id = {**values.get(_OLD_ADDED, {}), **file_tokens}
         by_text = {token.content: token for token in by_id.values()}
         if pad is not None:
+            # Only where the settings have no such key: an explicit null means no padding token.
             values.setdefault("pad_token", pad)
         # A role that is overwritten keeps its place, which decides the order in which tokens are added.
         named: dict[str, Declaration | None] = dict.fromkeys(ROLES)
@@ -135,6 +137,7 @@ class DeclaredTokens:
         Arguments:
             file_tokens: tokens that tokenizer.json itself adds.
         """
+        # In this order, listed tokens before named ones: the order decides their new ids.
         tokens: list[Declaration] = list(self.listed)
         present = {str(token) for token in (*file_tokens, *tokens)}
         for token in (*self.named.values(), *self.extra):
@@ -169,8 +172,11 @@ def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
     """tokenizer_config.json with the keys of transformers 5; the model's own roles are under one key."""
     settings = dict(config)
     if _ADDITIONAL in settings and not settings.get(_EXTRA):
+        # The name of transformers 4 for the same key.
         settings[_EXTRA] = settings.pop(_ADDITIONAL)
-    by_role = {key: settings.pop(key) for key in list(settings) if _is_role(key) and _is_text(settings[key])}
+    by_role = {
+        key: settings.pop(key) for key in list(settings) if _is_role(key) and isinstance(settings[key], str)
+    }
     if isinstance(settings.get(_EXTRA), dict):
         by_role |= settings.pop(_EXTRA)
     if by_role:
@@ -229,6 +235,7 @@ def _from_fields(fields: Mapping[str, Any], key: str) -> AddedToken:
             f"expected {key} as a text, or as an object with content and {', '.join(_FLAGS)} (true or "
             f"false), found {dict(fields)!r}"
         )
+    # As in `tokenizers`: special tokens are matched in the text as it was written.
     flags.setdefault("normalized", not flags.get("special", False))
     return AddedToken(content, **flags)
 
@@ -264,11 +271,8 @@ def _added(token: Declaration, *, is_named: bool) -> AddedToken:
 
 
 def _is_role(key: str) -> bool:
+    # Roles that only this model has, such as image_token.
     return key.endswith("_token") and key not in ROLES
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_declaration(value: Any) -> bool:
@@ -279,4 +283,5 @@ def _json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no file."""
     if not require_content(path, TokenizerError):
         return {}
+    # large_integers: model_max_length is often 10^30, "no limit" in transformers.
     return json_object(path, TokenizerError, large_integers=True)

@@ -33,7 +33,13 @@ class LibraryTokenizer(Tokenizer):
     def __init__(
         self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
     ) -> None:
-        """See `Tokenizer`."""
+        """See `Tokenizer`.
+
+        Arguments:
+            file: a tokenizer.json.
+            settings: content of tokenizer_config.json; None reads it beside the file.
+            name: name of the model; None for that of the folder.
+        """
         import tokenizers
 
         data = read_tokenizer(file)
@@ -59,6 +65,7 @@ class LibraryTokenizer(Tokenizer):
         # Training scripts leave truncation and padding in the file; both would change prompts silently.
         backend.no_truncation()
         backend.no_padding()
+        # Also tokens the file has: adding one again replaces its flags, as transformers does.
         tokens = self._declared.to_add(file_tokens.values())
         backend.add_tokens([tokenizers.AddedToken(**vars(token)) for token in tokens])
         backend.encode_special_tokens = self._declared.splits_special
@@ -67,6 +74,7 @@ class LibraryTokenizer(Tokenizer):
     def _digest(self, data: bytes, file_tokens: Mapping[int, AddedToken]) -> str:
         """Digest of the file, and of added tokens and flags where other files change them."""
         # Without changes the digest is that of the file, as for a tokenizer that stands alone.
+        # Sorted by id, so that the digest does not depend on the order of the library's dict.
         changed = sorted(_added_tokens(self._backend).items() - file_tokens.items())
         if not changed and not self._declared.splits_special:
             return content_digest(data)
@@ -99,6 +107,7 @@ class LibraryTokenizer(Tokenizer):
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
         """See `Tokenizer`; on all cores, without offsets."""
         checked = [as_text(text, self.name) for text in texts]
+        # The fast form computes no offsets, which a corpus does not keep.
         results = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
         return [result.ids for result in results]
 
@@ -114,6 +123,7 @@ class LibraryTokenizer(Tokenizer):
             return ""
         anchor, alone = self._anchor
         whole = self._backend.decode([*anchor, int(token)], skip_special_tokens=False)
+        # Some decoders join pieces or strip spaces across tokens; the token is then decoded alone.
         if whole.startswith(alone):
             return str(whole[len(alone) :])
         return str(self._backend.decode([int(token)], skip_special_tokens=False))
@@ -166,6 +176,7 @@ class VocabularyTokenizer(LibraryTokenizer):
         if words.merges is not None:
             model["merges"] = words.merges()
             empty["merges"] = []
+        # Class of the library, e.g. BPE; the other keys of `model` are its arguments.
         kind = getattr(tokenizers.models, model.pop("type"))
         arguments = {key: value for key, value in model.items() if value is not None}
         described = json.dumps({**words.description, "model": empty, "added_tokens": []})
@@ -185,6 +196,7 @@ class VocabularyTokenizer(LibraryTokenizer):
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
         """See `Tokenizer`; encodings of few short texts are cached (remembered.py)."""
+        # Deferred: a cached encoding must not build the library's tokenizer.
         encode = partial(super()._encode_batch, texts, add_special)
         return cached_encodings(texts, add_special, self._cache_key, encode)
 

@@ -56,6 +56,7 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
         TokenizerError: for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
+        # Packed ids are final (`fixed`): nothing may be added to a run that may be stored already.
         if config.target_start is not None:
             as_pairs(list(prompts), config, model, fixed=True)
         _check_packed(prompts, config.known_ids, config.context_length, model, config.unknown_token)
@@ -66,6 +67,7 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
         return PackedTokens.from_lists(tokenize(rows, tokenizer, config, model))
     if tokenizer is None:
         raise no_tokenizer(model)
+    # In one call: the `tokenizers` library encodes a batch on all cores.
     encodings = [with_target(encoding, config) for encoding in tokenizer.encode_batch(texts)]
     as_pairs([encoding.ids for encoding in encodings], config, model)
     check_prompts(
@@ -79,7 +81,12 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
 
 
 def with_target(encoding: Encoding, config: Architecture) -> Encoding:
-    """The encoding of a source with the start token of a target; unchanged unless prompts are pairs."""
+    """The encoding of a source with the start token of a target; unchanged unless prompts are pairs.
+
+    Arguments:
+        encoding: the encoded source.
+        config: architecture of the model.
+    """
     start = config.target_start
     if start is None:
         return encoding
@@ -147,6 +154,7 @@ def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, fixed: bo
 
 def _as_pair(row: Any, start: int, config: Architecture, model: str, *, fixed: bool) -> list[int]:
     ids = [int(token) for token in row]
+    # The first id of a target is raised by the size of the vocabulary (DESIGN.md, "Encoders with decoders").
     starts = [position for position, token in enumerate(ids) if token >= config.vocab_size]
     if not starts and not fixed:
         starts, ids = [len(ids)], [*ids, start]

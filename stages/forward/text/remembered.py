@@ -30,6 +30,7 @@ def cached_encodings(
         tokenizer: digest of everything that decides an encoding, versions included.
         encode: computes the encodings of all texts.
     """
+    # A corpus: too much for the cache, and its texts are encoded once.
     if len(texts) > _TEXTS or sum(map(len, texts)) > _CHARACTERS:
         return encode()
     cache = encodings()

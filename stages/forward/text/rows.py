@@ -41,7 +41,6 @@ _SHOWN = 60
 """Character limit of a value quoted in an error message."""
 _NAMES = 8
 """Limit of column names listed in an error message."""
-"""Names of columns that an error shows."""
 
 Row = str | list[int]
 """One prompt: its text or its token ids."""
@@ -66,6 +65,7 @@ def as_rows(prompts: Any) -> list[str] | list[list[int]]:
     entries = _entries(value, "prompts", TAKEN)
     if not entries:
         raise PromptError(f"expected at least one prompt, found none; pass {TAKEN}")
+    # The first entry decides whether this is one prompt of token ids or several prompts.
     if _is_id(entries[0]):
         return [_ids(entries, "the prompt")]
     rows = [_row(entry, f"prompt {number}") for number, entry in enumerate(entries)]
@@ -95,7 +95,15 @@ def one_row(prompt: Any, name: str = "prompt") -> Row:
 
 
 def one_row_of_ids(prompt: Any, name: str = "prompt") -> list[int]:
-    """As `one_row`, for a caller without tokenizer: raises PromptError for a text."""
+    """As `one_row`, for a caller without tokenizer.
+
+    Arguments:
+        prompt: one prompt as token ids.
+        name: name of the argument, for messages.
+
+    Raises:
+        PromptError: for a text, and as `one_row`.
+    """
     row = one_row(prompt, name)
     if isinstance(row, str):
         raise PromptError(f"expected token ids as {name}, found {_shown(row)}; pass model.tokenize(text)[0]")
@@ -156,6 +164,7 @@ def _row(entry: Any, where: str) -> Row:
 
 def _plain(value: Any) -> Any:
     """Arrays and tensors as nested lists; any other value unchanged."""
+    # A memoryview has `tolist` but is bytes, which are refused later.
     if isinstance(value, str | list | tuple | memoryview) or not callable(getattr(value, "tolist", None)):
         return value
     try:
@@ -272,6 +281,7 @@ def _entries(value: Any, where: str, accepted: str) -> list[Any] | tuple[Any, ..
     """Entries of a sequence, a generator or another ordered iterable."""
     if isinstance(value, list | tuple):
         return value
+    # Iterable, but not prompts: bytes iterate as integers, files as lines, and sets have no order.
     refused = (bytes, bytearray, memoryview, set, frozenset, os.PathLike, IOBase)
     if not isinstance(value, refused) and isinstance(value, Iterable):
         return list(value)

@@ -83,6 +83,7 @@ class Encoding:
         """Whether each token begins or ends inside a character, which it shares with a neighbour."""
         splits = [False] * len(self)
         for current, following in pairwise(self.spans.placed.tolist()):
+            # Neighbours that overlap share a character, of which each holds some bytes.
             if self.offsets[following][0] < self.offsets[current][1]:
                 splits[current] = splits[following] = True
         return splits
@@ -106,7 +107,12 @@ class Encoding:
         return self.spans.char_to_token_start(char)
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:
-        """All tokens that overlap characters start … end-1."""
+        """All tokens that overlap characters start … end-1.
+
+        Arguments:
+            start: first character.
+            end: character after the last one.
+        """
         return self.spans.char_range_to_tokens(start, end)
 
     def token_to_char_range(self, index: int) -> tuple[int, int]:
@@ -134,6 +140,7 @@ class Encoding:
         for i in self.spans.placed.tolist():
             start, end = self.offsets[i]
             labels[i] = next((name for name, first, last in checked if end > first and start < last), OTHER)
+        # Later tokens overwrite earlier ones, so that the last of each name is left.
         last_of = {name: i for i, name in enumerate(labels) if name != OTHER}
         for name, i in last_of.items():
             labels[i] = name + FINAL
@@ -227,7 +234,12 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
-        """Text of token ids. Raises TokenizerError for an id without a token."""
+        """Text of token ids. Raises TokenizerError for an id without a token.
+
+        Arguments:
+            ids: token ids.
+            keep_special: whether special tokens are part of the text.
+        """
 
     @abstractmethod
     def decode_token(self, token: int) -> str:
@@ -281,17 +293,33 @@ class Tokenizer(ABC):
     def encode_batch(
         self, texts: Sequence[str], *, add_special: bool = True, prepend_bos: bool | None = None
     ) -> list[Encoding]:
-        """`encode` for many texts at once."""
+        """`encode` for many texts at once.
+
+        Arguments:
+            texts: the texts.
+            add_special: see `encode`.
+            prepend_bos: see `encode`.
+        """
         checked = [as_text(text, self.name) for text in texts]
         encodings = self._encode_batch(checked, add_special)
         return [self._place_bos(encoding, prepend_bos) for encoding in encodings]
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
-        """Token ids of many texts, by default without special tokens: all that a corpus needs."""
+        """Token ids of many texts, by default without special tokens: all that a corpus needs.
+
+        Arguments:
+            texts: the texts.
+            add_special: see `encode`.
+        """
         return [encoding.ids for encoding in self.encode_batch(texts, add_special=add_special)]
 
     def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
-        """Texts of a text's tokens."""
+        """Texts of a text's tokens.
+
+        Arguments:
+            text: a text.
+            add_special: see `encode`.
+        """
         return [self.decode_token(token) for token in self.encode(text, add_special=add_special).ids]
 
     @cached_property
@@ -322,6 +350,7 @@ class Tokenizer(ABC):
         encodings: list[Encoding] = []
         # WordPiece encodes any unknown word as one token, [UNK], which must not count as a match.
         unknown = self.special_id("unk_token")
+        # With a space first: inside a sentence most vocabularies have another token than at its start.
         for text in [f" {word}", word] if word else []:
             encodings.append(encoding := self.encode_raw(text))
             if len(encoding) == 1 and encoding.ids[0] != unknown:
@@ -380,6 +409,7 @@ class Tokenizer(ABC):
         template = self._settings.get("chat_template")
         if isinstance(template, list):
             named = {str(entry["name"]): entry["template"] for entry in template}
+            # Several templates by name; transformers takes "default".
             template = named.get("default", next(iter(named.values()), None))
         if not isinstance(template, str):
             raise TokenizerError(
@@ -442,12 +472,17 @@ def byte_positions(text: str) -> list[int]:
     """
     positions = [0]
     for char in text:
+        # surrogatepass: half a surrogate pair has a length, too, and is refused elsewhere.
         positions.append(positions[-1] + len(char.encode("utf-8", "surrogatepass")))
     return positions
 
 
 def byte_to_char(text: str, byte: int) -> int:
     """The character that a UTF-8 byte of the text belongs to; len(text) for its end.
+
+    Arguments:
+        text: a text.
+        byte: position in its UTF-8 bytes.
 
     Raises:
         TokenizerError: for a byte beyond the end.
@@ -485,7 +520,10 @@ def _jinja() -> Any:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        # The settings with which transformers renders chat templates.
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, loopcontrols],
     )
     # jinja's own filter escapes HTML characters; transformers' templates expect plain JSON.
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)

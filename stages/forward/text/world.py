@@ -42,6 +42,16 @@ class WorldTokenizer(Tokenizer):
     def __init__(
         self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
     ) -> None:
+        """Read a vocabulary file.
+
+        Arguments:
+            file: an rwkv_vocab*.txt.
+            settings: content of tokenizer_config.json; None reads it beside the file.
+            name: name of the model; None for that of the folder.
+
+        Raises:
+            TokenizerError: for a malformed file.
+        """
         self._bytes = read_vocabulary(read_tokenizer(file), file)
         super().__init__(file, settings, name=name)
         # Names of ids that the file has count for nothing: their bytes are the token.
@@ -50,6 +60,7 @@ class WorldTokenizer(Tokenizer):
         self._ids = {data: token for token, data in self._bytes.items()}
         self._sizes = _sizes(self._ids)
         self._named_ids = {text.encode(): token for token, text in names.items()}
+        # Regex alternatives match in order: a name that begins another must come later.
         longest_first = sorted(self._named_ids, key=len, reverse=True)
         # `(?!)` never matches: without names the alternation would be empty and match everywhere.
         self._named = re.compile(b"|".join(map(re.escape, longest_first)) or rb"(?!)")
@@ -146,6 +157,7 @@ class WorldTokenizer(Tokenizer):
     def _longest(self, data: bytes, at: int, end: int) -> Iterator[Piece]:
         """Tokens of data[at:end], the longest match at each place."""
         while at < end:
+            # Longest first, so that the first hit is the longest match.
             for size in self._sizes.get(data[at : at + 2], (1,)):
                 token = self._ids.get(data[at : at + size])
                 if token is not None and at + size <= end:
@@ -167,6 +179,10 @@ class WorldTokenizer(Tokenizer):
 def read_vocabulary(data: bytes, file: Path) -> dict[int, bytes]:
     """Id -> bytes of every token in the content of a vocabulary file.
 
+    Arguments:
+        data: content of the file.
+        file: its path, for messages.
+
     Raises:
         TokenizerError: for the first malformed line, or one that repeats an id or a token.
     """
@@ -180,6 +196,7 @@ def read_vocabulary(data: bytes, file: Path) -> dict[int, bytes]:
     vocabulary: dict[int, bytes] = {}
     values: set[bytes] = set()
     for number, line in enumerate(lines, 1):
+        # Files with Windows line ends are read, too.
         content = line.removesuffix("\r")
         if not content:
             continue

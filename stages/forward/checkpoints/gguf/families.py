@@ -26,6 +26,7 @@ _LAYER = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    # llama.cpp names the norm by what reads it, transformers by what it follows.
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -75,7 +76,6 @@ class GgufFamily:
     """Whether 1 was added to norm weights (the checkpoint's norms multiply by 1 + weight)."""
     is_transposed: bool = False
     """Whether the checkpoint stores matrices of a layer as [in, out]."""
-    transposed: bool = False
 
 
 def family_of(header: Header) -> GgufFamily:
@@ -154,6 +154,7 @@ def _qwen2_moe(header: Header) -> Raw:
 
 
 def _qwen3_moe(header: Header) -> Raw:
+    # No metadata say so; llama.cpp normalises in this architecture.
     return _experts(header, "qwen3_moe") | {"norm_topk_prob": True}
 
 
@@ -243,6 +244,7 @@ def _integer(header: Header, key: str, default: int | None = None) -> int:
 
 def _scaling(header: Header, rotary_dim: int) -> Raw:
     """Rope scaling for contexts beyond the training context; `rotary_dim`: number of rotated channels."""
+    # Longrope divides frequencies by these factors (Phi-3 with a long context).
     long, short = (header.tensors.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
     original = header.get("rope.scaling.original_context_length")
     if long is not None and short is not None:

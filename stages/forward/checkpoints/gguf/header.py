@@ -69,6 +69,7 @@ class Header:
                 f"expected {name} in the metadata of {self.path}, found none; fetch the file again"
             )
         value = self.fields[name]
+        # llama.cpp writes an array where layers differ, which no supported architecture does.
         if isinstance(value, list | np.ndarray):
             raise ConfigError(
                 f"{self.path}: expected one {name} for all layers, found an array of {len(value)}; use the "

@@ -89,6 +89,7 @@ class StoredTensor:
             return np.array(data)
         shape = self.shape if first is None else self.shape[1:]
         numbers = np.empty(shape, np.float32)
+        # Blocks never cross rows, so that whole rows can be dequantised separately.
         stored, rows = data.reshape(-1, data.shape[-1]), numbers.reshape(-1, shape[-1])
         # In steps, because the package's function holds all numbers of its argument twice.
         step = max(1, _AT_ONCE // max(1, shape[-1]))
@@ -107,6 +108,7 @@ class StoredTensor:
         """
         mapping = getattr(self.data, "_mmap", None)
         if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            # Advice only: pages of a read-only map come back from the file when they are read again.
             mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -129,6 +131,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
             raise ValueError(f"{magic!r} where {MAGIC!r} was expected")
         version = cursor.integer("<I")
         if version not in _VERSIONS:
+            # Version 3 in big-endian reads as 0x03000000.
             order = ", big-endian" if version & 0xFFFF == 0 else ""
             raise ValueError(f"version {version}{order}, where 2 or 3 was expected, little-endian")
         n_tensors, n_fields = cursor.integer("<Q"), cursor.integer("<Q")
@@ -138,6 +141,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         # `type` instead of isinstance: True would pass as 1.
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"an alignment of {alignment!r:.40}, where a power of two was expected")
+        # Rounded up: the data section begins at the next multiple of the alignment.
         start = -(-cursor.at // alignment) * alignment
     return fields, _mapped(path, tensors, start)
 
@@ -260,6 +264,7 @@ def _tensor_infos(cursor: _Cursor, count: int) -> dict[str, _TensorInfo]:
         n_axes = cursor.integer("<I")
         if n_axes > _MOST_AXES:
             raise ValueError(f"{n_axes} axes of {name!r:.80}, where {_MOST_AXES} at most were expected")
+        # The format counts axes from the innermost one.
         shape = tuple(reversed(cursor.numbers("<u8", n_axes).tolist()))
         kind = gguf.GGMLQuantizationType(cursor.integer("<I"))
         block = gguf.GGML_QUANT_SIZES[kind]

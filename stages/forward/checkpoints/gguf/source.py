@@ -88,6 +88,7 @@ class GgufFiles:
     """Tensors of the GGUF files of one checkpoint."""
 
     files: tuple[Path, ...]
+    """All files of the checkpoint, in order."""
 
     @cached_property
     def _header(self) -> Header:
@@ -145,6 +146,7 @@ class GgufFiles:
                     f"dequantised, found {tensors[location.stored].kind} ({error!s:.80}); use another file "
                     "of the model"
                 ) from error
+            # Transposed and reordered tensors are views; readers of weights expect row-major memory.
             return torch.from_numpy(np.ascontiguousarray(plain))
 
         tensors = self._header.tensors
@@ -166,6 +168,7 @@ def _target(name: str, family: GgufFamily) -> str | None:
 
 
 def _inverse(name: str, family: GgufFamily, header: Header) -> _Inverse:
+    # "blk.3.attn_q.weight" -> "attn_q.weight".
     stem = name.removeprefix("blk.").partition(".")[2] if name.startswith("blk.") else name
     # llama.cpp rotates neighbouring channels of these families, transformers rotates halves.
     if family.has_paired_rope and stem.startswith(("attn_q.", "attn_k.")):
@@ -183,8 +186,10 @@ def _inverse(name: str, family: GgufFamily, header: Header) -> _Inverse:
         # The converter stores 1 + weight, as llama.cpp's norm multiplies by the stored value.
         return _Inverse(lambda gains: gains - 1)
     if family.is_transposed and name.startswith("blk.") and stem.endswith(".weight") and "norm" not in stem:
+        # GPT-2 stores matrices as [in, out] (Conv1D); llama.cpp as [out, in].
         return _Inverse(np.transpose, lambda shape: shape[::-1])
     if stem == "ffn_gate_inp_shexp.weight":
+        # The converter drops the axis of length 1 of this gate.
         return _Inverse(lambda row: row.reshape(1, -1), lambda shape: (1, *shape))
     return _Inverse()
 

@@ -43,6 +43,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Scheme:
         )
     if eight:
         return Scheme("bitsandbytes int8", 1, {}, _rows, _of_rows)
+    # "fp4" is the library's default where the key is missing.
     kind = require("bitsandbytes", config, "bnb_4bit_quant_type", STATES, "fp4")
     storage = config.get("bnb_4bit_quant_storage") or "uint8"
     require(
@@ -102,11 +103,13 @@ def _of_blocks(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
 
     facts, absmax = packed.facts, parts["weight.absmax"]
     if "nested_offset" in facts:
+        # Double quantisation (QLoRA, section 3): absolute maxima are 8-bit codes with scales of their own.
         outer = parts["weight.nested_absmax"].float().repeat_interleave(facts["nested_blocksize"])
         codes = parts["weight.nested_quant_map"].float()[absmax.long()]
         absmax = codes * outer[: len(codes)] + facts["nested_offset"]
     pairs = parts["weight"].reshape(-1).long()
     count = torch.Size(packed.shape).numel()
+    # The first number of a byte is in its high half.
     values = parts["weight.quant_map"].float()[torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)][:count]
     # The last block may be incomplete, hence the cut to `count`.
     scales = absmax.float().repeat_interleave(facts["blocksize"])[:count]

@@ -39,6 +39,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
     form = require(method, config, "format", FORMATS, None)
     for key in ("sparsity_config", "transform_config"):
         setting = config.get(key) or {}
+        # llm-compressor writes a sparsity_config of format "dense" for weights that are not sparse.
         if setting and setting.get("format") != "dense":
             raise ConfigError(
                 f"quantization_config: expected no {key} of {method}, found {setting!r}; {ADVICE}"
@@ -89,6 +90,7 @@ def _packed(source: TensorSource, bits: int) -> dict[str, Packed]:
         columns = words * 32 // bits
         if "weight_shape" in parts:
             with source.opened() as take:
+                # Stored, because rows of packed words may be padded.
                 rows, columns = (int(size) for size in take(parts["weight_shape"]))
         weights[f"{module}.weight"] = Packed((rows, columns), parts)
     return weights

@@ -29,6 +29,7 @@ def fp8(config: Mapping[str, Any]) -> Scheme:
     block = block_size("fp8", config.get("weight_block_size"))
 
     def find(source: TensorSource) -> dict[str, Packed]:
+        # DeepSeek's name; despite "inv" the scale multiplies.
         modules = grouped(source, "weight_scale_inv", ("weight",))
         return {
             f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
@@ -60,7 +61,13 @@ def block_size(method: str, value: Any) -> tuple[int, ...]:
 
 
 def blocks_of(weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
-    """A matrix times one scale per block of its rows and columns; blocks at the edges may be incomplete."""
+    """A matrix times one scale per block of its rows and columns; blocks at the edges may be incomplete.
+
+    Arguments:
+        weight: matrix [..., out, in] in float32.
+        scales: [..., row block, column block].
+        block: (rows, columns) of a block.
+    """
     rows, columns = weight.shape[-2:]
     expected = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(scales.shape[-2:]) != expected:

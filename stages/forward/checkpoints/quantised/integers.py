@@ -61,6 +61,7 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
 def awq(config: Mapping[str, Any]) -> Scheme:
     """Scheme of AWQ with 4 bits, as packed for its "gemm" kernel. Raises ConfigError for other settings."""
     bits = require("awq", config, "bits" if "bits" in config else "w_bit", (4,), None)
+    # Other versions pack words in another order.
     require("awq", {"version": str(config.get("version") or "gemm").lower()}, "version", ("gemm",), "gemm")
     require("awq", config, "zero_point", (True,), True)
 
@@ -90,6 +91,7 @@ def _of_groups(values: Tensor, zeros: Tensor, scales: Tensor, group: Tensor | No
     import torch
 
     if group is None:
+        # Without g_idx, groups are consecutive inputs of equal number.
         group = torch.arange(values.shape[0]) // (values.shape[0] // scales.shape[0])
     index = group.long()
     return ((values - zeros[index]).float() * scales.float()[index]).T

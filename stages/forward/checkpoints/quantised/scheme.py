@@ -147,11 +147,18 @@ def grouped(
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Integers of `bits` bits, as int32, unpacked from int32 words along a dimension, lowest bits first."""
+    """Integers of `bits` bits, as int32, unpacked from int32 words along a dimension, lowest bits first.
+
+    Arguments:
+        words: int32 tensor of packed integers.
+        bits: bits of an integer, a divisor of 32.
+        dim: dimension along which integers are packed.
+    """
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     shape = [1] * (words.ndim + 1)
     shape[dim + 1] = -1
+    # The mask also removes the sign bits that `>>` copies into negative words.
     spread = (words.unsqueeze(dim + 1) >> shifts.view(shape)) & ((1 << bits) - 1)
     return spread.flatten(dim, dim + 1)

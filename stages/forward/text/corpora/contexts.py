@@ -34,7 +34,7 @@ class Framing:
 
     @property
     def room(self) -> int | None:
-        """Most tokens of a prompt without its special tokens; None for no limit."""
+        """Most tokens of a prompt beside its special tokens; None for prompts of any length."""
         return None if self.context is None else self.context - len(self.before) - len(self.after)
 
 
@@ -47,6 +47,7 @@ def framed_prompts(documents: Iterable[Sequence[int] | Ids], framing: Framing) -
         documents: token ids of each document.
         framing: how to cut and frame them.
     """
+    # An empty separator packs as well; None means one document per prompt.
     cut = _packed if framing.separator is not None else _cut_separately
     for ids, number in cut(documents, framing):
         yield np.concatenate([_ids(framing.before), ids, _ids(framing.after)]), number
@@ -71,20 +72,24 @@ def _packed(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Itera
     def cut(upto: int) -> Iterator[tuple[Ids, int]]:
         row, document_starts = _ids(waiting[:upto]), np.array(starts)
         for start in range(0, upto, room):
+            # The document in which the prompt's first token lies; the next documents only follow in it.
             owner = int(np.searchsorted(document_starts, start, side="right")) - 1
             yield row[start : start + room], numbers[owner]
         last = int(np.searchsorted(document_starts, upto, side="right")) - 1
+        # The last document may go on after the cut, and then begins at 0.
         starts[:] = [max(start - upto, 0) for start in starts[last:]]
         numbers[:] = numbers[last:]
         del waiting[:upto]
 
     for number, document in enumerate(documents):
+        # Skipped here, as a separator alone would become a document.
         if not len(document):
             continue
         starts.append(len(waiting))
         numbers.append(number)
         waiting.extend(document)
         waiting.extend(separator)
+        # Whole prompts only; the rest waits for the next document.
         if len(waiting) >= max(room, ROW):
             yield from cut(len(waiting) - len(waiting) % room)
     if waiting:
@@ -92,4 +97,5 @@ def _packed(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Itera
 
 
 def _ids(values: Sequence[int] | Ids) -> Ids:
+    # 4 bytes an id: all ids of a corpus are in memory while a run is planned.
     return np.asarray(values, np.int32)

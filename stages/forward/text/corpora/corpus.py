@@ -69,26 +69,32 @@ LARGEST_TEXTS = 4 << 20
 class Corpus:
     """Documents in files of any size, as prompts.
 
-    sources: files, folders (all files below of a format that is known, in the order of their names), globs.
-    Text (a document per line; `whole_files`: per file), JSON lines, Parquet, Arrow (as `datasets` saves it),
-    tar archives (WebDataset); each also gzipped, but for tables. column: of texts or token ids, by default
-    `text`, else `ids`. labels: columns kept beside each document. context: tokens of a prompt, special ones
-    included; longer documents are cut; None for a prompt per document. pack: fill each prompt from as many
-    documents as it takes, the model's end-of-text token behind each. share: of the documents that are read,
-    drawn by what each holds, its place in its file and `seed`, so that a file that grows keeps its draw.
+    Formats: text (a document per line or per file), JSON lines, Parquet, Arrow (as `datasets` saves it), tar
+    archives (WebDataset); each also gzipped, except Parquet and Arrow.
 
     >>> Corpus("books/*.txt", context=128, pack=True).share
     1.0
     """
 
     sources: str | Sequence[str]
+    """Files, globs, or folders: all files below of a known format, in the order of their names."""
     column: str | None = None
+    """Column of texts or of lists of token ids; None for `text`, else `ids`."""
     labels: Sequence[str] = ()
+    """Columns kept beside each document."""
     whole_files: bool = False
+    """Whether a text file is one document, instead of one per line."""
     context: int | None = None
+    """Tokens of a prompt, special tokens included; longer documents are cut. None for a prompt per
+    document."""
     pack: bool = False
+    """Whether each prompt is filled from as many documents as it takes, with the model's end-of-text token
+    after each."""
     share: float = 1.0
+    """Share of the documents to read, in (0, 1]. Each is drawn by a hash of its content, its number in the
+    file and `seed`, so that a file that grows keeps its draw."""
     seed: int = 0
+    """Seed of the draw for `share`."""
 
     def __post_init__(self) -> None:
         named = as_list(self.sources)
@@ -98,6 +104,7 @@ class Corpus:
             )
         object.__setattr__(self, "sources", tuple(str(Path(each).expanduser()) for each in named))
         require_kind(self.labels, Iterable, "labels as names of columns", "write ['label']", PromptError)
+        # As tuples, because sources and labels of an immutable value must not change later.
         object.__setattr__(self, "labels", tuple(as_list(self.labels)))
         if self.column is not None and (not isinstance(self.column, str) or not self.column):
             raise PromptError(
@@ -114,6 +121,7 @@ class Corpus:
         if not 0 < as_number(self.share, "share", PromptError) <= 1:
             raise PromptError(f"expected a share of the documents in (0, 1], found {self.share}")
         for name in self.labels:
+            # Labels become coordinates of the dataset and arrays of its Zarr group.
             if name in _TAKEN or not _NAMEABLE.fullmatch(name):
                 reason = "which is taken" if name in _TAKEN else "by which no array can be stored"
                 raise PromptError(f"expected labels by names of their own, found {name!r}, {reason}")
@@ -165,13 +173,24 @@ class Corpus:
 
         `document` is the number, over all files, of the document that the first token of the prompt belongs
         to.
+
+        Arguments:
+            tokenizer: encodes texts; None if documents are token ids.
+            store: store of the tokens.
+            quiet: whether to show no progress.
         """
         return self.read(tokenizer, store, quiet=quiet)[1]
 
     def read(
         self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True
     ) -> tuple[PackedTokens, xr.Dataset]:
-        """(`tokens`, `about`), from one reading of the files."""
+        """(`tokens`, `about`), from one reading of the files.
+
+        Arguments:
+            tokenizer: encodes texts; None if documents are token ids.
+            store: store of the tokens.
+            quiet: whether to show no progress.
+        """
         nodes = self.nodes(tokenizer)
         run(nodes, store, quiet=quiet)
         parts = [node.open(store) for node in nodes]
@@ -188,6 +207,11 @@ class Corpus:
 
         Reads and tokenises all files anew, so that only a run that is not stored yet should ask for it.
         Returns the tokens as they are where a prompt is no whole document of text, and for files above 4 MiB.
+
+        Arguments:
+            tokens: token ids as `read` returned them.
+            about: documents of the prompts, likewise.
+            tokenizer: encodes texts; None if documents are token ids.
         """
         files = self.files
         is_cut = self.context is not None or self.share < 1
@@ -200,6 +224,7 @@ class Corpus:
         if not all(isinstance(text, str) for text in texts):
             return tokens
         packed = pack_encodings([tokenizer.encode(text) for text in texts])
+        # Where encoding again gives other ids, the texts would not be those of the stored tokens.
         return packed if packed == tokens else tokens
 
     def _labelled(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -212,6 +237,7 @@ class Corpus:
             document = part[DOCUMENT].values
             columns[DOCUMENT].append(document + before)
             for name in self.labels:
+                # Labels are stored per document; a document of several prompts gives its label to each.
                 columns[name].append(part[name].values[document])
             before += int(part.attrs["documents"])
         return xr.Dataset(coords={name: ("prompt_id", _joined(values)) for name, values in columns.items()})
@@ -232,7 +258,14 @@ class Corpus:
         }
 
         make = partial(_tokenised, path, reading, tokenizer, framing, self.share, self.seed)
-        return SourceNode("corpus_tokens", VERSION, params, make, Estimate(size, size, 4 * size), (pinned,))
+        return SourceNode(
+            "corpus_tokens",
+            VERSION,
+            params,
+            make,
+            Estimate(bytes_read=size, bytes_written=size, peak_bytes=4 * size),
+            (pinned,),
+        )
 
     def framing(self, tokenizer: Tokenizer | None) -> Framing:
         """How documents become prompts: special tokens of the tokenizer, context length, separator.
@@ -244,6 +277,7 @@ class Corpus:
         after: tuple[int, ...] = ()
         separator: tuple[int, ...] | None = () if self.pack else None
         if tokenizer is not None:
+            # Found by encoding a text: post-processors differ in which special tokens they add.
             example = tokenizer.encode("a")
             of_text = [place for place, special in enumerate(example.special) if not special]
             before, after = tuple(example.ids[: of_text[0]]), tuple(example.ids[of_text[-1] + 1 :])
@@ -286,6 +320,7 @@ def _empty_ids(count: int) -> Ids:
 
 def _is_document_file(path: Path, root: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    # A folder may hold other files, too; a file that is named itself is read whatever its ending.
     has_format = ending(path).removesuffix(".gz") in FORMATS
     return has_format and not hidden and path.is_file()
 
@@ -348,6 +383,11 @@ def encoded(
 ) -> Iterator[Sequence[int] | Ids]:
     """Token ids of each document, in order; texts are tokenised in batches of about `BATCH` characters.
 
+    Arguments:
+        documents: documents of one file.
+        tokenizer: encodes texts; None for a model without tokenizer.
+        path: the file, for errors.
+
     Raises:
         TokenizerError: for a text without a tokenizer.
         PromptError: for ids out of range.
@@ -386,9 +426,11 @@ def _as_ids(content: list[int], path: Path) -> Ids:
 
 def _column(values: list[Any]) -> np.ndarray[Any, Any]:
     """Labels of documents as int64, float64 or strings; other values as JSON strings."""
+    # `type`, because True is an int for isinstance.
     kinds = {type(value) for value in values}
     whole = [value for value in values if type(value) is int]
     largest = max(map(abs, whole), default=0)
+    # Larger integers do not fit int64.
     if kinds <= {int} and largest < 1 << 63:
         return np.array(values, np.int64)
     if kinds <= {int, float} and largest <= _MOST_EXACT:
@@ -397,7 +439,7 @@ def _column(values: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _joined(columns: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Concatenate the labels of all files, with the dtype that `_column` would give to all of them.
+    """Concatenate label columns of several files, in the dtype that `_column` gives to all values.
 
     Empty columns do not affect the dtype.
     """

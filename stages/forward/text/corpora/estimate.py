@@ -50,10 +50,16 @@ class CorpusSize:
 
 
 def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
-    """Estimate the size of a corpus in seconds, whatever its size. Raises as reading the files does."""
+    """Estimate the size of a corpus in seconds, whatever its size. Raises as reading the files does.
+
+    Arguments:
+        corpus: the files, and how they are read.
+        tokenizer: encodes texts; None if documents are token ids.
+    """
     paths = corpus.files
     sizes = [path.stat().st_size for path in paths]
     sampled = np.unique(np.linspace(0, len(paths) - 1, min(FILES, len(paths))).round().astype(int))
+    # Bytes of the samples: their ratio to all bytes scales the counted tokens.
     framing, looked_at = corpus.framing(tokenizer), 0.0
     prompts: list[Ids] = []
     for file_index in sampled:
@@ -81,6 +87,7 @@ def _sample_lines(raw: IO[bytes], size: int) -> BytesIO:
     """`LOOK` bytes of whole lines, from evenly spaced places of a file of `size` bytes."""
     sample = BytesIO()
     for place in range(PLACES):
+        # The middle of each of `PLACES` equal parts of the file.
         raw.seek(size * (2 * place + 1) // (2 * PLACES) - LOOK // PLACES // 2)
         raw.readline(LOOK)  # skip the rest of a line that began earlier
         sample.writelines(raw.readlines(LOOK // PLACES))

@@ -52,12 +52,12 @@ class Document:
     labels: Mapping[str, Any] = field(default_factory=dict)
     """Column name -> value."""
     target: str | list[int] | None = None
-    """Target of a pair; None for a document that is no pair."""
+    """Target text or token ids of a pair for an encoder-decoder; None for a single text."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are read from a file. All fields are part of the key of the tokens."""
+    """Columns and layout of a file of documents. All fields enter the key of the stored tokens."""
 
     column: str | None = None
     """Column of texts or of lists of token ids; None for `text`, or else `ids`."""
@@ -71,6 +71,10 @@ class Reading:
 
 def read_documents(path: Path, reading: Reading) -> Iterator[Document]:
     """Documents of a file, in order.
+
+    Arguments:
+        path: the file; its ending determines the format.
+        reading: columns and labels.
 
     Raises:
         PromptError: for a line or row that is no document; names file and line.
@@ -100,6 +104,7 @@ def documents_in(raw: IO[bytes], kind: str, reading: Reading, file_name: str) ->
         if not kind.endswith(GZIP):
             yield from read(raw, reading, file_name)
             return
+        # Over the open file: the caller measures how much of it was read (estimate.py).
         with gzip.GzipFile(fileobj=raw) as plain:
             yield from read(cast("IO[bytes]", plain), reading, file_name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -127,6 +132,7 @@ def _text(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Document
     with _decoded(raw, file_name) as lines:
         if not reading.whole:
             yield from read_lines(_lines(lines, file_name))
+        # One character more than allowed shows that the file is longer, without reading all of it.
         elif (text := _bounded(lines.read(LARGEST + 1), file_name)).strip():
             yield Document(text)
 
@@ -195,6 +201,7 @@ def _parquet(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Docum
         file = parquet.ParquetFile(raw)
         names = file.schema_arrow.names
         column = _column(names, reading, file_name)
+        # Named once where it is also a label: `get_field_index` finds no column that occurs twice.
         batches = file.iter_batches(columns=list(dict.fromkeys([column, *reading.labels])))
         yield from _of_batches(batches, column, reading, file_name)
 
@@ -241,6 +248,7 @@ def _tar(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Document]
     """
     endings = {"json", "txt", reading.column}  # other members, such as images, are not read into memory
     try:
+        # "r|": a stream that never seeks, so that gzipped archives are unpacked once.
         with tarfile.open(fileobj=raw, mode="r|") as archive:
             key, sample = "", dict[str, bytes]()
             for member in archive:

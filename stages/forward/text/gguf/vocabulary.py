@@ -192,6 +192,7 @@ class _Vocabulary:
         return {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
+            # The converter's own name for rows without a token.
             if not (kind == UNUSED and token == f"[PAD{i}]")
         }
 
@@ -288,6 +289,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> _Rules:
                 "byte_fallback": BYTE in vocabulary.kinds,
             },
         },
+        # llama.cpp's default for SentencePiece, where the file does not set add_bos_token.
         ("bos",),
         lambda: _merges_by_score(vocabulary, scores),
         (scores.tobytes(),),
@@ -326,6 +328,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -
 
 def _word_piece(vocabulary: _Vocabulary) -> _Rules:
     unknown = vocabulary.named("unk")
+    # The format does not say whether a vocabulary is uncased; capitals in it show that it is not.
     lowers = not any(
         token.lower() != token
         for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
@@ -346,6 +349,7 @@ def _word_piece(vocabulary: _Vocabulary) -> _Rules:
                 "type": "WordPiece",
                 "unk_token": "[UNK]" if unknown is None else vocabulary.tokens[unknown],
                 "continuing_subword_prefix": "##",
+                # The limit of BERT's own tokenizer, which no metadata repeat.
                 "max_input_chars_per_word": 100,
             },
         },
