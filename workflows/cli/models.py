@@ -262,7 +262,8 @@ def _print(document: dict[str, Any], config: Architecture | None) -> None:
             f"{timed['tokens']} tokens in {timed['pass_seconds']:.3g} s"
             + (f"; at most {human_bytes(peak)} resident" if peak else "")
         )
-    defaults = {field.name: field.default for field in fields(config)} if config else {}
+    described: Any = config  # a dataclass, whatever its class; mypy knows the protocol alone
+    defaults = {field.name: field.default for field in fields(described)} if config else {}
     for name, value in (document["config"] or {}).items():
         # Tensor names and layer specs fill many screens; --json prints them, and the defaults.
         if value != defaults.get(name) and value and not isinstance(value, dict | list | tuple):

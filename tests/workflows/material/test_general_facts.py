@@ -1,4 +1,4 @@
-"""General facts: what they are, how a model is asked for them, and that workflows then ask about known ones."""
+"""General facts: a model is asked for them once, and workflows then ask about those that it knows."""
 
 from __future__ import annotations
 

@@ -147,6 +147,8 @@ def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list
     if len(facts) >= count or (data and len(facts) > 1):
         return facts[: min(count, len(facts) // 2 * 2)]
     source, more = ("facts in data", ", or give more") if data else ("shipped facts", "")
+    if tuple(data) == (GENERAL,):
+        source, more = "general facts", ", or give others: data=FILE"
     raise ConfigError(
         f"expected {2 if data else count} {source} to choose {choice} on, found {len(facts)} that fit the "
         f"model; ask for fewer: facts=…{more}, or ask for no claim: controls=0"
