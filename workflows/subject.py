@@ -6,7 +6,7 @@ Border: never imports torch; nodes of the graph run the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..stages.forward.architectures.points import STATE_ROOMS
 from ..stages.forward.models.reference import ModelRef
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
 
@@ -161,6 +162,10 @@ class Subject:
 
         return pack_encodings(self.tokenizer.encode_batch(texts))
 
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt is no longer than the model's context."""
+        return len(ids) <= self.config.context_length
+
     @cached_property
     def source(self) -> ModelSource:
         """The model as an input of graph nodes."""
@@ -207,6 +212,14 @@ class Subject:
             )
         path = BY_NAME[self.attention_kind].path
         return self.capture(tokens, *(path.format(layer) for layer in (["*"] if layers is None else layers)))
+
+    def token_texts(self, ids: Iterable[Any]) -> list[str]:
+        """Decoded text of each token id."""
+        return [self.tokenizer.decode_token(int(token)) for token in ids]
+
+    def token_labels(self, ids: Iterable[Any]) -> list[str]:
+        """Text of each token id with visible whitespace, for tables, titles and axes."""
+        return list(map(format_token, self.token_texts(ids)))
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """Character offset of every token of a text, int64 [token], without special tokens."""

@@ -29,12 +29,12 @@ import numpy as np
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import answer_pieces, encoded, named, target_json
+from ..material.answers import answer_pieces, encoded, target_json
 from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
@@ -167,15 +167,13 @@ class AblationOfEach(KnownWorkflow):
 
         Facts that the mean is computed over are left out, and so is the prompt shown, with tokens
         `prompt_ids`."""
-        settings, limit = self.settings, self.subject.config.context_length
+        settings = self.settings
         if not settings.controls:
             return {}
         # The first MANY shipped facts are the references of the mean, and are not scored.
         facts = facts_of(settings.data)[0 if settings.data else MANY :]
         tokens = ((tuple(self.subject.tokenizer.encode(fact.prompt).ids), fact) for fact in facts)
-        fitting = (
-            (ids, fact) for ids, fact in tokens if ids != prompt_ids and (limit is None or len(ids) <= limit)
-        )
+        fitting = ((ids, fact) for ids, fact in tokens if ids != prompt_ids and self.subject.fits(ids))
         # Four times as many as are asked for, as prompts of the same tokens count once.
         by_ids = list(dict(islice(fitting, 4 * settings.facts)).items())
         facts_used = enough(by_ids, settings.data, 2 * settings.facts, f"a {self.unit}")
@@ -320,7 +318,7 @@ class AblationOfEach(KnownWorkflow):
     @property
     def word(self) -> str:
         """First token of the target, whose probability is measured."""
-        return format_token(named(self.subject, self.pieces[:1])[0])
+        return self.subject.token_labels(self.pieces[:1])[0]
 
     @property
     def clean(self) -> float:

@@ -37,12 +37,11 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching import ActivationPatching, DonorPatching
 from ...stages.causal.grids.patching_grid import HEAD_KINDS, STATE_KINDS
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import ranked, values_of
-from ..material.answers import named
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, in_every_layer
 from ..material.unrelated import Unrelated
@@ -275,8 +274,8 @@ class ActivationPatchingTrace(KnownWorkflow):
             "corrupted_prompt": pair.corrupted,
             "subject_pos": start,
             "subject_last_pos": last,
-            "tokens": named(self.subject, pair.corrupted_ids),
-            "clean_tokens": named(self.subject, pair.clean_ids),
+            "tokens": self.subject.token_texts(pair.corrupted_ids),
+            "clean_tokens": self.subject.token_texts(pair.clean_ids),
             "n_layers": self.subject.config.num_layers,
             "seq_len": len(pair.clean_ids),
             "corrupted_kl": self.by_run(i, "kl")["corrupted"],
@@ -294,7 +293,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             fields |= {
                 "answer": pair.answer,
                 "answer_token_ids": pair.pieces,
-                "answer_token": named(self.subject, pair.pieces[:1])[0],
+                "answer_token": self.subject.token_texts(pair.pieces[:1])[0],
                 "answer_probability": self.by_run(i, "probability"),
                 "answer_probability_grids": {kind: grid["probability"] for kind, grid in grids.items()},
             }
@@ -336,7 +335,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         where = f"head {best.get('head')}"
         if "position" in best:
             ids = (pair.clean_ids, pair.corrupted_ids)
-            clean, corrupted = (list(map(format_token, named(self.subject, row))) for row in ids)
+            clean, corrupted = (self.subject.token_labels(row) for row in ids)
             texts = zip(clean, corrupted, strict=True)
             options = {
                 "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
@@ -360,7 +359,7 @@ class ActivationPatchingTrace(KnownWorkflow):
     def _places(self, i: int, title: str) -> Table:
         """Table of the position, or head, with the largest recovery in each layer, by kind."""
         pair, percent = self.traced[i], self.recovered(i)
-        tokens = [format_token(text) for text in named(self.subject, pair.corrupted_ids)]
+        tokens = self.subject.token_labels(pair.corrupted_ids)
 
         def place(kind: str, layer: int) -> Any:
             index = int(percent[kind].values[layer].argmax())
@@ -382,7 +381,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             caption += difference.format(**self.by_run(i, "logit_difference"))
         if pair.pieces:
             shares = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
-            word = format_token(named(self.subject, pair.pieces[:1])[0])
+            word = self.subject.token_labels(pair.pieces[:1])[0]
             caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
         layers = range(self.subject.config.num_layers)
         return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))

@@ -23,11 +23,11 @@ import numpy as np
 from ...stages.causal.controls import chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
-from ...stages.logits.lens import format_text, format_token
+from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import Claim
 from ..labelled import largest, values_of
-from ..material.answers import named, target_json
+from ..material.answers import target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
 from ..views import Data, Heatmap, Table, View, together
@@ -112,8 +112,8 @@ class AttentionKnockout(EdgeWorkflow):
     def views(self) -> Iterator[View]:
         """Effect of the selected edge; with a sweep also heatmaps and a table of every key and head."""
         selected, (query, key) = self.selected, self.edge
-        tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
-        names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
+        tokens = self.subject.token_labels(self.encoding.ids)
+        names = list(map(self.token_label, range(len(tokens))))
         yield Data(json=self._about() | self.choice_json())
         yield self.changed_table(
             selected,
@@ -168,7 +168,7 @@ class AttentionKnockout(EdgeWorkflow):
         fields = {
             **self.subject.about,
             "prompt": self.prompt,
-            "tokens": named(self.subject, self.encoding.ids),
+            "tokens": self.subject.token_texts(self.encoding.ids),
             "target_layer": self.layer,
             "knockout_edge": self.edge,
             "attention_before": selected["attention"],

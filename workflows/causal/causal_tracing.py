@@ -35,10 +35,10 @@ from ...stages.causal.grids.patching_metrics import Probability, Rank
 from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
+from ..material.answers import FRANCE, answer_pieces, encoded, target_json
 from ..material.facts.fact_data import enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -174,10 +174,9 @@ class CausalTrace(KnownWorkflow):
 
         Raises ConfigError for too few.
         """
-        settings, limit = self.settings, self.subject.config.context_length
+        settings = self.settings
         n_facts, facts = 2 * settings.facts, dict[tuple[int, ...], Recalled]()
-        for record in pair_records(self.subject, settings.data):
-            text, counterfactual = record["original_prompt"], record["counterfactual_prompt"]
+        for text, counterfactual, target, _ in pair_records(self.subject, settings.data):
             ids, other_ids = (tuple(self.subject.tokenizer.encode(t).ids) for t in (text, counterfactual))
             noised = _differing(ids, other_ids)
             # Two subjects have the same ids if the tokenizer has only an unknown-word token for both.
@@ -185,10 +184,10 @@ class CausalTrace(KnownWorkflow):
                 continue
             roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
             has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
-            if has_room and ids != self.tokens and (limit is None or len(ids) <= limit):
+            if has_room and ids != self.tokens and self.subject.fits(ids):
                 # Another seed for each fact, so that facts draw independent positions.
                 drawn = chosen_at_random(reached, OTHERS, seed=settings.seed + len(facts), without=roles)
-                answer = answer_pieces(self.subject, text, record["gt_original_target"])[0]
+                answer = answer_pieces(self.subject, text, target)[0]
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(facts) == n_facts:
                 break
@@ -202,11 +201,10 @@ class CausalTrace(KnownWorkflow):
         """Prompt and target; also sets `tokens`, and `noised`, the positions that get noise."""
         settings = self.settings
         if not settings.prompt and (settings.model in SHIPPED or settings.data):
-            pair = pair_records(self.subject, settings.data)[0]
-            texts = [pair["original_prompt"], pair["counterfactual_prompt"]]
-            ids, other_ids = (tuple(encoded(self.subject, text).ids) for text in texts)
+            prompt, counterfactual, target, _ = pair_records(self.subject, settings.data)[0]
+            ids, other_ids = (tuple(encoded(self.subject, text).ids) for text in (prompt, counterfactual))
             self.tokens, self.noised = ids, _differing(ids, other_ids)
-            return texts[0], pair["gt_original_target"]
+            return prompt, target
         prompt, target = (settings.prompt, settings.target) if settings.prompt else FRANCE
         encoding = encoded(self.subject, prompt)
         self.tokens = tuple(encoding.ids)
@@ -306,7 +304,7 @@ class CausalTrace(KnownWorkflow):
             deviation = grid["probability_std"].transpose("layer", "position").values[layer, position]
             # The stored standard deviation is over samples of noise, not over prompts.
             spread = interval_of_mean(float(rise[layer, position]), float(deviation), settings.samples)
-        word = format_token(named(self.subject, self.pieces[:1])[0])
+        word = self.subject.token_labels(self.pieces[:1])[0]
         return Claim.among(
             f"in '{format_text(self.prompt)}', {self._cause(kind, place)} raises the probability of {word!r}",
             rise,
@@ -329,12 +327,12 @@ class CausalTrace(KnownWorkflow):
     def views(self) -> Iterator[View]:
         """Heatmaps of the answer's probability by layer and position, one per kind, and a table of the best
         cells."""
-        texts = [format_token(text) for text in named(self.subject, self.tokens)]
+        texts = self.subject.token_labels(self.tokens)
         grids = self.grids
         runs = next(iter(grids.values()))["unpatched"].sel(metric="probability")
         clean, noised = (float(runs.sel(run=run)) for run in ("clean", "corrupted"))
         best = [_best(kind, grid) for kind, grid in grids.items()]
-        word = format_token(named(self.subject, self.pieces[:1])[0])
+        word = self.subject.token_labels(self.pieces[:1])[0]
         shares = f"{format_probability(clean)} clean, {format_probability(noised)} noised"
         yield Data(
             json=self._about(clean, noised, next(iter(grids.values()))) | {"best": best} | self._choice()
@@ -375,7 +373,7 @@ class CausalTrace(KnownWorkflow):
 
     def _noised_text(self) -> str:
         """The phrase of the prompt whose embeddings get noise."""
-        texts = named(self.subject, self.tokens)
+        texts = self.subject.token_texts(self.tokens)
         return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
@@ -383,7 +381,7 @@ class CausalTrace(KnownWorkflow):
         return {
             **self.subject.about,
             "prompt": self.prompt,
-            "tokens": named(self.subject, self.tokens),
+            "tokens": self.subject.token_texts(self.tokens),
             "subject_positions": self.noised,
             "window": self.window,
             "standard_deviation_of_noise": grid.attrs["standard_deviation_of_noise"],

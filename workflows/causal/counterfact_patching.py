@@ -25,7 +25,6 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
 from ..claim import CandidateEffects, Claim
 from ..labelled import values_of
-from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
@@ -111,9 +110,9 @@ class CounterFactPatches(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the blocks were chosen and scored."""
         return (
-            f"The block in which this happens most often on {self.counted()}; for comparison, the one in "
-            f"which it happens least often. Control: states of {self.settings.donors} unrelated prompts per "
-            "pair."
+            f"The block in which this happens most often, chosen on {self.claimed_pairs()}. For comparison, "
+            f"the block in which it happens least often. Control: states of {self.settings.donors} unrelated "
+            "prompts per pair."
         )
 
     @cached_property
@@ -122,8 +121,8 @@ class CounterFactPatches(PairWorkflow):
         unpatched run (`is_different`), and the `token_type` of the patched position."""
         patches = self.raw_patches
         pair, position = patches["pair_of"].values, patches["position"].values
-        said = named(self.subject, patches["token_id"].values)
-        unpatched = named(self.subject, patches["original_token_id"].values)
+        said = self.subject.token_texts(patches["token_id"].values)
+        unpatched = self.subject.token_texts(patches["original_token_id"].values)
         different = [text != unpatched[i] for text, i in zip(said, pair, strict=True)]
         kinds = [self.pairs[i].labels[p] for i, p in zip(pair, position, strict=True)]
         columns = {"said": said, "is_different": different, "token_type": kinds}
@@ -152,7 +151,7 @@ class CounterFactPatches(PairWorkflow):
         rows = zip(*(patches[name].values.tolist() for name in ("block", *names.values())), strict=True)
         return {
             **self.pair_told(i, self.raw_patches),
-            "input_tokens": named(self.subject, self.pairs[i].pair.original),
+            "input_tokens": self.subject.token_texts(self.pairs[i].tokens.original),
             "patches": [
                 {"layer": self.blocks[block], **dict(zip(names, row, strict=True))} for block, *row in rows
             ],
@@ -237,7 +236,7 @@ class CounterFactPatches(PairWorkflow):
 
     def _map(self, i: int) -> Heatmap:
         """Heatmap of the KL of every patch of pair `i`, [block, position]."""
-        patches, tokens = self.of(i), named(self.subject, self.pairs[i].pair.original)
+        patches, tokens = self.of(i), self.subject.token_labels(self.pairs[i].tokens.original)
         place = patches["block"].values, patches["position"].values
         kl = np.full((len(self.blocks), len(tokens)), np.nan)
         kl[place] = patches["kl"].values
@@ -245,7 +244,7 @@ class CounterFactPatches(PairWorkflow):
         return Heatmap(
             values=kl,
             rows=tuple(map(layers_told, self.blocks)),
-            columns=tuple(map(format_token, tokens)),
+            columns=tuple(tokens),
             row_name="layers",
             column_name="token",
             value_name=str(patches["kl"].attrs["long_name"]),

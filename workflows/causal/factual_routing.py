@@ -23,7 +23,6 @@ from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, ranked, values_of
-from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
@@ -106,8 +105,9 @@ class Routing(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the block and the heads were chosen and scored."""
         return (
-            f"The block and the head with the largest mean change on {self.counted()}; for comparison, the "
-            f"head with the smallest. Control: states of {self.settings.donors} unrelated prompts per pair."
+            f"The block and the head with the largest mean change, chosen on {self.claimed_pairs()}. For "
+            "comparison, the head with the smallest mean change. Control: states of "
+            f"{self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property
@@ -115,8 +115,8 @@ class Routing(PairWorkflow):
         """Result of patching in memory, with the change of attention `delta`, [pair, block, layer, head], and
         whether the next token differs from that of the unpatched run, `is_different`, [pair, block]."""
         result = self.result("routing").load()
-        patched = [named(self.subject, row) for row in result["token_id"].values]
-        unpatched = named(self.subject, result["original_token_id"].values)
+        patched = [self.subject.token_texts(row) for row in result["token_id"].values]
+        unpatched = self.subject.token_texts(result["original_token_id"].values)
         different = [[text != before for text in row] for row, before in zip(patched, unpatched, strict=True)]
         axes = ("pair", "block", "layer", "head")
         return result.assign(
@@ -147,10 +147,10 @@ class Routing(PairWorkflow):
 
     def document(self, i: int) -> dict[str, Any]:
         """Pair `i` for the JSON document, in the fields of candle-mi's example."""
-        pair, routing, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
+        pair, routing, rule = self.pairs[i].tokens, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
         positions, sources = zip(*pair.subject, strict=True)
-        tokens = named(self.subject, (pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
+        tokens = self.subject.token_texts((pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
         return {
             **self.pair_told(i, self.routing),
             "fact_positions": pair.fact,
@@ -180,7 +180,7 @@ class Routing(PairWorkflow):
         return {
             "layers": self.blocks[block],
             "is_different": bool(routing["is_different"]),
-            "continuation": named(self.subject, [routing["token_id"]])[0],
+            "continuation": self.subject.token_texts([routing["token_id"]])[0],
             "kl_from_original": float(routing["kl"]),
             "top_heads": largest(routing, size, self.settings.top_k, "delta", **columns),
             "total_routing_shift": float(size.sum()),
@@ -206,9 +206,9 @@ class Routing(PairWorkflow):
             name="layers patched",
             options=tuple(maps.items()),
         )
-        pair = self.pairs[0].pair
+        pair = self.pairs[0].tokens
         assert pair.subject is not None
-        tokens = named(self.subject, [pair.original[position] for position, _ in pair.subject])
+        tokens = self.subject.token_texts([pair.original[position] for position, _ in pair.subject])
         yield Table.of(
             by_block,
             ("layers", lambda row: bold(layers_told(row["layers"]))),

@@ -27,7 +27,6 @@ from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..material.answers import answer_pieces, encoded
-from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow, Nodes
@@ -96,13 +95,12 @@ class TaskWorkflow(ModelWorkflow):
     def _facts(self, count: int) -> list[Pair]:
         """The first `count` pairs of facts of equal length, of `data` or shipped ones, whose answers begin
         with different tokens; the metric is the difference of the logits of these tokens."""
-        pairs, data = list[Pair](), self.settings.data
-        for record in pair_records(self.subject, data):
+        pairs = list[Pair]()
+        for prompt, counterfactual, *answers in pair_records(self.subject, self.settings.data):
             if len(pairs) == count:
                 break
-            texts, answers = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
-            clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in texts)
-            right, wrong = (answer_pieces(self.subject, texts[0], answer)[0] for answer in answers)
+            clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in (prompt, counterfactual))
+            right, wrong = (answer_pieces(self.subject, prompt, answer)[0] for answer in answers)
             if len(clean) == len(corrupted) and right != wrong:
                 pairs.append(Pair(clean, corrupted, LogitDifference(right, wrong)))
         if len(pairs) < count:

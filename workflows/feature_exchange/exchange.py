@@ -24,7 +24,7 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..material.answers import encoded, named, word_id
+from ..material.answers import encoded, word_id
 from ..material.feature_labels import named_nodes
 from ..material.samples.kin import Kin, kin_of, strangers
 from ..settings import ControlSettings
@@ -115,7 +115,7 @@ class FeatureExchange:
     @cached_property
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
-        return named(self.subject, self.ids)
+        return self.subject.token_texts(self.ids)
 
     @property
     def last(self) -> int:

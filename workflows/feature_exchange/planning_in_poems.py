@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ...stages.logits.lens import format_probability, format_token
-from ..material.answers import named
 from ..settings import ControlSettings, InjectionSettings, setting
 from ..views import Bars, Data, Figure, Line, Lines, Table, View
 from .workflow import ExchangeWorkflow, position_sweep
@@ -86,7 +85,7 @@ class PlanningInPoems(ExchangeWorkflow):
                 "max_prob": highest,
             }
         )
-        likely = [format_token(token) for token in named(self.subject, swept["top_id"].values)]
+        likely = self.subject.token_labels(swept["top_id"].values)
         yield Table.of(
             [rows[i] for i in sorted(np.argsort(-probability, kind="stable")[:SHOWN])],
             ("position", "position", "d"),

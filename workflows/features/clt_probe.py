@@ -24,7 +24,7 @@ from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..feature_exchange.presets import PRESETS
 from ..labelled import labelled, records
-from ..material.answers import encoded, fact, is_one_token, named, word_id
+from ..material.answers import encoded, fact, is_one_token, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
 from ..settings import Count, ModelSettings, setting
 from ..views import Data, Heatmap, Table, View, together
@@ -112,7 +112,7 @@ class CltProbe(ModelWorkflow):
     @property
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
-        return named(self.subject, self.encoding.ids)
+        return self.subject.token_texts(self.encoding.ids)
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:

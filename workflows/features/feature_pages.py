@@ -25,7 +25,6 @@ from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..labelled import labelled
-from ..material.answers import named
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
 from ..settings import Count, ModelSettings, Natural, setting
@@ -177,7 +176,7 @@ class FeaturePages(ModelWorkflow):
         return PageMaterial(
             results,
             self.encoded.open(self.store),
-            named(self.subject, range(self.subject.config.vocab_size)),
+            self.subject.token_texts(range(self.subject.config.vocab_size)),
             self.labels,
             self.about,
             f"Features of {self.dictionary.name} at {self.hook} of {self.subject.name}",

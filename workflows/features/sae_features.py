@@ -23,7 +23,7 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError, PromptError
 from ..labelled import labelled
-from ..material.answers import encoded, fact, named
+from ..material.answers import encoded, fact
 from ..material.feature_labels import FeatureLabels, active_words
 from ..settings import Count, ModelSettings, Natural, setting
 from ..views import Data, Heatmap, Table, View, together
@@ -113,7 +113,7 @@ class SaeFeatures(ModelWorkflow):
     @property
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
-        return named(self.subject, self.encoding.ids)
+        return self.subject.token_texts(self.encoding.ids)
 
     def top(self, position: int) -> list[dict[str, Any]]:
         """The `top_k` strongest features of a position, largest activation first, then by index: records with

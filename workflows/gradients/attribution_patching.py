@@ -28,7 +28,6 @@ from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..claim import Claim
 from ..labelled import records
-from ..material.answers import named
 from ..settings import Count, require_together, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import Nodes, loaded
@@ -162,7 +161,7 @@ class AttributionPatchingTrace(AttributedPairs):
         recovery in percent."""
         cells = self.checked.isel(draw=0)
         percent = cells.assign(estimate=100 * cells["estimate"], exact=100 * cells["exact"])
-        tokens = named(self.subject, self.read[0].corrupted)
+        tokens = self.subject.token_texts(self.read[0].corrupted)
         rows = records(percent, "cell", *PLACE, "sort", "estimate", "exact")
         return [row | {"token": tokens[row["position"]]} for row in rows]
 
@@ -182,7 +181,6 @@ class AttributionPatchingTrace(AttributedPairs):
     def _map(self, estimates: xr.DataArray, axis: str, summed: str) -> Heatmap:
         """Heatmap of estimates by layer and `axis`, summed over the other axis `summed` where it exists."""
         shown = estimates.sum(summed, keep_attrs=True) if summed in estimates.dims else estimates
-        tokens = named(self.subject, self.read[0].corrupted)
         over = f", summed over {summed}s" if summed in estimates.dims else ""
         return Heatmap.of(
             shown.transpose("layer", axis).reset_coords(drop=True),
@@ -192,7 +190,7 @@ class AttributionPatchingTrace(AttributedPairs):
             diverging=True,
             sources=("grid",),
             json={f"estimate_by_{axis}": shown.transpose("layer", axis)},
-            **({"columns": tuple(map(format_token, tokens))} if axis == "position" else {}),
+            **({"columns": self.token_columns(0)} if axis == "position" else {}),
         )
 
     def _cells_table(self, pair: AttributedPair) -> Table:

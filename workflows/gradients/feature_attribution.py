@@ -41,7 +41,6 @@ from ...stages.logits.readout import readout_node
 from ..claim import Claim
 from ..features.sae_features import dictionary_of
 from ..labelled import labelled, record
-from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
 from ..settings import Count, require_together, setting
 from ..views import Heatmap, Table, View, together
@@ -198,7 +197,7 @@ class FeatureAttributionTrace(AttributedPairs):
             "is_known": bool(self.counts[number]),
             **self.labels(number).json(feature),
             "position": position,
-            "token": named(self.subject, self.read[number].clean)[position],
+            "token": self.subject.token_texts(self.read[number].clean)[position],
             "estimate": 100 * float(causes["estimate"][0]),
             "exact": float(exact[0]),
             "random_median": null.median,
@@ -212,7 +211,9 @@ class FeatureAttributionTrace(AttributedPairs):
         """Records of the patched cells of a pair, largest estimates first, then random ones; effects in
         percent."""
         pair, labels = self.pairs[number], self.labels(number)
-        tokens = [named(self.subject, ids) for ids in (self.read[number].clean, self.read[number].corrupted)]
+        tokens = [
+            self.subject.token_texts(ids) for ids in (self.read[number].clean, self.read[number].corrupted)
+        ]
         estimate, exact = self._checked(number)
         rows = []
         for i, cell in enumerate(pair["chosen_cell"].values.tolist()):
@@ -259,10 +260,10 @@ class FeatureAttributionTrace(AttributedPairs):
             cells: "features", or "rests" for errors of the dictionary.
             title: of the heatmap.
         """
-        pair, tokens = self.pairs[number], named(self.subject, self.read[number].corrupted)
+        pair = self.pairs[number]
         rows = np.flatnonzero((pair["feature"].values == REST) == (cells == "rests"))
         layers, positions = (pair[name].values[rows] for name in ("layer", "position"))
-        sums = np.zeros((self.subject.config.num_layers, len(tokens)))
+        sums = np.zeros((self.subject.config.num_layers, len(self.read[number].corrupted)))
         # `np.add.at` sums several features of one cell; `sums[...] += ...` would keep only the last.
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[rows])
         array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
@@ -273,7 +274,7 @@ class FeatureAttributionTrace(AttributedPairs):
             f"share of the answers' logit difference that is recovered, to first order, by layer {where}; "
             f"{self.read[number].texts[0]!r} patched into {self.read[number].texts[1]!r}",
             diverging=True,
-            columns=tuple(map(format_token, tokens)),
+            columns=self.token_columns(number),
             sources=(f"pair_{number}",),
             json={f"estimate_of_{cells}": sums},
         )

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ...store.errors import ConfigError
 from ..material.answers import encoded, require_next
-from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import SCORED, KnownWorkflow
 from ..settings import Count, DataSettings, ModelSettings, require_together, setting
@@ -67,6 +66,8 @@ class AttributedPairs(KnownWorkflow):
 
     settings: AttributionSettings
     asked_about = "pairs"
+    read: tuple[AttributedPair, ...]
+    """The pairs, the one shown first; `plan` sets it."""
 
     def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
         """The pair of the settings, or the first settings.pairs of `data`, or of shipped facts, that fit the
@@ -87,9 +88,8 @@ class AttributedPairs(KnownWorkflow):
             return (_paired(subject, texts, answers),)
         pairs: list[AttributedPair] = []
         for record in pair_records(subject, settings.data):
-            clean, corrupted, answer, wrong = (record[name] for name in FIELDS)
             try:
-                pairs.append(_paired(subject, (clean, corrupted), (answer, wrong)))
+                pairs.append(_paired(subject, record[:2], record[2:]))
             except ConfigError:
                 continue  # lengths differ, or answers with the same first token, whose logits cannot differ
             if len(pairs) == settings.pairs:
@@ -107,6 +107,10 @@ class AttributedPairs(KnownWorkflow):
         if self.settings.prompt:
             return {}
         return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in pairs]})
+
+    def token_columns(self, number: int) -> tuple[str, ...]:
+        """Tokens of the corrupted prompt of pair `number`, as labels of a heatmap's columns."""
+        return tuple(self.subject.token_labels(self.read[number].corrupted))
 
     @property
     def counts(self) -> npt.NDArray[np.bool_]:

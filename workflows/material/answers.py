@@ -24,7 +24,6 @@ __all__ = [
     "encoded",
     "fact",
     "is_one_token",
-    "named",
     "number",
     "require_next",
     "target_json",
@@ -145,18 +144,13 @@ def require_next(subject: Subject) -> None:
     subject.config.require_next_token()
 
 
-def named(subject: Subject, tokens: Any) -> list[str]:
-    """Decoded text of each token id."""
-    return [subject.tokenizer.decode_token(int(token)) for token in tokens]
-
-
 def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[str, Any]:
     """Target and its tokens as JSON fields; the logit of the target is that of its first token."""
     return {
         "target_token": target or None,
         "target_token_id": pieces[0] if pieces else None,
         "target_token_ids": list(pieces),
-        "target_pieces": named(subject, pieces),
+        "target_pieces": subject.token_texts(pieces),
     }
 
 
@@ -201,7 +195,7 @@ def word_id(subject: Subject, word: str) -> int:
             return pieces[0]
     raise ConfigError(
         f"expected a word that is one token of {subject.name}, found {word!r}, which is "
-        f"{' + '.join(map(repr, named(subject, pieces)))}; choose another word"
+        f"{' + '.join(map(repr, subject.token_texts(pieces)))}; choose another word"
     )
 
 

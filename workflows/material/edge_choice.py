@@ -40,7 +40,7 @@ from ..labelled import values_of
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
 from ..workflow import Nodes
-from .answers import answer_pieces, encoded, named, top_changed_json
+from .answers import answer_pieces, encoded, top_changed_json
 from .facts.fact_data import enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
@@ -82,6 +82,7 @@ class OtherFact(NamedTuple):
     """The tokens of a fact other than the prompt shown, used to choose or to score a layer and position."""
 
     encoding: Encoding
+    """Its tokens."""
     answer: int
     """First token of its answer."""
     roles: Mapping[str, int]
@@ -111,7 +112,8 @@ class PlaceWorkflow(KnownWorkflow):
     num_drawn: ClassVar[int] = 0
     """Number of random keys per other fact, in addition to the roles."""
     rule: ClassVar[str]
-    """What is selected, in words before "moves other facts most": "kind of key whose edge, cut,"."""
+    """What is selected, in words before "the prediction on other facts most": "kind of key whose knocked-out
+    edge changes"."""
     beside: ClassVar[str]
     """Controls of a layer and role on other facts, in words."""
 
@@ -223,7 +225,7 @@ class PlaceWorkflow(KnownWorkflow):
     def _other_facts(self) -> list[OtherFact]:
         """Facts with distinct tokens whose roles are different positions, half for selection and half for
         scoring; possibly fewer than requested from a user's files. Raises ConfigError for too few."""
-        settings, limit = self.settings, self.subject.config.context_length
+        settings = self.settings
         count = 2 * settings.facts
         # Shipped facts are many, so only those with enough positions for random keys are used.
         shortest = len(ROLES) + (0 if settings.data else self.num_drawn)
@@ -232,7 +234,7 @@ class PlaceWorkflow(KnownWorkflow):
             encoding = self.subject.tokenizer.encode(fact.prompt)
             other = self.subject.tokenizer.encode(fact.other) if fact.other else None
             roles = roles_of(encoding, len(encoding) - 1, other)
-            fits = shortest <= len(encoding) and (limit is None or len(encoding) <= limit)
+            fits = shortest <= len(encoding) and self.subject.fits(encoding.ids)
             if fact.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
                 answer = self.subject.answer_id(fact.prompt, fact.target)
                 facts.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
@@ -324,7 +326,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     def token_label(self, place: int) -> str:
         """Token and position of the prompt, as in claims: "' in' (3)"."""
-        return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
+        return f"'{self.subject.token_labels([self.encoding.ids[place]])[0]}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:
         """Beginning of a claim: the intervention and its layer and position."""
@@ -367,30 +369,27 @@ class PlaceWorkflow(KnownWorkflow):
             yield here(quiet, "kl", "changes the next token", "for comparison, ")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: on which facts the layer and position were chosen."""
-        return self.choice_caption
-
-    @property
-    def choice_caption(self) -> str:
-        """Caption that says how the place was selected."""
+        """Caption of the claims, or of the reason why there are none: how layer and position were chosen."""
         if self.chosen is None:
-            return self.not_claimed or "The place was named."
+            return self.not_claimed or "Layer and position are those of the settings."
         lost = f"{self.chosen.lost:.3f} nats"
         if not self.is_claimed:
-            return f"{self.not_claimed} Told of is the layer and {self._how} (KL {lost})."
+            return f"{self.not_claimed} Shown: the layer and the {self._rule} (KL {lost})."
         chosen_on, scored = map(len, self.halves)
         return (
-            f"Layer and {self._how} (mean KL {lost}), of {self.half} the {chosen_on} whose answer the model "
-            f"says; scored on {scored} more. For comparison that of the least."
+            f"Layer and {self._rule} (mean KL {lost}), chosen on {chosen_on} of {self.half} facts, those "
+            f"whose answer the model predicts, and scored on {scored} held-out facts. For comparison, the "
+            "layer and position with the smallest mean KL."
         )
 
     @property
-    def _how(self) -> str:
-        return f"{self.rule} moves {'other facts' if self.is_claimed else 'this prompt'} most"
+    def _rule(self) -> str:
+        """How layer and key are selected, in words that follow "layer and"."""
+        return f"{self.rule} the prediction {'on other facts' if self.is_claimed else 'of this prompt'} most"
 
     def unclaimed(self) -> Findings:
         """The sentence of `KnownWorkflow`, with a caption on how layer and position were chosen."""
-        return replace(super().unclaimed(), caption=self.choice_caption)
+        return replace(super().unclaimed(), caption=self.claims_caption())
 
     def choice_json(self) -> dict[str, Any]:
         """JSON fields that record how the place was selected."""
@@ -399,7 +398,7 @@ class PlaceWorkflow(KnownWorkflow):
         chosen_on, scored = (half.tolist() for half in self.halves) if self.is_claimed else ([], [])
         return {
             "choice": {
-                "rule": f"layer and {self._how} ({'mean ' if self.is_claimed else ''}KL)",
+                "rule": f"layer and {self._rule} ({'mean ' if self.is_claimed else ''}KL)",
                 **vars(self.chosen),
                 "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
                 "chosen_on": [self.others[row].encoding.text for row in chosen_on],
@@ -414,15 +413,15 @@ class EdgeWorkflow(PlaceWorkflow):
 
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
-    rule = "kind of key whose edge, cut,"
-    beside = "cuts of another (layer, key) in each prompt"
+    rule = "kind of key whose knocked-out edge changes"
+    beside = "knockouts of another (layer, key) edge in each prompt"
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
         """`read_place` for the query and key of the settings."""
         return self.read_place(self.settings.query, self.settings.key, window)
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """See `PlaceWorkflow`: each edge is cut separately, in every layer, in all heads."""
+        """See `PlaceWorkflow`: each edge is knocked out separately, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
@@ -439,8 +438,14 @@ class EdgeWorkflow(PlaceWorkflow):
         return self.doing(self.token_label(self.query), self.token_label(key), layer)
 
     def doing(self, query: str, key: str, layer: int) -> str:
-        """Cutting an edge, as the beginning of a claim."""
-        return f"cutting {query}'s attention to {key} in layer {layer}"
+        """Intervention on an edge, as the beginning of a claim.
+
+        Arguments:
+            query: description of the position that reads.
+            key: description of the position that is read.
+            layer: the layer.
+        """
+        return f"knocking out {query}'s attention to {key} in layer {layer}"
 
 
 def _subject_end(text: str) -> int:

@@ -24,10 +24,8 @@ from ...pipeline import StageNode
 from ...stages.features.effects.activity import FeatureTrace
 from ...stages.features.effects.words import feature_words, words_of_active, words_of_ranked
 from ...stages.features.layers.layout import FeatureId
-from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ..workflow import Nodes
-from .answers import named
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -201,13 +199,13 @@ def _written_tokens(subject: Subject, words: xr.Dataset | None) -> dict[FeatureI
     if words is None:
         return {}
     pairs = zip(words["layer"].values.tolist(), words["feature"].values.tolist(), strict=True)
-    texts = named(subject, words["raised"].transpose("named", "rank").values[:, 0])
-    return {FeatureId(*pair): format_token(text) for pair, text in zip(pairs, texts, strict=True)}
+    labels = subject.token_labels(words["raised"].transpose("named", "rank").values[:, 0])
+    return {FeatureId(*pair): label for pair, label in zip(pairs, labels, strict=True)}
 
 
 def _peak_tokens(
     subject: Subject, ids: Sequence[int], peaks: Mapping[FeatureId, int | None]
 ) -> dict[FeatureId, str | None]:
     """Token of the prompt at the peak position of each feature."""
-    texts = [format_token(text) for text in named(subject, ids)]
+    texts = subject.token_labels(ids)
     return {feature: None if position is None else texts[position] for feature, position in peaks.items()}

@@ -24,10 +24,10 @@ __all__ = ["PushFates"]
 
 @dataclass(frozen=True, eq=False)
 class PushFates:
-    """Steering pushes of one prompt, and random pushes of equal length."""
+    """Steering pushes of one prompt, and random pushes of the same norm."""
 
-    what: str
-    """The pushes in words, as the beginning of a claim."""
+    text: str
+    """The pushes in words, as the beginning of a claim: "pushes from 'A' away from 'B'"."""
     similarity: xr.DataArray
     """Cosine similarity of pushed and original states, [layer, strength, read_layer]."""
     vectors: xr.Dataset
@@ -37,8 +37,8 @@ class PushFates:
     drawn: xr.Dataset | None
     """Result of `RandomPushes` along `draw`; None if none were run."""
     first: Mapping[int, int | None]
-    """Pushed layer -> first layer after which the push can be seen."""
-    of: str = "random directions as long, at the same place"
+    """Pushed layer -> first layer after which the push can reach the last position; None if it cannot."""
+    of: str = "random directions of the same norm, at the same position"
     """Name of the random pushes in claims."""
 
     @cached_property
@@ -76,7 +76,8 @@ class PushFates:
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
         text = (
-            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end"
+            f"{self.text} after {after}, at strength {times}, keep this share of their largest distance from "
+            "the undisturbed run until the last layer"
         )
         return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
 

@@ -36,10 +36,9 @@ from typing import Any
 import numpy as np
 
 from ...stages.causal.controls import CHANCE
-from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..claim import Claim
-from ..material.answers import KNOWN, named, require_next
+from ..material.answers import KNOWN, require_next
 from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Heatmap, Note, Table, Text, Tokens, View, together
@@ -300,7 +299,7 @@ class CoupletPlanning(ModelWorkflow):
                 "end": placed.pair.end,
                 "other": placed.pair.other,
                 "is_scored": name == "scored",
-                "ends_on": named(self.subject, tops),
+                "ends_on": self.subject.token_texts(tops),
                 "counts": bool(counts),
             }
             for name in ("choice", "scored")
@@ -433,13 +432,13 @@ class CoupletPlanning(ModelWorkflow):
         total = np.where(read.is_known, read.total, np.nan)
         row = int(np.nanargmin(np.abs(total - np.nanmean(total))))
         placed, effects = self.patches.scored[row], read.effects[row]
-        tokens = tuple(format_token(text) for text in named(self.subject, placed.ids))
+        tokens = tuple(self.subject.token_labels(placed.ids))
         shown = np.full((len(effects), len(tokens)), np.nan)
         for role, positions in enumerate(placed.roles):
             shown[:, list(positions)] = effects[:, [role]]
         layer, role = self.site
-        own_end, other_end = named(self.subject, read.unpatched_top[row])
-        (patched,) = named(self.subject, read.top[row, layer, [role]])
+        own_end, other_end = self.subject.token_texts(read.unpatched_top[row])
+        (patched,) = self.subject.token_texts(read.top[row, layer, [role]])
         ends = {"own": own_end, "other": other_end, "patched": patched}
         return Tokens(
             title=f"One couplet, token by token: {placed.pair.end!r} becomes {placed.pair.other!r}",

@@ -34,7 +34,7 @@ from ...store.arrays import Floats
 from ...store.errors import InterventionError
 from ..claim import CandidateEffects, Claim
 from ..labelled import records
-from ..material.answers import named, target_json, top_changed_json
+from ..material.answers import target_json, top_changed_json
 from ..material.edge_choice import ROLES, EdgeWorkflow, Indices
 from ..settings import ChosenEdgeSettings, Count, Positive, setting
 from ..views import Data, Line, Lines, Table, View, dash, points, together
@@ -73,8 +73,8 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
-    rule = "kind of key whose edge, at the largest dose,"
-    beside = "other (layer, key) edges of each prompt, nearest in attention"
+    rule = "kind of key whose edge, scaled by the largest dose, changes"
+    beside = "other (layer, key) edges of each prompt with the nearest attention weights"
 
     def plan(self) -> Nodes:
         """Candidate edges at every dose, controls and edges of other facts at the largest dose."""
@@ -194,15 +194,14 @@ class SteeringDoseResponse(EdgeWorkflow):
     def views(self) -> Iterator[View]:
         """Table of the doses in the selected layer, and curves of attention and KL of every layer."""
         selected, baseline = self.selected, self.calibration.target_baseline
-        tokens = named(self.subject, self.encoding.ids)
-        reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
+        reads, is_read = map(self.token_label, self.edge)
         yield Data(
             json={
                 **self.choice_json(),
                 **{name: self.subject.about[name] for name in ("model_id", "n_layers", "n_heads")},
                 **target_json(self.subject, self.target, self.pieces),
                 "prompt": self.prompt,
-                "tokens": tokens,
+                "tokens": self.subject.token_texts(self.encoding.ids),
                 "target_layer": self.layer,
                 "edge": self.edge,
                 "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
@@ -229,7 +228,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         linear = Line("without renormalisation", baseline * np.array(weights.x), control=True)
         weights = replace(weights, lines=(*weights.lines, linear))
         answer = Lines.of(kl, "Effect on the next-token distribution", f"thick: layer {self.layer}", **shared)
-        query, key = (repr(format_token(tokens[place])) for place in self.edge)
+        query, key = map(repr, self.subject.token_labels(self.encoding.ids[place] for place in self.edge))
         title = f"{self.subject.name}: attention of {query} to {key} scaled in '{format_text(self.prompt)}'"
         beside = [self.findings]
         yield from together("steering_dose_response", title, weights, answer, beside=beside, columns=2)

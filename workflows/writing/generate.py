@@ -31,9 +31,9 @@ from ...stages.forward.generation.stopping import end_ids
 from ...stages.forward.hooks.interventions import Zero
 from ...stages.forward.hooks.spec import HookSpec
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.errors import ConfigError
-from ..material.answers import FRANCE, encoded, named
+from ..material.answers import FRANCE, encoded
 from ..settings import ModelSettings, Natural, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
@@ -265,7 +265,7 @@ class Generate(ModelWorkflow):
         for prefix, found in (("", self.generation), ("unchanged: ", self.unchanged)):
             if found is not None:
                 continuation = _of_prompt(found, row)
-                tokens = tuple(map(format_token, named(self.subject, continuation["token_id"].values)))
+                tokens = tuple(self.subject.token_labels(continuation["token_id"].values))
                 probabilities = np.exp(continuation["logprob"].values)
                 yield Text(tokens, probabilities, f"{prefix}{_tail(self.texts[row])}")
 
@@ -285,7 +285,7 @@ class Generate(ModelWorkflow):
             "total_tokens": count + len(ids),
             "prompt_token_ids": continuation["prompt_id"].values[:count].tolist(),
             "token_ids": ids,
-            "tokens": named(self.subject, ids),
+            "tokens": self.subject.token_texts(ids),
             "probabilities": np.exp(continuation["logprob"].values).tolist(),
             "finish_reason": str(continuation["finish_reason"].values),
         }

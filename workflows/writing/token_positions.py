@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ...stages.corpus.positions import words
 from ...stages.logits.lens import format_text, format_token
 from ...store.errors import ConfigError, PromptError
-from ..material.answers import encoded, named
+from ..material.answers import encoded
 from ..settings import FileSettings, setting
 from ..subject import Subject
 from ..views import Data, Figure, Strip, Table, View, dash
@@ -98,7 +98,7 @@ class TokenPositions(Workflow):
         """Tables of tokens, of characters to tokens, of ranges and of converted positions; the text with its
         tokens."""
         encoding, text, name = self.encoding, self.settings.text, self.subject.name
-        pieces = named(self.subject, encoding.ids)
+        pieces = self.subject.token_texts(encoding.ids)
         digest = self.subject.tokenizer.digest
         yield Data(json={"model_id": name, "tokenizer": digest, "text": text, "unit": "characters"})
         tokens = [

@@ -64,7 +64,7 @@ def test_tokens_are_labelled_by_the_text_before_the_first_blank_line(patching, t
         encoding = tokenizer.encode(record["original_prompt"])
         end = record["original_prompt"].index("\n\n")
         fact = [i for i, (start, stop) in enumerate(encoding.offsets) if stop > start and start < end]
-        assert pair.pair.fact == tuple(fact)
+        assert pair.tokens.fact == tuple(fact)
         assert [i for i, label in enumerate(pair.labels) if label == "fact_final"] == fact[-1:]
         assert pair.labels[0] == "other", "BOS states nothing"
 
@@ -89,7 +89,7 @@ def test_json_has_the_fields_of_the_protocol(patching):
     for patch in first["patches"]:
         assert patch["is_different"] == (patch["ablated_continuation"] != first["original_continuation"])
         assert patch["layer"] in ([0, 1], [2])
-        assert patch["cf_pos"] == position_map(patching.pairs[0].pair)[patch["orig_pos"]]
+        assert patch["cf_pos"] == position_map(patching.pairs[0].tokens)[patch["orig_pos"]]
     last = [p for p in first["patches"] if p["layer"] == [2]][-1]
     assert last["ablated_continuation"] == first["cf_continuation"]
 
@@ -175,7 +175,7 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
     effects, nulls = [], []
     donors = controls_of(patching)
     for each, unrelated in zip(patching.pairs, donors, strict=True):
-        pair = each.pair
+        pair = each.tokens
         says = int(model.forward(pair.counterfactual).logits[0, -1].argmax())
         for prompt, kept in ((pair.counterfactual, effects), *((d, nulls) for d in unrelated)):
             result = subject_patched(model, pair.original, pair.subject, prompt, block)
@@ -195,7 +195,7 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
             .argmax()
         )
         == int(model.forward(pair.counterfactual).logits[0, -1].argmax())
-        for pair in (each.pair for each in patching.pairs)
+        for pair in (each.tokens for each in patching.pairs)
     ]
     assert quiet["effect"] == pytest.approx(np.mean(said))
 
@@ -205,7 +205,7 @@ def controls_of(done) -> list[list[tuple[int, ...]]]:
     (experiment,) = done.nodes["controls"].experiment.experiments
     prompts = [pair.counterfactual for pair in experiment.pairs]
     for prompt, pair in zip(prompts, np.repeat(range(2), 3), strict=True):
-        own = done.pairs[pair].pair
+        own = done.pairs[pair].tokens
         assert len(prompt) == len(own.counterfactual) and prompt not in (own.counterfactual, own.original)
     return [prompts[:3], prompts[3:]]
 
@@ -226,7 +226,7 @@ def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(r
     assert f"head {still[1]} of layer {still[0]}" in quiet["claim"]
     effects, nulls = [], []
     for each, unrelated in zip(routing.pairs, controls_of(routing), strict=True):
-        pair = each.pair
+        pair = each.tokens
 
         def attention(result, fact=pair.fact) -> np.ndarray:
             patterns = [result[f"blocks.{i}.attn.hook_pattern"][0, :, -1, list(fact)] for i in range(3)]
@@ -339,10 +339,10 @@ def test_published_records_are_read_and_labelled(tiny_model: Path):
     pairs = fact_pairs(subject, (str(path),), 0)
     assert len(pairs) == len(json.loads(path.read_text()))
     for each in pairs:
-        positions, sources = zip(*each.pair.subject, strict=True)
-        assert {*positions} <= {*each.pair.fact}, "the subject is in the fact, not in the instruction"
+        positions, sources = zip(*each.tokens.subject, strict=True)
+        assert {*positions} <= {*each.tokens.fact}, "the subject is in the fact, not in the instruction"
         assert each.labels.count("fact_final") == 1
-        assert min(sources) >= 0 and max(sources) < len(each.pair.counterfactual)
+        assert min(sources) >= 0 and max(sources) < len(each.tokens.counterfactual)
 
 
 @pytest.mark.parametrize(
