@@ -47,6 +47,7 @@ __all__ = [
     "Natural",
     "PairSettings",
     "Positive",
+    "PromptSettings",
     "Share",
     "SubjectRule",
     "TaskSettings",
@@ -143,10 +144,16 @@ class DataSettings(ControlSettings):
 
 
 @dataclass(frozen=True)
-class FactSettings(ModelSettings):
-    """Settings of a workflow on one prompt and its expected next word (`answers.fact`)."""
+class PromptSettings(ModelSettings):
+    """Settings of a workflow on one prompt."""
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
+
+
+@dataclass(frozen=True)
+class FactSettings(PromptSettings):
+    """Settings of a workflow on one prompt and its expected next word (`answers.fact`)."""
+
     target: str = setting("", "word whose logit is followed; may be empty")
 
 
@@ -173,12 +180,9 @@ class ChosenPlaceSettings(DataSettings, FactSettings):
 
 
 @dataclass(frozen=True)
-class ChosenEdgeSettings(ChosenPlaceSettings):
+class ChosenEdgeSettings(EdgeSettings, ChosenPlaceSettings):
     """Settings of a workflow on attention from one position to another, selected on other facts."""
 
-    query: int | str = setting(
-        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
-    )
     key: int | str | None = setting(
         None, "position that is read; none: the kind of position that matters most on other facts"
     )

@@ -30,7 +30,7 @@ from ...stages.forward.hooks.edges import SteeringSpec
 from ...stages.logits.lens import format_text
 from ..labelled import stacked
 from ..material.answers import encoded, fact
-from ..settings import Count, EdgeSettings, ModelSettings, setting
+from ..settings import Count, EdgeSettings, PromptSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
 from ..workflow import ModelWorkflow, Nodes, loaded
 
@@ -42,10 +42,9 @@ __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
 
 @dataclass(frozen=True)
-class AttentionPatternsSettings(EdgeSettings, ModelSettings):
+class AttentionPatternsSettings(EdgeSettings, PromptSettings):
     """Settings of `attention_patterns`."""
 
-    prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     top_k: Count = setting(5, "number of most attended positions listed per layer")
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...stages.features.dictionary import Dictionary
-from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
@@ -94,7 +93,7 @@ class ExchangeWorkflow(Workflow):
         exchange = self.exchange
         words = self.result("words") if "words" in self.nodes else None
         labels = FeatureLabels.of_trace(self.subject, exchange.ids, words, self.result("trace"))
-        return labels.called(labels_of(self.store, exchange.dictionary))
+        return labels.called(self.store, exchange.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:

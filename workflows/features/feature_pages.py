@@ -25,6 +25,7 @@ from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..labelled import labelled
+from ..material.dictionaries import dictionary_of
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
 from ..settings import Count, ModelSettings, Natural, setting
@@ -34,7 +35,6 @@ from ..workflow import ModelWorkflow, Nodes
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
 from .place_views import place_views
-from .sae_features import dictionary_of
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -23,7 +23,7 @@ from ..settings import Count, DataSettings, ModelSettings, require_together, set
 from ..subject import Subject
 from ..workflow import Nodes
 
-__all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
+__all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings", "VerifiedSettings", "pair_json"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,27 @@ class AttributionSettings(DataSettings, ModelSettings):
 
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted", "answer")
+
+
+@dataclass(frozen=True)
+class VerifiedSettings(AttributionSettings):
+    """Settings of attribution workflows that patch some cells exactly to check their estimates.
+
+    Raises:
+        ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
+    """
+
+    wrong: str = setting("", "next word of the corrupted prompt, if prompt is set")
+    verify: Count = setting(
+        12, "number of cells with the largest estimates that are patched exactly, and of random ones"
+    )
+
+    def __post_init__(self) -> None:
+        require_together(self, "prompt", "corrupted", "answer", "wrong")
+
+
+AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
+"""Measures of agreement between estimates and exact effects."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +122,12 @@ class AttributedPairs(KnownWorkflow):
             )
         return tuple(pairs)
 
-    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> Nodes:
+    def known_pairs_node(self) -> Nodes:
         """The node that measures which pairs the model knows; none for the pair of the settings, which always
         counts."""
         if self.settings.prompt:
             return {}
-        return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in pairs]})
+        return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in self.read]})
 
     def token_columns(self, number: int) -> tuple[str, ...]:
         """Tokens of the corrupted prompt of pair `number`, as labels of a heatmap's columns."""

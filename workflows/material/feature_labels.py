@@ -23,6 +23,7 @@ import numpy as np
 from ...pipeline import StageNode
 from ...stages.features.effects.activity import FeatureTrace
 from ...stages.features.effects.words import feature_words, words_of_active, words_of_ranked
+from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.readout import readout_node
 from ..workflow import Nodes
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
-    from ...store.upkeep.annotations import Annotation
+    from ...store.store import Store
     from ..subject import Subject
 
 __all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words", "writes_to_stream"]
@@ -49,9 +50,15 @@ class FeatureLabels:
     said: Mapping[FeatureId, str] = field(default_factory=dict)
     """Labels by people (stages/features/labels.py)."""
 
-    def called(self, labels: Mapping[FeatureId, Annotation]) -> FeatureLabels:
-        """A copy with labels by people."""
-        return replace(self, said={feature: label.text for feature, label in labels.items()})
+    def called(self, store: Store | None, dictionary: Dictionary) -> FeatureLabels:
+        """A copy with the labels that people gave to features of a dictionary.
+
+        Arguments:
+            store: the store that holds the labels; None for no labels.
+            dictionary: the feature dictionary.
+        """
+        labels = labels_of(store, dictionary).items()
+        return replace(self, said={feature: label.text for feature, label in labels})
 
     @property
     def spoken(self) -> tuple[str, ...]:

@@ -45,9 +45,9 @@ from ...stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
 from ...stages.logits.lens import format_probability, format_text
 from ...store.errors import ConfigError, MizarrError
 from ..claim import Claim
-from ..features.sae_features import dictionary_of
 from ..material.answers import answer_pieces, counterpart, encoded, fact, target_json
 from ..material.convergence_batch import FIELDS, read_batch
+from ..material.dictionaries import fitting_dictionary
 from ..material.push_fates import PushFates
 from ..settings import ControlSettings, Count, FactSettings, Positive, setting
 from ..views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
@@ -248,9 +248,7 @@ class PushedStatesCases(ModelWorkflow):
     @cached_property
     def dictionary(self) -> Dictionary:
         """Dictionary of the feature. Raises ConfigError or DictionaryError if none fits the model."""
-        dictionary = dictionary_of(self.settings.dictionary, self.settings.model, "clt")
-        dictionary.require_fit(self.subject.config, self.subject.name)
-        return dictionary
+        return fitting_dictionary(self.subject, self.settings.dictionary, self.settings.model, "clt")
 
     def _along_feature(self, prompt: str, target: str) -> Case:
         """A case that pushes a prompt along a feature, at every layer that the feature writes to."""
