@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...stages.corpus.positions import words
 from ...stages.logits.lens import format_text, format_token
-from ...store.errors import ConfigError, PromptError
+from ...store.errors import ConfigError
 from ..material.answers import encoded
 from ..settings import FileSettings, setting
 from ..subject import Subject
@@ -61,8 +61,9 @@ class TokenPositions(Workflow):
     """Tokens of one text, and conversions between characters and token positions.
 
     Raises:
-        ConfigError, PromptError, TokenizerError: for an empty text, or a range that is not "name=start-end",
-            empty or outside the text.
+        ConfigError: a range that is not written as "name=start-end".
+        PromptError: a text without tokens, or with more than the model reads.
+        TokenizerError: a range that is empty or outside the text.
     """
 
     name = "token_positions"
@@ -74,8 +75,6 @@ class TokenPositions(Workflow):
     def __init__(self, settings: TokenPositionsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.subject = Subject(settings.reference(model))
-        if not settings.text:
-            raise PromptError("expected a text, found an empty one")
         self.encoding = encoded(self.subject, settings.text)
         is_default = settings.text == TEXT
         word_ranges = words(settings.text)
