@@ -106,8 +106,7 @@ class PathPatchingTrace(TaskWorkflow):
                     back=back,
                     seed=settings.seed,
                 )
-                paths.check(self.subject.config)
-                nodes[f"{task}_{step}"] = self.on_model(paths)
+                nodes |= self.checked_nodes(task, {step: paths})
         return nodes
 
     @cached_property

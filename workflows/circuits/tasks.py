@@ -110,6 +110,24 @@ class TaskWorkflow(ModelWorkflow):
             )
         return pairs
 
+    @property
+    def num_edges(self) -> int:
+        """Number of edges of the model's graph, without positions."""
+        return int(self.layout.edges.sum())
+
+    def checked_nodes(self, task: str, experiments: Mapping[str, EdgeExperiment]) -> Nodes:
+        """Nodes of the experiments of a task, named "task_name".
+
+        Raises ConfigError for an experiment that does not fit the model, before anything runs.
+
+        Arguments:
+            task: name of the task.
+            experiments: experiments by name.
+        """
+        for experiment in experiments.values():
+            experiment.check(self.subject.config)
+        return {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
+
     done_node: ClassVar[str]
     """Suffix of the name of the result with the clean metric of held-out pairs, such as "circuit"."""
 
