@@ -104,14 +104,25 @@ def labelled(values: Any, name: str, unit: str = "1", **axes: Any) -> xr.DataArr
 
 
 def column(values: Any, dim: str, name: str) -> xr.DataArray:
-    """A one-dimensional array as an input of a stage, such as token ids along "token"."""
+    """A one-dimensional array as an input of a stage, such as token ids along "token".
+
+    Arguments:
+        values: the values.
+        dim: name of the axis.
+        name: name of the array.
+    """
     import xarray as xr
 
     return xr.DataArray(values, dims=dim, name=name)
 
 
 def stacked(dim: str, parts: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """Concatenate arrays with equal axes along a new one, labelled by the keys of `parts`."""
+    """Concatenate arrays with equal axes along a new one, labelled by the keys of `parts`.
+
+    Arguments:
+        dim: name of the new axis.
+        parts: arrays by label.
+    """
     import xarray as xr
 
     return xr.concat(list(parts.values()), dim, join="outer").assign_coords({dim: list(parts)})

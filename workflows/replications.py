@@ -90,7 +90,12 @@ class Replication:
 
 
 def value_at(document: Any, path: Path) -> Any:
-    """The value at a path of keys and indices in a JSON document; None if there is none."""
+    """The value at a path in a JSON document; None if there is none.
+
+    Arguments:
+        document: the JSON document.
+        path: keys and indices, from the outermost on.
+    """
     for step in path:
         try:
             document = document[step]

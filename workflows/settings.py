@@ -79,7 +79,12 @@ RECURRENT = "specimen-rwkv"
 
 
 def setting(default: Any, description: str) -> Any:
-    """A field of a settings dataclass, with its default and a help text of one line."""
+    """A field of a settings dataclass, with its default and a help text of one line.
+
+    Arguments:
+        default: value without one given.
+        description: help text.
+    """
     return dataclasses.field(default=default, metadata={"help": description})
 
 
@@ -218,8 +223,12 @@ class AnswerSettings(ModelSettings):
         self.one_each("answer", self.answers)
 
     def one_each(self, name: str, words: tuple[str, ...]) -> None:
-        """Raise ConfigError unless there are no words, one, or one per prompt; name: of the words, for
-        errors."""
+        """Raise ConfigError unless there are no words, one, or one per prompt.
+
+        Arguments:
+            name: name of one of the words, for errors.
+            words: the words.
+        """
         if words and len(words) not in (1, len(self.prompts)):
             raise ConfigError(
                 f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
@@ -290,7 +299,12 @@ def require_together(settings: Any, *names: str) -> None:
 
 
 def preset_of(name: str, presets: Mapping[str, T]) -> T:
-    """A preset by name; ConfigError with the nearest name for an unknown one."""
+    """A preset by name; ConfigError with the nearest name for an unknown one.
+
+    Arguments:
+        name: name of the preset.
+        presets: presets by name.
+    """
     if name not in presets:
         near = nearest(name, presets)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(presets)}"

@@ -281,6 +281,10 @@ class Subject:
 
         Prompt and answer are tokenised together, with a space before an answer that starts with a letter or
         digit. If this changes the prompt's own tokens, the answer is tokenised alone.
+
+        Arguments:
+            prompt: the prompt.
+            answer: the answer.
         """
         (pieces,) = self.pieces_of_answers([(prompt, answer)])
         return pieces
@@ -325,7 +329,12 @@ class Subject:
 
     def answer_id(self, prompt: str, answer: str) -> int:
         """First token id of an answer after a prompt (`answer_pieces`). Raises ConfigError for an empty
-        answer."""
+        answer.
+
+        Arguments:
+            prompt: the prompt.
+            answer: the answer.
+        """
         (token_id,) = self.answer_ids([(prompt, answer)])
         return token_id
 

@@ -143,8 +143,10 @@ class Workflow:
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """Remove from `nodes` those that the stored results of `first_nodes` make unnecessary.
 
-        refuses: whether to raise ConfigError if no meaningful result is left; False for one of several
-            revisions.
+        Arguments:
+            store: the store of the results.
+            refuses: whether to raise ConfigError if no meaningful result is left; False for one of several
+                revisions.
         """
         return self
 
@@ -406,7 +408,12 @@ def loaded(name: str) -> cached_property[xr.Dataset]:
 
 
 def is_drawn(path: Path, recipe: str) -> bool:
-    """Whether the metadata of the PNG at `path` contains this recipe; needs no imaging library."""
+    """Whether the metadata of a PNG contains a recipe; needs no imaging library.
+
+    Arguments:
+        path: path of the PNG.
+        recipe: the recipe.
+    """
     try:
         with path.open("rb") as file:
             return recipe.encode() in file.read(4096)

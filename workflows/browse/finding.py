@@ -48,6 +48,10 @@ def find_page(snapshot: Snapshot, address: str) -> Page | None:
 def find_news(snapshot: Snapshot, address: str) -> dict[str, Any] | None:
     """Progress of captures as JSON values, which the script of a page with `Page.live` polls.
 
+    Arguments:
+        snapshot: Content of the store.
+        address: Address that the script asks for.
+
     Returns:
         {"progress": [...]}, or None if this is not the address of a progress document.
     """

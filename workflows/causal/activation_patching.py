@@ -259,7 +259,12 @@ class ActivationPatchingTrace(KnownWorkflow):
         return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
 
     def by_run(self, i: int, metric: str) -> dict[str, float]:
-        """A metric of the unpatched runs of pair `i`, by name of the run: "clean" and "corrupted"."""
+        """A metric of the unpatched runs of a pair, by name of the run: "clean" and "corrupted".
+
+        Arguments:
+            i: index of the pair.
+            metric: name of the metric.
+        """
         unpatched = next(iter(self.grids(i).values()))["unpatched"].sel(metric=metric)
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 

@@ -404,7 +404,12 @@ class CausalTrace(KnownWorkflow):
 
 
 def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
-    """Positions of ROLES in a prompt of `length` tokens whose subject ends at position `subject_end`."""
+    """Positions of ROLES in a prompt.
+
+    Arguments:
+        subject_end: position of the last token of the subject.
+        length: number of tokens of the prompt.
+    """
     return subject_end, min(subject_end + 1, length - 1), length - 1
 
 

@@ -207,7 +207,12 @@ class PatchedPairs:
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
         """Arguments of patching experiments on one pair: prompts, hook-point kinds, window of layers and read
-        position."""
+        position.
+
+        Arguments:
+            pair: the pair.
+            kinds: kinds of hook points that are patched.
+        """
         at = self.read_at(pair)
         return {
             "clean": pair.clean_ids,

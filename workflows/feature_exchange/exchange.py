@@ -272,7 +272,9 @@ class FeatureExchange:
 def position_of(site: str, tokens: Sequence[str]) -> int:
     """Position that a site names: an index, negative from the end, or the first token with that text.
 
-    Raises ConfigError for a site that is not in the prompt.
+    Arguments:
+        site: the index or the text of a token.
+        tokens: texts of the tokens of the prompt.
     """
     if site.lstrip("-").isdecimal():
         position = int(site)
@@ -288,12 +290,22 @@ def position_of(site: str, tokens: Sequence[str]) -> int:
 
 
 def probabilities(result: xr.Dataset, word: int = 0) -> Floats:
-    """P(word) at the end of the prompt, at the first strength, [place, exchange]. word: index of the word."""
+    """P(word) at the end of the prompt, at the first strength, [place, exchange].
+
+    Arguments:
+        result: result of the exchange.
+        word: index of the word.
+    """
     logprob: Any = result["logprob"].isel(strength=0, word=word).transpose("place", "exchange")
     return np.exp(logprob.values)  # type: ignore[no-any-return]
 
 
 def changes(result: xr.Dataset, word: int = 0) -> Floats:
-    """Change of P(word) from the run without injection, [place, exchange]. word: index of the word."""
+    """Change of P(word) from the run without injection, [place, exchange].
+
+    Arguments:
+        result: result of the exchange.
+        word: index of the word.
+    """
     before: Floats = np.exp(result["baseline_logprob"].isel(word=word).values)
     return probabilities(result, word) - before[:, None]

@@ -507,14 +507,25 @@ def pair_name(pair: Any) -> tuple[str, str]:
 
 
 def jaccard(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Jaccard index of two sets given as masks of equal length: size of the intersection over that of the
-    union; NaN for two empty sets."""
+    """Jaccard index of two sets: size of the intersection over that of the union; NaN for two empty sets.
+
+    Arguments:
+        a: mask of the first set.
+        b: mask of the second set.
+    """
     intersection, union = np.logical_and(a, b).sum(), np.logical_or(a, b).sum()
     return float(intersection / union) if union else float("nan")
 
 
 def shuffled_jaccard(a: Sequence[bool], b: Sequence[bool], count: int, *, seed: int) -> Floats:
-    """Jaccard indices of set `a` with random sets of the size of `b`, [draw]. count: number of draws."""
+    """Jaccard indices of a set with random sets, [draw].
+
+    Arguments:
+        a: mask of the first set.
+        b: mask of the second set; the random sets have its size.
+        count: number of draws.
+        seed: of the draws.
+    """
     random = np.random.default_rng(seed)
     shuffled = (random.permutation(np.asarray(b, bool)).tolist() for _ in range(count))
     return np.array([jaccard(a, members) for members in shuffled])

@@ -147,7 +147,12 @@ class ExchangeWorkflow(Workflow):
         return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
 
     def held_out_claim(self, effects: Floats, text: str) -> Claim:
-        """Claim about the mean effect over held-out texts. effects: [text, exchange]."""
+        """Claim about the mean effect over held-out texts.
+
+        Arguments:
+            effects: effects, [text, exchange].
+            text: text of the claim.
+        """
         random, of = self.exchange.of_random(effects.mean(axis=0)), self.exchange.controls_label
         return Claim.against(text, effects[:, 0], random, of, held_out=True)
 

@@ -145,7 +145,13 @@ def require_next(subject: Subject) -> None:
 
 
 def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[str, Any]:
-    """Target and its tokens as JSON fields; the logit of the target is that of its first token."""
+    """Target and its tokens as JSON fields; the logit of the target is that of its first token.
+
+    Arguments:
+        subject: the model.
+        target: the target as text.
+        pieces: its token ids.
+    """
     return {
         "target_token": target or None,
         "target_token_id": pieces[0] if pieces else None,
@@ -185,6 +191,10 @@ def number(value: Any) -> float | None:
 def word_id(subject: Subject, word: str) -> int:
     """Token id of a word, with a space before it or else without.
 
+    Arguments:
+        subject: the model.
+        word: the word.
+
     Raises:
         ConfigError: the word has several tokens; the probability of its first token is not that of the word.
     """
@@ -200,7 +210,12 @@ def word_id(subject: Subject, word: str) -> int:
 
 
 def is_one_token(subject: Subject, word: str) -> bool:
-    """Whether the tokenizer encodes a word as one token, with or without a leading space."""
+    """Whether the tokenizer encodes a word as one token, with or without a leading space.
+
+    Arguments:
+        subject: the model.
+        word: the word.
+    """
     texts = (f" {word.strip()}", word.strip())
     return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 

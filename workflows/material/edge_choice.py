@@ -188,7 +188,12 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """Experiments on another fact: remove each (query, key) separately, in every layer."""
+        """Experiments on another fact: remove each (query, key) separately, in every layer.
+
+        Arguments:
+            tokens: token ids of the fact.
+            edges: the (query, key) positions.
+        """
         raise NotImplementedError
 
     def changed_table(
@@ -329,7 +334,12 @@ class PlaceWorkflow(KnownWorkflow):
         return f"'{self.subject.token_labels([self.encoding.ids[place]])[0]}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:
-        """Beginning of a claim: the intervention and its layer and position."""
+        """Beginning of a claim: the intervention and its layer and position.
+
+        Arguments:
+            layer: the layer.
+            key: position of the key.
+        """
         raise NotImplementedError
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
@@ -345,7 +355,12 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """Intervention on a layer and role of other facts, as the beginning of a claim."""
+        """Intervention on a layer and role of other facts, as the beginning of a claim.
+
+        Arguments:
+            layer: the layer.
+            role: role of the key, in ROLES.
+        """
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:

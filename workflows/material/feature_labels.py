@@ -88,7 +88,12 @@ class FeatureLabels:
 
     @classmethod
     def of_words(cls, subject: Subject, words: xr.Dataset | None) -> FeatureLabels:
-        """Labels without a prompt: written tokens only."""
+        """Labels without a prompt: written tokens only.
+
+        Arguments:
+            subject: the model.
+            words: result of a stage in words.py; None if features do not write to the stream.
+        """
         return cls(_written_tokens(subject, words))
 
     @classmethod
@@ -184,7 +189,13 @@ def active_words(
 
 
 def ranked_words(subject: Subject, dictionary: Dictionary, ranked: ResultNode) -> StageNode:
-    """The node of written tokens for the features of a ranking."""
+    """The node of written tokens for the features of a ranking.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+        ranked: node of the ranking.
+    """
     return words_of_ranked.on(ranked=ranked, **_inputs(subject, dictionary))
 
 
@@ -196,8 +207,12 @@ def _inputs(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
 
 
 def writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
-    """Whether the dictionary writes to the residual stream, and logits are linear in the normalised
-    stream."""
+    """Whether the dictionary writes to the residual stream, and logits are linear in the normalised stream.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+    """
     return dictionary.d_out == subject.config.hidden_size and subject.config.transform is None
 
 

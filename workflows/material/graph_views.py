@@ -77,7 +77,12 @@ def graph_views(
 
 
 def kept_of(pruned: PrunedGraph, kind: str) -> int:
-    """Number of nodes of a kind ("feature", "error", "token", "logit") that remain after pruning."""
+    """Number of nodes of a kind that remain after pruning.
+
+    Arguments:
+        pruned: the pruned graph.
+        kind: "feature", "error", "token" or "logit".
+    """
     return int(np.count_nonzero(pruned.nodes["kind"].values == kind))
 
 

@@ -50,7 +50,12 @@ NAMES = {
 
 
 def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ConfigError with the nearest name for a kind that is not allowed."""
+    """Raise ConfigError with the nearest name for a kind that is not allowed.
+
+    Arguments:
+        kinds: the kinds to check.
+        allowed: the kinds that are allowed.
+    """
     for kind in kinds:
         if kind not in allowed:
             near = nearest(kind, allowed) or allowed[0]
@@ -60,5 +65,10 @@ def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Kinds of hook points that exist in all layers of a model, of those given."""
+    """Kinds of hook points that exist in all layers of a model.
+
+    Arguments:
+        config: configuration of the model.
+        kinds: the kinds to choose from.
+    """
     return tuple(kind for kind in kinds if len(config.layers_with(kind)) == config.num_layers)

@@ -82,7 +82,12 @@ def wrapped_prose(
 
 def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
     """Targets of wrapped prose by name. Special tokens, line breaks and, for `line_break`, last tokens have
-    no value."""
+    no value.
+
+    Arguments:
+        tokens: tokens of the prose.
+        names: names of the targets.
+    """
     counts = token_counts(tokens, line_breaks=False).astype(np.float64)
     targets = []
     for name in names:

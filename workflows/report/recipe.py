@@ -61,7 +61,12 @@ def asked(settings: Any) -> list[Asked]:
 
 
 def command(workflow: Reported, verb: str = "report") -> str:
-    """Command line that reproduces the results; verb: subcommand of mizarr."""
+    """Command line that reproduces the results.
+
+    Arguments:
+        workflow: The workflow.
+        verb: Subcommand of mizarr.
+    """
     words = ["mizarr", verb, workflow.name]
     for setting in asked(workflow.settings):
         if not setting.is_default:
@@ -189,7 +194,12 @@ def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[t
 
 
 def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
-    """Provenance of a record to show: model, content, time, duration, memory, bytes, device and versions."""
+    """Provenance of a record to show: model, content, time, duration, memory, bytes, device and versions.
+
+    Arguments:
+        store: The store of the results.
+        record: Provenance of the result.
+    """
     notes = store.provenance(record)
     timed = [note for note in notes if "seconds" in note]
     note = (timed or notes or [{}])[0]

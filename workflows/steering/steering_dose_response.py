@@ -299,8 +299,13 @@ def _or(factor: float | None, otherwise: str) -> str:
 
 
 def weight_distance(weights: Floats, edge: int) -> Floats:
-    """Distance |ln ratio| of each attention weight [..., edge] from that of one edge; inf for this edge
-    itself."""
+    """Distance |ln ratio| of each attention weight from that of one edge, [..., edge]; inf for this edge
+    itself.
+
+    Arguments:
+        weights: attention weights, [..., edge].
+        edge: index of the edge.
+    """
     # ln 0 is -inf, and a weight of 0 cannot be scaled: clipped, it is farther than all that can be.
     log_weights = np.log(np.maximum(weights, 1e-12))
     distance: Floats = np.abs(log_weights - log_weights[..., [edge]])

@@ -306,7 +306,14 @@ class Bars(View):
 
     @classmethod
     def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **view_fields: Any) -> Bars:
-        """Build bars from a labelled array [series, x]; arguments as in `Lines.of`."""
+        """Build bars from a labelled array; see `Lines.of`.
+
+        Arguments:
+            array: The values, [series, x].
+            title: Title of the panel.
+            caption: Caption of the panel.
+            view_fields: Other fields of the view.
+        """
         lines = Lines.of(array)
         shared = {name: getattr(lines, name) for name in ("lines", "x_name", "y_name", "unit")}
         return cls(title=title, caption=caption, **{**shared, "x": tuple(map(str, lines.x)), **view_fields})

@@ -30,7 +30,12 @@ class Findings(View):
 
     @classmethod
     def none(cls, reason: str, sources: tuple[str, ...] = ()) -> Findings:
-        """A view without claims. reason: a sentence that says why; `not_claimed` in the JSON document."""
+        """A view without claims.
+
+        Arguments:
+            reason: A sentence that says why; `not_claimed` in the JSON document.
+            sources: Results that the reason is read from.
+        """
         document = {"findings": [], "not_claimed": reason}
         return cls(findings=(), title="What was found", caption=reason, json=document, sources=sources)
 

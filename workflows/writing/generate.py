@@ -306,7 +306,12 @@ class _Printer:
         self._console, self._texts = EscapingConsole(stderr=True, highlight=False), texts
 
     def show(self, prompt: tuple[int, ...], new: NewToken) -> None:
-        """Prints a token; the prompt before the first token, an empty line after the last."""
+        """Prints a token; the prompt before the first token, an empty line after the last.
+
+        Arguments:
+            prompt: token ids of the prompt.
+            new: the new token.
+        """
         if new.step == 0:
             self._print(self._texts[prompt], style="dim")
         self._print(new.text)

@@ -66,7 +66,14 @@ def facts_of(data: Sequence[str]) -> list[Fact]:
 
 def shown_fact(model: str, prompt: str, target: str, data: Sequence[str]) -> tuple[str, str]:
     """Prompt and target of the settings; without them the first fact of `data`, or the default of
-    `answers.fact`."""
+    `answers.fact`.
+
+    Arguments:
+        model: name of the model in the settings.
+        prompt: prompt of the settings; "" for none.
+        target: target of the settings.
+        data: files of facts of the settings.
+    """
     return facts_of(data)[0][:2] if data and not (prompt or target) else fact(model, prompt, target)
 
 

@@ -249,7 +249,12 @@ class PairWorkflow(KnownWorkflow):
         }
 
     def pair_told(self, i: int, result: Any) -> dict[str, Any]:
-        """Fields of a document on pair `i`: its prompts, and their most likely next tokens from a result."""
+        """Fields of a document on a pair: its prompts, and their most likely next tokens.
+
+        Arguments:
+            i: index of the pair.
+            result: result that holds the most likely next tokens.
+        """
         pair = self.pairs[i]
         ids = [int(result[f"{name}_token_id"][i]) for name in ("original", "counterfactual")]
         names = ("original_continuation", "cf_continuation")
