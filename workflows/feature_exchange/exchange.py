@@ -147,6 +147,14 @@ class FeatureExchange:
         return f"'{format_token(self.tokens[position])}' ({position})"
 
     @property
+    def position_axis(self) -> dict[str, Any]:
+        """Fields of curves and bars over `every_position`."""
+        return {
+            "x": tuple(f"{format_token(token)} ({i})" for i, token in enumerate(self.tokens)),
+            "x_name": "token at which features are suppressed and injected",
+        }
+
+    @property
     def heading(self) -> str:
         """The model, the kind of prompt and its last line, for titles."""
         lines = (self.preset.prompt + self.preset.ending).strip().splitlines()
@@ -275,6 +283,9 @@ def position_of(site: str, tokens: Sequence[str]) -> int:
     Arguments:
         site: the index or the text of a token.
         tokens: texts of the tokens of the prompt.
+
+    Raises:
+        ConfigError: a site that is not in the prompt.
     """
     if site.lstrip("-").isdecimal():
         position = int(site)
