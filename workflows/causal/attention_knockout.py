@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.causal.controls import chosen_at_random
-from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
 from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
@@ -70,8 +69,7 @@ class AttentionKnockout(EdgeWorkflow):
         edges = EdgeKnockout(edges=tuple((query, key) for key in self._swept_keys()), layers=None, **shared)
         nodes = {"edges": self.on_model(edges), **self.facts_node()}
         if self.settings.sweep:
-            heads = tuple(HeadKnockout(edges=((query, key),), **shared) for key in self.keys)
-            nodes["heads"] = self.on_model(heads[0] if len(heads) == 1 else AtOnce(heads))
+            nodes["heads"] = self.by_key([HeadKnockout(edges=((query, key),), **shared) for key in self.keys])
         return nodes
 
     def _swept_keys(self) -> list[int]:
@@ -93,8 +91,7 @@ class AttentionKnockout(EdgeWorkflow):
     @cached_property
     def heads(self) -> xr.Dataset:
         """Knockout of the selected edge in every layer and head, [layer, head]."""
-        heads = self.result("heads").load()
-        return heads.isel(draw=self.keys.index(self.edge[1])) if "draw" in heads.dims else heads
+        return self.at_key("heads", self.edge[1])
 
     @property
     def selected(self) -> xr.Dataset:

@@ -43,8 +43,8 @@ from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import stacked, values_of
 from ..material.facts.fact_data import FIELDS, read_records
+from ..material.line_corpus import line_corpus
 from ..material.samples.repeated import RepeatedBlocks, shuffled
-from ..readout.character_count_helix import line_corpus
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
 from ..views import Lines, Table, View, together

@@ -48,6 +48,7 @@ from .relations import relation_of
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ...pipeline.nodes import ResultNode
     from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
 
@@ -443,6 +444,20 @@ class EdgeWorkflow(PlaceWorkflow):
         """See `PlaceWorkflow`; all edges of each fact serve as controls."""
         lost = self.measured_on_facts("kl")
         return CandidateEffects(lost[chosen_on][..., : len(ROLES)], lost[scored])
+
+    def by_key(self, experiments: Sequence[Experiment]) -> ResultNode:
+        """The node of experiments that differ in their key, one for each of `keys`."""
+        return self.on_model(experiments[0] if len(experiments) == 1 else AtOnce(tuple(experiments)))
+
+    def at_key(self, name: str, key: int) -> xr.Dataset:
+        """Result for one key of a node made by `by_key`, in memory.
+
+        Arguments:
+            name: name of the node.
+            key: position of the key.
+        """
+        result = self.result(name).load()
+        return result.isel(draw=self.keys.index(key)) if "draw" in result.dims else result
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
         """See `PlaceWorkflow`."""

@@ -1,8 +1,7 @@
 """Targets of probes: tokenised texts, and a value or label for each token that is predicted from its state.
 
 Targets of wrapped prose: `character_count`, the number of characters between the start of the line and the
-token; `line_break`, a label, whether the next token contains a line break. Each stretch of prose is wrapped
-at a single width, so that no words of the test prompts occur in training at another width.
+token; `line_break`, a label, whether the next token contains a line break (line_corpus.py wraps the prose).
 
 Targets from a file: a JSON list, or JSON lines, of {"text", "label"}, for the last token, or {"text",
 "spans": [{"start", "end", "label"}, …]}, for every token that overlaps a span of characters. Labels are
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.corpus.text import pack_lines, token_counts, wrap
+from ...stages.corpus.text import token_counts
 from ...store.errors import ConfigError, PromptError, TokenizerError
 from ...store.exchange.outside import json_value, read_outside
 
@@ -30,12 +29,10 @@ if TYPE_CHECKING:
     from ...store import PackedTokens
     from ..subject import Subject
 
-__all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_prose", "wrapped_targets"]
+__all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_targets"]
 
 TARGETS = ("character_count", "line_break")
 """Targets of wrapped prose."""
-STRETCH = 400
-"""Number of words that are wrapped at one width before the next width."""
 FEWEST = 10
 """Smallest number of examples per label for balancing."""
 
@@ -55,29 +52,6 @@ class Target:
     def kind(self) -> str:
         """ "label" or "number", as `stages.probe` calls them."""
         return "label" if self.classes else "number"
-
-
-def wrapped_prose(
-    subject: Subject, texts: Sequence[str], widths: Sequence[int], context: int
-) -> PackedTokens:
-    """Wrap texts and cut them at line starts into prompts.
-
-    Arguments:
-        subject: the model, for its tokenizer.
-        texts: the texts.
-        widths: line widths in characters; stretches of text use them in turn.
-        context: largest number of tokens per prompt.
-    """
-    pieces: list[str] = []
-    room = context - subject.special_tokens
-    stretches = []
-    for text in texts:
-        words = text.split()
-        stretches += [words[start : start + STRETCH] for start in range(0, len(words), STRETCH)]
-    for i, stretch in enumerate(stretches):
-        wrapped = wrap(" ".join(stretch), widths[i % len(widths)])
-        pieces += pack_lines(wrapped, subject.starts(wrapped), room)
-    return subject.pack(pieces)
 
 
 def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:

@@ -81,13 +81,13 @@ class SteeringDoseResponse(EdgeWorkflow):
         settings = self.settings
         shared = self.read_edge(settings.window) | {"window": settings.window}
         layers = None if settings.sweep or settings.layer is None else (settings.layer,)
-        responses = tuple(
+        responses = [
             DoseResponse(edges=((self.query, key),), doses=settings.doses, layers=layers, **shared)
             for key in self.keys
-        )
+        ]
         for response in responses:
             response.cells(self.subject.config)  # raises for wrong settings before anything runs
-        nodes = {"response": self.on_model(responses[0] if len(responses) == 1 else AtOnce(responses))}
+        nodes = {"response": self.by_key(responses)}
         if not settings.controls:
             return nodes
         controls = tuple(
@@ -109,19 +109,14 @@ class SteeringDoseResponse(EdgeWorkflow):
     @cached_property
     def response(self) -> xr.Dataset:
         """Dose-response of the selected edge in every layer that is shown, [layer, dose], in memory."""
-        response = self._response_of(self.edge[1])
+        response = self.at_key("response", self.edge[1])
         return response if self.settings.sweep else response.sel(layer=[self.layer])
-
-    def _response_of(self, key: int) -> xr.Dataset:
-        """Dose-response of the edge to one candidate key, [layer, dose]."""
-        response = self.result("response").load()
-        return response.isel(draw=self.keys.index(key)) if "draw" in response.dims else response
 
     def lost_here(self, key: int) -> Floats:
         """See `PlaceWorkflow`: KL of one edge at the largest dose, [layer]; NaN for layers that are not
         steered."""
         largest_dose = int(np.argmax(self.settings.doses))
-        kl = self._response_of(key)["kl"].isel(dose=largest_dose)
+        kl = self.at_key("response", key)["kl"].isel(dose=largest_dose)
         by_layer: Floats = np.full(self.last_layer + 1, np.nan)
         by_layer[kl["layer"].values] = kl.values
         return by_layer
