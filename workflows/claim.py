@@ -126,6 +126,7 @@ class Claim:
         if np.ndim(effects) == 0:
             return cls(text, float(effects), null, **fields)
         spread = interval(effects, seed=seed)
+        # A NaN stands for a prompt on which the effect is not defined; the others still count.
         return cls(text, float(np.nanmean(effects)), null, spread=spread, prompts=len(effects), **fields)
 
     @classmethod
@@ -203,6 +204,7 @@ class Claim:
             range(len(values)) if candidates is None else candidates,
             settings.controls,
             seed=settings.seed,
+            # Otherwise the cause could be drawn as its own control.
             without=[own],
         )
         return cls.against(text, values[own], values[drawn], of, side=side, **fields)
@@ -379,6 +381,7 @@ class CandidateEffects:
         effects = self.scored_on[cell]
         if self.controls is None:
             flat = self.scored_on.reshape(len(self.scored_on), -1)
+            # Every other candidate of the same prompt is a control; the chosen one is not its own.
             controls = np.delete(flat, int(np.ravel_multi_index(index, self.scored_on.shape[1:])), axis=1)
         else:
             controls = self.controls[(slice(None), *cell)]

@@ -260,8 +260,7 @@ class Holdings:
         """A snapshot of the store, no older than the refresh interval.
 
         patience: seconds to wait for the first complete snapshot, before a partial one is returned; None to
-            wait
-        until it is complete.
+            wait until it is complete.
         """
         with self._lock:
             looking = self._looking
@@ -280,6 +279,7 @@ class Holdings:
             self._read_all()
             self._whole = self._so_far(is_whole=True)
             self._failed = None
+        # An exception of a thread would only be printed; `look` raises it in the thread of the caller.
         except Exception as error:  # noqa: BLE001 - raised by `look`
             self._failed = error
         finally:

@@ -68,6 +68,7 @@ def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]
         count: number of cells; None for all.
     """
     flat = np.asarray(array.values, np.float64).ravel()
+    # NaN cells sort last, but with count=None they would be listed.
     order = [int(i) for i in np.argsort(-flat, kind="stable") if not np.isnan(flat[i])][:count]
     labels = {str(dim): array[dim].values.tolist() for dim in array.dims}
     cells = zip(*np.unravel_index(order, array.shape), strict=True) if order else ()

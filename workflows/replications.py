@@ -99,6 +99,7 @@ def value_at(document: Any, path: Path) -> Any:
     for step in path:
         try:
             document = document[step]
+        # TypeError: an index into a value that is no list, such as None.
         except (KeyError, IndexError, TypeError):
             return None
     return document

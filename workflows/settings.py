@@ -367,6 +367,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(
             f"expected {key} that is not empty, found {value!r}; leave {key} out for the default"
         )
+    # The message shows what the user gave, not the list that it becomes.
     raw = value
     has_several = any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint)))
     if has_several and value is not None and not isinstance(value, (list, tuple)):

@@ -416,6 +416,7 @@ def is_drawn(path: Path, recipe: str) -> bool:
     """
     try:
         with path.open("rb") as file:
+            # The metadata of a PNG precedes its pixels.
             return recipe.encode() in file.read(4096)
     except FileNotFoundError:
         return False

@@ -423,6 +423,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
             n_open = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
+            # Only numbers of gates that occur get a colour.
             levels, classes = np.unique(n_open, return_inverse=True)
             names = tuple(f"{level} open gates" for level in levels.tolist())
             marked = np.zeros(len(classes), bool)

@@ -177,6 +177,7 @@ def _vocabulary(address: str, tokenizer: str) -> tuple[str, ...] | None:
 
     try:
         words = open_store(address, mode="r").vocabulary(tokenizer)
+    # Without texts of tokens the page still shows the numbers.
     except CorruptEntry:
         return None
     return None if words is None else tuple(words)

@@ -130,6 +130,7 @@ class Routing(PairWorkflow):
         flat = size.reshape(-1, size.shape[2] * size.shape[3])
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
         count = np.bincount(top.ravel(), minlength=flat.shape[1])
+        # The third argument is the number of bins, the second the summand of each entry.
         total = np.bincount(top.ravel(), np.take_along_axis(flat, top, 1).ravel(), flat.shape[1])
         return [
             {

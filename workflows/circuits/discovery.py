@@ -147,6 +147,7 @@ class CircuitDiscovery(CircuitWorkflow):
         effects = None
         if not self.settings.by_position:
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
+        # `argwhere` and the boolean index below list edges in the same order.
         places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
         order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable").tolist()
         claim = self.claim(task)

@@ -441,6 +441,7 @@ def _compute_every(
                 for path in result.render(EscapingConsole(), folder):
                     echo(f"wrote {path}", err=True)
         except MizarrError as error:
+            # One model that the workflow does not fit must not end the run over the others.
             documents.append(header | {"skipped": str(error)})
             echo(f"skipped {name}: {error}", err=True)
     if as_json:

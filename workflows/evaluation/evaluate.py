@@ -237,6 +237,7 @@ class Evaluate(ModelWorkflow):
         after_all, after_own = _answer_logprobs(found)
         rng = np.random.default_rng(self.settings.seed)
         rows = np.arange(len(after_all))
+        # A generator: the orders are used once, one after another.
         orders = (rng.permutation(len(after_all)) for _ in range(self.settings.controls))
         return {
             "facts": len(after_all),
@@ -536,6 +537,7 @@ def _weighted(losses: xr.Dataset, name: str) -> float:
 def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
     """Log-probabilities of answers in a result of `FactualRecall`, in nats: after every prompt, [prompt,
     answer's fact], and after the fact's own prompt, [fact]."""
+    # Answers are stored once, sorted by token id; several facts may have the same one.
     columns = np.searchsorted(recall["answer"].values, recall["target"].values)
     after_all: Floats = recall["logprob"].values[:, columns]
     return after_all, np.diag(after_all)

@@ -211,6 +211,7 @@ class PairSet:
             try:
                 _ = exchange.required_site
             except ConfigError as error:
+                # A file has many pairs: the message must say which one to mend.
                 raise ConfigError(f"pair {number}: {error}") from error
 
     def nodes(self, prefix: str) -> Nodes:

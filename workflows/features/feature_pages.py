@@ -248,6 +248,7 @@ class FeaturePages(ModelWorkflow):
         count = stats["firing_count"].values
         alive = int((count > 0).sum())
         n_tokens = int(self.result("statistics").attrs["n_tokens"])
+        # A stable sort lists equally frequent features by index.
         order = np.argsort(-count, kind="stable")[: self.settings.top_k]
         features = [self._feature_record(stats.isel(feature=i), n_tokens) for i in order.tolist()]
         yield Data(

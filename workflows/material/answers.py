@@ -217,6 +217,7 @@ def is_one_token(subject: Subject, word: str) -> bool:
         word: the word.
     """
     texts = (f" {word.strip()}", word.strip())
+    # Special tokens such as BOS are no part of the word.
     return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 
 

@@ -205,6 +205,7 @@ def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Targe
     most = min(len(group) for group in groups)
     share = min(most, examples // len(groups)) if examples else most
     selected = np.concatenate([rng.permutation(group)[:share] for group in groups])
+    # Tokens that were not drawn get NaN, which means "no value": probes leave them out.
     values = np.full_like(target.values, np.nan)
     values[selected] = target.values[selected]
     return Target(target.name, values, target.classes)

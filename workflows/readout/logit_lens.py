@@ -195,6 +195,7 @@ class LogitLens(ModelWorkflow):
         shares = tuple(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1))
         median = np.median(probability, axis=1)
         if len(words) <= LINES:
+            # More names than three would overlap at the right end.
             best = np.argsort(-probability[-1])[:3].tolist()
             ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
             lines = [Line(ends.get(i, ""), row, faint=True) for i, row in enumerate(probability.T)]

@@ -6,8 +6,8 @@ Captures the residual stream (or another hook point) of every layer and fits a l
 regression for labels, ridge regression for numbers, scored on held-out prompts (stages/geometry/probe.py).
 
 Defaults: two targets of prose wrapped at several widths, the number of characters between the line start and
-the token, and whether the line breaks next (material/probe_targets.py). The model can infer both from the text before
-the token alone. The user's own labels are read from a file.
+the token, and whether the line breaks next (material/probe_targets.py). The model can infer both from the
+text before the token alone. The user's own labels are read from a file.
 
 A probe shows that a label can be decoded from the states, not that the model uses it.
 """

@@ -173,6 +173,7 @@ def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
 
 def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
     """Entry of the activations: the run itself, or a larger run that contains these prompts."""
+    # Not found under its own key: the prompts may be part of a larger run.
     with contextlib.suppress(EntryNotFound):
         entry = store.entry(node.run_key, node.dtype)
         if all(entry.record(*cell) for cell in node.cells):

@@ -203,6 +203,7 @@ class PushedStatesCases(ModelWorkflow):
             try:
                 cases.append(self._case(*(entry[name] for name in FIELDS)))
             except MizarrError as error:
+                # One pair that does not fit the model must not end a batch of hundreds.
                 self.skipped.append({"group": entry["group"], "prompt": entry["prompt"], "error": str(error)})
         if not cases:
             raise ConfigError(

@@ -125,6 +125,7 @@ class Lines(View):
         """
         curve_dim, x_dim = map(str, array.dims)
         x = array[x_dim].values.tolist()
+        # Labels keep the order of the array; numbers must increase along an axis.
         order = np.argsort(x, kind="stable") if not isinstance(x[0], str) else np.arange(len(x))
         is_named = array[curve_dim].dtype.kind in "UOT"
         is_emphasised = array[curve_dim].values == strong
@@ -219,6 +220,7 @@ class Lines(View):
     def _smallest_positive(self) -> float:
         """The smallest positive value of all curves and bands; infinity if there is none."""
         arrays = [array for line in self.lines for array in (line.values, line.band) if array is not None]
+        # Curves and bands have different shapes, so that they are joined as flat arrays.
         values = np.concatenate(list(map(np.ravel, arrays)))
         return float(np.min(values[values > 0], initial=np.inf))
 

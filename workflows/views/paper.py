@@ -358,6 +358,7 @@ def mark(value: float) -> str:
     >>> mark(0.02), mark(1.0), mark(131072.0), mark(5e-07), mark(1e6), mark(1.5e8)
     ('0.02', '1', '131,072', '5e-7', '1e6', '1.5e8')
     """
+    # 11 digits: rounding errors of a computed tick, such as 0.30000000000000004, are cut off.
     if value and not 1e-3 <= abs(value) < 1e6:
         digits, _, power = f"{value:.11e}".partition("e")
         return f"{float(digits):.12g}e{int(power)}"
@@ -378,6 +379,7 @@ def _in_equal_steps(low: float, high: float, count: int) -> list[float]:
     smallest_step = (high - low) / count
     power = 10.0 ** math.floor(math.log10(smallest_step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= smallest_step * 0.999)
+    # Rounding errors of the division must not drop a tick at either end.
     start, stop = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(start, stop + 1)]
 

@@ -115,6 +115,7 @@ class OvQk(ModelWorkflow):
         """Largest and smallest copying score of all heads, compared with the extremes of every draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
+        # A head whose matrices are zero, as in a pruned model, has no score.
         heads = int(np.isfinite(scores).sum())
 
         def claim(extreme: Any, pick: Any, effect: str, rank: str, side: Side) -> Claim:

@@ -328,6 +328,7 @@ def default_prompts(model: str) -> tuple[str, ...]:
     if model not in SHIPPED:
         return (FRANCE[0],)
     facts = tuple(fact["prompt"] for fact in shipped_facts()[:FACTS])
+    # The first line is the title.
     lines = wrap(shipped_prose().partition("\n")[2], LINE).split("\n")
     unfinished = lines[LINES][: lines[LINES].rindex(" ")]
     return (*facts, "\n".join([*lines[:LINES], unfinished]))

@@ -106,6 +106,7 @@ def search_prompts(
         folder = runs[run_index]
         try:
             texts = read_texts(snapshot.store.files, folder.data)
+        # A damaged run is counted as one without texts: it must not hide the matches in other runs.
         except MizarrError:
             texts = None
         if texts is None:

@@ -70,6 +70,7 @@ def _couplets(prompt: str, word: str) -> Iterator[tuple[str, tuple[int, int]]]:
     for number, pair in enumerate(frames):
         end = ends[number % len(ends)]
         text = pair.text(end)
+        # A couplet with the same second line would measure the prompt itself again.
         if text.partition("\n")[2] != prompt.partition("\n")[2]:
             start = len(pair.first) + 1
             yield text, (start, start + len(end))
