@@ -25,7 +25,7 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
 from ..claim import CandidateEffects, Claim
 from ..labelled import values_of
-from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_label
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold, dim
@@ -101,7 +101,7 @@ class CounterFactPatches(PairWorkflow):
         for block, before in ((self.candidates.best[0], ""), (weakest, "for comparison, ")):
             text = (
                 f"{before}patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-                f"{layers_told(self.blocks[block])} makes the model predict the counterfactual prompt's next "
+                f"{layers_label(self.blocks[block])} makes the model predict the counterfactual prompt's next "
                 "token, as a share of pairs"
             )
             of = "the states of an unrelated prompt of the same length"
@@ -150,7 +150,7 @@ class CounterFactPatches(PairWorkflow):
         patches = self.of(i)
         rows = zip(*(patches[name].values.tolist() for name in ("block", *names.values())), strict=True)
         return {
-            **self.pair_told(i, self.raw_patches),
+            **self.prompts_json(i, self.raw_patches),
             "input_tokens": self.subject.token_texts(self.pairs[i].tokens.original),
             "patches": [
                 {"layer": self.blocks[block], **dict(zip(names, row, strict=True))} for block, *row in rows
@@ -165,7 +165,7 @@ class CounterFactPatches(PairWorkflow):
         of_type = {kind: kinds == kind for kind in TYPES}
         rows: list[dict[str, Any]] = [
             {
-                "layers": layers_told(layers),
+                "layers": layers_label(layers),
                 "any token": _share(different[at]),
                 **{kind: _share(different[at & mask]) for kind, mask in of_type.items()},
                 "kl": float(patches["kl"].values[at].mean()),
@@ -187,7 +187,7 @@ class CounterFactPatches(PairWorkflow):
         caption = "share of patches that change the next token; mean KL(original || patched) in nats"
         if self.predicts:
             caption += "; the last token of a fact is the one whose prediction is read"
-        pair = self.pair_told(0, self.raw_patches)
+        pair = self.prompts_json(0, self.raw_patches)
         said = [format_token(pair[f"{name}_continuation"]) for name in ("original", "cf")]
         caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {said[0]!r} and {said[1]!r}"
         yield Table.of(
@@ -243,7 +243,7 @@ class CounterFactPatches(PairWorkflow):
         cells = zip(*(axis[patches["is_different"].values].tolist() for axis in place), strict=True)
         return Heatmap(
             values=kl,
-            rows=tuple(map(layers_told, self.blocks)),
+            rows=tuple(map(layers_label, self.blocks)),
             columns=tuple(tokens),
             row_name="layers",
             column_name="token",

@@ -23,7 +23,7 @@ from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, ranked, values_of
-from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_label
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
@@ -93,7 +93,7 @@ class Routing(PairWorkflow):
         weakest = replace(heads, among=in_block).weakest
         cause = (
             f"patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-            f"{layers_told(self.blocks[block])} changes the last token's attention to the fact"
+            f"{layers_label(self.blocks[block])} changes the last token's attention to the fact"
         )
         text = f"{cause}, absolute change summed over heads"
         yield blocks.claim(text, (block,), of, self.settings)
@@ -153,7 +153,7 @@ class Routing(PairWorkflow):
         positions, sources = zip(*pair.subject, strict=True)
         tokens = self.subject.token_texts((pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
         return {
-            **self.pair_told(i, self.routing),
+            **self.prompts_json(i, self.routing),
             "fact_positions": pair.fact,
             "subject": {
                 "rule": rule,
@@ -200,7 +200,7 @@ class Routing(PairWorkflow):
         heads = self.frequency()
         mean = abs(self.routing["delta"]).mean("pair")
         mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
-        maps = {layers_told(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
+        maps = {layers_label(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
         yield Choice(
             title="In which heads does attention to the fact change when the subject is patched?",
             caption=f"Absolute change of the last token's attention to the fact, mean of {pairs} pairs.",
@@ -212,7 +212,7 @@ class Routing(PairWorkflow):
         tokens = self.subject.token_texts([pair.original[position] for position, _ in pair.subject])
         yield Table.of(
             by_block,
-            ("layers", lambda row: bold(layers_told(row["layers"]))),
+            ("layers", lambda row: bold(layers_label(row["layers"]))),
             ("change of attention", "avg_total_routing_shift", ".3f"),
             ("next token changes", "pct_is_different", "{:.1f} %".format),
             title=f"{model}: attention to the fact when its subject is patched, {pairs} pairs",

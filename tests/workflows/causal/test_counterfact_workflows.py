@@ -16,7 +16,7 @@ from mizarr.stages.causal.counterfact import position_map
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_told, shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_label, shipped_pairs
 from mizarr.workflows.subject import Subject
 from tests.known_facts import compute_as_known
 
@@ -187,7 +187,9 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
     assert (ours == said).tolist() == nulls
     assert found["null"]["draws"] == 50
     least = patching.blocks[int(np.flatnonzero(taken == taken.min())[-1])]
-    assert quiet["claim"].startswith("for comparison, ") and f"layers {layers_told(least)} " in quiet["claim"]
+    assert (
+        quiet["claim"].startswith("for comparison, ") and f"layers {layers_label(least)} " in quiet["claim"]
+    )
     said = [
         int(
             subject_patched(model, pair.original, pair.subject, pair.counterfactual, least)
@@ -298,7 +300,7 @@ def test_claims_are_about_the_pairs_that_the_model_knows(settings):
     done.is_known = lambda group: np.arange(done.groups[group]) < 2
     told = done.run(open_store(settings["store"])).to_json()["findings"][0]
     moved = np.abs(done.routing["delta"].values)
-    block = next(b for b in range(2) if f"layers {layers_told(done.blocks[b])} " in told["claim"])
+    block = next(b for b in range(2) if f"layers {layers_label(done.blocks[b])} " in told["claim"])
     assert told["prompts"] == 2 and whole["prompts"] == 3
     assert told["effect"] == pytest.approx(moved[:2, block].sum((1, 2)).mean())
 

@@ -33,7 +33,7 @@ __all__ = [
     "PairTexts",
     "PairWorkflow",
     "fact_pairs",
-    "layers_told",
+    "layers_label",
     "pair_records",
     "shipped_pairs",
 ]
@@ -248,7 +248,7 @@ class PairWorkflow(KnownWorkflow):
             "n_blocks": count,
         }
 
-    def pair_told(self, i: int, result: Any) -> dict[str, Any]:
+    def prompts_json(self, i: int, result: Any) -> dict[str, Any]:
         """Fields of a document on a pair: its prompts, and their most likely next tokens.
 
         Arguments:
@@ -262,6 +262,6 @@ class PairWorkflow(KnownWorkflow):
         return {"label": pair.label, **dict(zip(FIELDS, pair.texts, strict=True)), **dict(continuations)}
 
 
-def layers_told(layers: Sequence[int]) -> str:
+def layers_label(layers: Sequence[int]) -> str:
     """A block of layers as text: "0-3"."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
