@@ -101,8 +101,8 @@ class CounterFactPatches(PairWorkflow):
         for block, before in ((self.candidates.best[0], ""), (weakest, "for comparison, ")):
             text = (
                 f"{before}patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-                f"{layers_label(self.blocks[block])} makes the model predict the counterfactual prompt's next "
-                "token, as a share of pairs"
+                f"{layers_label(self.blocks[block])} makes the model predict the counterfactual prompt's "
+                "next token, as a share of pairs"
             )
             of = "the states of an unrelated prompt of the same length"
             yield self.candidates.claim(text, (block,), of, self.settings)
