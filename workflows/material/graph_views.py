@@ -63,11 +63,11 @@ def graph_views(
     )
     graph = Graph.of(
         pruned,
-        title="Tokens, features and errors that bring about the output",
-        caption="Point at a node for its numbers and its edges, click to pin it. An edge tells what its "
-        "target would gain if its source were added once more: pre-activation of a feature, or logit less "
-        "the mean of all logits. The sliders prune as AttributionGraph.prune does; pins and groups are "
-        "saved as circuit-tracer's viewer saves them.",
+        title="Direct effects of tokens, features and errors on the output",
+        caption="Point at a node to see its numbers and edges; click to pin it. The weight of an edge is the "
+        "change of its target if its source were added once more: of a feature's pre-activation, or of a "
+        "logit minus the mean of all logits. The sliders prune like AttributionGraph.prune; pins and groups "
+        "are saved in the format of circuit-tracer's viewer.",
         sources=sources,
         strongest=tuple(strongest),
         called=tuple((str(feature), text) for feature, text in sorted(called.items())),

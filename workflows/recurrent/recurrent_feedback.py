@@ -476,10 +476,10 @@ class RecurrentFeedback(ModelWorkflow):
             "line1": line.text,
             "baseline_word": before,
             "baseline_rhymes": line.rhymes(before),
-            "baseline_rhymes_without_target": line.rhymes_anew(before),
+            "baseline_rhymes_without_target": line.rhymes_without_target(before),
             "recurrent_word": after,
             "recurrent_rhymes": line.rhymes(after),
-            "recurrent_rhymes_without_target": line.rhymes_anew(after),
+            "recurrent_rhymes_without_target": line.rhymes_without_target(after),
             "recurrent_line": str(fed["generated_text"].values[row]).split("\n", 1)[0],
             "result": results[line.rhymes(before), line.rhymes(after)],
             "foreign_word": self.control_ends[0][row],
@@ -504,7 +504,7 @@ class RecurrentFeedback(ModelWorkflow):
 
 def _score(line: FirstLine, word: str) -> int:
     """Score of a second line's last word: a key of `WORDS`."""
-    return 2 if line.rhymes_anew(word) else int(line.rhymes(word))
+    return 2 if line.rhymes_without_target(word) else int(line.rhymes(word))
 
 
 def _numbers(ids: Sequence[int]) -> str:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Findings"]
 
 # The legend of report/assets/parts.html in short.
-STROKES = "Dot: the effect, its line 95 % over prompts; grey: random causes of equal size; thin: zero."
+STROKES = (
+    "Dot: the effect; its line: 95 % interval over prompts; grey: random causes of equal size; thin line: "
+    "zero."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,11 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
     data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in columns.items()}
     data["layer"] = ("tensor", np.array([layer for layer, _ in places], np.int64))
     data["shape"] = (("tensor", "axis"), shapes)
-    for name, unit in (("norm", "Frobenius norm"), ("mean", "mean of the entries"), ("std", "their spread")):
+    for name, unit in (
+        ("norm", "Frobenius norm"),
+        ("mean", "mean of the entries"),
+        ("std", "standard deviation of the entries"),
+    ):
         values = [getattr(fact, name) for fact in facts]
         column = np.array([np.nan if value is None else value for value in values])
         data[name] = ("tensor", column, {"units": "1", "long_name": unit})

@@ -36,7 +36,7 @@ class FirstLine:
         """Whether a word is in the rhyme family."""
         return word in self.family
 
-    def rhymes_anew(self, word: str) -> bool:
+    def rhymes_without_target(self, word: str) -> bool:
         """Whether a word is in the rhyme family and differs from the line's last word."""
         return word in self.family and word != self.target
 
@@ -76,9 +76,9 @@ class Condition:
             return "a plain pass"
         layers = f"layers {start} to {end}" if end > start else f"layer {start}"
         if self.strength is None:
-            return f"{layers} gone through {self.depth} times"
-        often = "at every step" if self.sustained else "at the first line's end"
-        return f"{layers} fed at strength {self.strength:g} {often}"
+            return f"{layers} run {self.depth} times"
+        often = "at every token" if self.sustained else "at the first line's end"
+        return f"{layers} with feedback of strength {self.strength:g} {often}"
 
 
 @dataclass(frozen=True)
