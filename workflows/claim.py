@@ -51,7 +51,7 @@ NO_CONTROL = "nothing is claimed, as no control was run"
 
 
 class ControlOptions(Protocol):
-    """Number of controls and the seed they are drawn with, as `ControlSettings` has them."""
+    """Number of controls and random seed, the fields of `ControlSettings` that claims read."""
 
     @property
     def controls(self) -> int:
@@ -64,7 +64,7 @@ class ControlOptions(Protocol):
 
 @dataclass(frozen=True)
 class Controls:
-    """Number of controls and their seed, for claims that do not take them from the settings."""
+    """Number of controls and random seed, for claims without workflow settings."""
 
     controls: int
     """Number of draws of the null distribution."""
@@ -93,7 +93,7 @@ class Claim:
     noises: int = 1
     """Number of noise samples that the effect is averaged over in each prompt."""
     levels: tuple[float, float] | None = None
-    """Values without and with the cause, such as probabilities, if the effect is their difference."""
+    """Probabilities or other values without and with the cause, if the effect is their difference."""
     chance: float = CHANCE
     """Significance level: the largest p-value of an effect beyond chance."""
 
@@ -338,7 +338,7 @@ class CandidateEffects:
     """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None if the
     other candidates are the controls."""
     among: npt.NDArray[np.bool_] | None = None
-    """Mask of the candidates that may be selected, bool, of the shape of `mean`; None for all."""
+    """Mask of the candidates eligible for selection, bool, shaped like `mean`; None: all candidates."""
 
     @property
     def mean(self) -> Floats:
@@ -368,7 +368,7 @@ class CandidateEffects:
     def claim(
         self, text: str, index: tuple[int, ...], of: str, settings: ControlOptions, **fields: Any
     ) -> Claim:
-        """Claim on the effect of a candidate on the held-out prompts.
+        """Claim that a candidate has an effect on held-out prompts.
 
         Arguments:
             text: see `Claim`.

@@ -74,7 +74,7 @@ class HeldFolder:
         return "/cell/" in self.label
 
     def note(self, name: str) -> Any:
-        """First value of a field in the notes; None if no note has it."""
+        """First value of a note field; None if every note lacks it."""
         return next((note[name] for note in self.notes if note.get(name) is not None), None)
 
     @property
@@ -353,7 +353,7 @@ def _newest(looks: Iterable[Stat | None]) -> float:
 
 
 def _used(folder: HeldFolder, at: float) -> HeldFolder:
-    """The folder with its last use set to `at`, if that is later."""
+    """Folder with its time of last use raised to `at`."""
     if at <= folder.usage.used:
         return folder
     run = None if folder.run is None else replace(folder.run, used=at)

@@ -23,7 +23,7 @@ __all__ = ["column", "labelled", "largest", "ranked", "record", "records", "stac
 
 
 def values_of(array: xr.DataArray, *dims: str | Any) -> Floats:
-    """Numbers of an array, with axes in the order of `dims`, or in its own order without them."""
+    """Numbers of a labelled array, transposed to `dims`, or in stored axis order without `dims`."""
     values: Floats = (array.transpose(*dims) if dims else array).values
     return values
 
@@ -78,7 +78,7 @@ def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]
 def largest(
     result: xr.Dataset, by: xr.DataArray, count: int | None, *names: str, **renamed: str
 ) -> list[dict[str, Any]]:
-    """One `record` for each of the largest cells of an array, with the labels of the cell first.
+    """A `record` per cell of the largest values of an array, preceded by the labels of the cell.
 
     Arguments:
         result: dataset that the records are read from.

@@ -90,7 +90,7 @@ class Replication:
 
 
 def value_at(document: Any, path: Path) -> Any:
-    """The value at a path in a JSON document; None if there is none.
+    """Value at a path of keys and indices in a JSON document; None if the path does not exist.
 
     Arguments:
         document: the JSON document.

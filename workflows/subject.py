@@ -309,7 +309,7 @@ class Subject:
         ]
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
-        """Token ids of an answer in place of the mask of a prompt."""
+        """Token ids of an answer that fills the mask of a prompt."""
         with_mask = self.asked(prompt)
         encoding = self.tokenizer.encode(with_mask)
         before, position = encoding.ids, self._answer_position(encoding.ids)
@@ -359,7 +359,7 @@ def shipped_facts() -> list[dict[str, Any]]:
 def answered(
     prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Prompts with one answer each, or with no answers.
+    """(prompts, answers): the prompts of the settings or shipped facts, and as many answers, or none.
 
     Arguments:
         prompts: prompts; empty for shipped facts.

@@ -48,8 +48,8 @@ __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
 """Variables of surprise accounting that have one value for each explanation and noise level."""
 FITTED = 1
-"""Offset from the seed to that of the samples on which neurons are chosen and explanations are fitted;
-nothing is scored on these."""
+"""Seed offset of the samples that neurons are selected and explanations are fitted on; scores use other
+samples."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ LEFT_OUT = "left-out.html"
 
 
 def listing(name: str, number: int = 1) -> str:
-    """Page of one of the lists of a store.
+    """Address of a page of a list: runs, questions, results or cells of a store.
 
     Arguments:
         name: "runs", "questions", "results" or "cells".
@@ -39,7 +39,7 @@ def listing(name: str, number: int = 1) -> str:
 
 
 def run(digest: str, number: int = 1) -> str:
-    """Page of a run.
+    """Address of the page of a run.
 
     Arguments:
         digest: digest of the run.
@@ -49,7 +49,7 @@ def run(digest: str, number: int = 1) -> str:
 
 
 def prompt(digest: str, prompt: int, number: int = 1) -> str:
-    """Page of a prompt of a run.
+    """Address of the page of a prompt.
 
     Arguments:
         digest: digest of the run.
@@ -60,7 +60,7 @@ def prompt(digest: str, prompt: int, number: int = 1) -> str:
 
 
 def token(digest: str, token: int) -> str:
-    """Page of a token.
+    """Address of the page of a token.
 
     Arguments:
         digest: digest of the run.

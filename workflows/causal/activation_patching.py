@@ -62,8 +62,7 @@ MEASURES = {
 """Quantity that recovery is a share of, by value of the setting `metric`."""
 
 ROLES = ("the subject's last token", "the last token")
-"""Token roles that exist in every pair, so that a (layer, role) chosen on some pairs can be scored on held-
-out ones."""
+"""Token roles of every pair: a (layer, role) selected on some pairs is scored on held-out pairs."""
 
 
 class ActivationPatchingTrace(KnownWorkflow):
@@ -200,7 +199,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         return self.is_known(CHOSEN_ON if name == "choice" else SCORED)
 
     def _recovered(self, name: str, kind: str) -> Floats:
-        """Recovery in percent for one kind in one of the results CONTROLS, for pairs that count.
+        """Recovery in percent for a kind of hook point, in a result of CONTROLS, for pairs that count.
 
         Arguments:
             name: "choice", "scored" or "controls".

@@ -157,8 +157,9 @@ class PatchedPairs:
         ]
 
     def others(self, shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs to choose and to score a place on, at most 2 * settings.others: further pairs of `data`, or
-        shipped facts if it has none; without pairs that are shown or do not fit the model."""
+        """Pairs for selecting and for scoring a layer and position, at most 2 * settings.others: further
+        pairs of `data`, or shipped facts without `data`; pairs that are shown, or do not fit the model, are
+        left out."""
         settings = self.settings
         # More records than needed, as some do not fit; all of a large file would take long to tokenize.
         few = 4 * settings.others + len(shown)

@@ -477,8 +477,8 @@ class Evaluate(ModelWorkflow):
         yield from together("evaluate", f"Loss of {model} by position", *panels)
 
     def _changed_columns(self) -> tuple[list[tuple[Any, ...]], str]:
-        """Columns of the measures with the intervention and with its controls, and the end of the caption
-        that names the controls."""
+        """Table columns for the intervention and its controls, and the end of the caption, which names the
+        controls."""
         if self.change is None:
             return [], ""
         columns: list[tuple[Any, ...]] = [("changed", "changed", ".3f")]

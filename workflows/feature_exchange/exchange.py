@@ -197,7 +197,7 @@ class FeatureExchange:
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Held-out prompts of the same kind: token ids, and the position at which features are exchanged."""
+        """Held-out prompts of this prompt's kind: token ids, and position of the exchange."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property

@@ -246,8 +246,8 @@ class PlanningPairs(Workflow):
         self.nodes |= {"layers": self.subject.on_model(self._layers())}
 
     def _other(self, fallback: str) -> PairSet | None:
-        """The same pairs with another preset; None without one. Raises ConfigError if it lacks one of the
-        pairs.
+        """Exchanges of the same pairs with the preset `against`; None without it. Raises ConfigError for a
+        preset without one of the pairs.
 
         Arguments:
             fallback: name of the preset if settings.against is empty; "" for none.

@@ -128,7 +128,7 @@ class PairPreset:
     ending: str = ""
     """Text appended to each prompt before its last word is predicted."""
     against: str = ""
-    """Name of a preset with the same pairs on another model or dictionary, for comparison; "" for none."""
+    """Name of a preset that compares the same pairs on a different model or dictionary; "" for none."""
     found: str = AS_PUBLISHED
     """Sentence on the selection of features, for captions of claims."""
 

@@ -209,5 +209,5 @@ def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
 
 
 def _feature(row: dict[str, Any]) -> FeatureId:
-    """The id of the feature of a record."""
+    """Feature id of a record, from its fields layer and index."""
     return FeatureId(row["layer"], row["index"])

@@ -37,8 +37,11 @@ class PromptFeatures(ModelWorkflow):
     settings: PromptFeaturesSettings
     shipped: ClassVar[str]
     """Dictionary of the specimen that is used if the settings name none."""
-    labels: FeatureLabels
-    """Labels of the features shown; a subclass builds them from `active_labels`."""
+
+    @property
+    def labels(self) -> FeatureLabels:
+        """Labels of the features shown; a subclass builds them from `active_labels`."""
+        raise NotImplementedError
 
     def read_prompt(self, prompt: str) -> None:
         """Tokenises the prompt and opens the dictionary of the settings.

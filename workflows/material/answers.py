@@ -189,7 +189,7 @@ def number(value: Any) -> float | None:
 
 
 def word_id(subject: Subject, word: str) -> int:
-    """Token id of a word, with a space before it or else without.
+    """Token id of a word that is a single token, preferably with a leading space.
 
     Arguments:
         subject: the model.

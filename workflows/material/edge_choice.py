@@ -76,7 +76,7 @@ class PlaceChoice:
     role: str
     """Role of the key position, in ROLES."""
     lost: float
-    """Mean KL in nats without it, on the facts that it was selected on."""
+    """Mean KL in nats after removal of the place, over the facts used for selection."""
 
 
 class OtherFact(NamedTuple):
@@ -200,7 +200,7 @@ class PlaceWorkflow(KnownWorkflow):
     def changed_table(
         self, ablated: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
     ) -> Table:
-        """Table of the tokens whose probability changes most without the place.
+        """Table of the tokens with the largest changes of probability in the run without the place.
 
         Arguments:
             ablated: result of the run without it.
@@ -344,7 +344,7 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """Claim on a place of the prompt, compared with other places.
+        """Claim about a layer and position of this prompt, compared with other positions and layers.
 
         Arguments:
             layer: layer of the place.
@@ -365,7 +365,8 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
-        """Three claims: the chosen place on held-out facts, in this prompt, and the least effective place."""
+        """Claims about the selected layer and position, on held-out facts and in this prompt, and about the
+        least effective ones."""
         place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
         if self.chosen is not None:
             index = self.chosen.layer, list(ROLES).index(self.chosen.role)
@@ -385,7 +386,7 @@ class PlaceWorkflow(KnownWorkflow):
             yield here(quiet, "kl", "changes the next token", "for comparison, ")
 
     def claims_caption(self) -> str:
-        """Caption of the claims, or of the reason why there are none: how layer and position were chosen."""
+        """Caption of the claims: selection of layer and position, or the reason why nothing is claimed."""
         if self.chosen is None:
             return self.not_claimed or "Layer and position are those of the settings."
         lost = f"{self.chosen.lost:.3f} nats"
@@ -446,7 +447,7 @@ class EdgeWorkflow(PlaceWorkflow):
         return CandidateEffects(lost[chosen_on][..., : len(ROLES)], lost[scored])
 
     def by_key(self, experiments: Sequence[Experiment]) -> ResultNode:
-        """The node of experiments that differ in their key, one for each of `keys`."""
+        """Node of experiments that differ in key position, one experiment per entry of `keys`."""
         return self.on_model(experiments[0] if len(experiments) == 1 else AtOnce(tuple(experiments)))
 
     def at_key(self, name: str, key: int) -> xr.Dataset:

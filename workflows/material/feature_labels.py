@@ -46,7 +46,8 @@ class FeatureLabels:
     writes: Mapping[FeatureId, str] = field(default_factory=dict)
     """Token whose logit the feature raises most."""
     fires: Mapping[FeatureId, str | None] = field(default_factory=dict)
-    """Token of the prompt at which the feature is most active; None if it is inactive in the prompt."""
+    """Token of the prompt with the feature's largest activation; None for a feature inactive in the
+    prompt."""
     said: Mapping[FeatureId, str] = field(default_factory=dict)
     """Labels by people (stages/features/labels.py)."""
 

@@ -113,7 +113,7 @@ def examples_of(
 
 
 def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
-    """Label of a feature by people, the token that it writes, and the token at which it is active."""
+    """Label of a feature: label by people, promoted token, and activating token."""
     writes = {strong.feature: strong.raised[0]} if strong.raised else {}
     return FeatureLabels(writes, {strong.feature: strong.token}, called).label(strong.feature)
 

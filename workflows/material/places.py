@@ -1,4 +1,4 @@
-"""Hook points of workflows that intervene at one place of a model at a time, and their names.
+"""Hook points for interventions on a single layer and position, and their titles.
 
 Border: names, and the kinds of hook points that an architecture has.
 """
@@ -50,7 +50,7 @@ NAMES = {
 
 
 def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ConfigError with the nearest name for a kind that is not allowed.
+    """Raise ConfigError for a disallowed hook-point kind, and suggest the nearest name.
 
     Arguments:
         kinds: the kinds to check.

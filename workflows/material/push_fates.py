@@ -62,8 +62,8 @@ class PushFates:
 
     @cached_property
     def claim(self) -> Claim | None:
-        """Claim on the share of their largest distance that the pushes keep to the end; None without a
-        verdict."""
+        """Claim about the share of their largest distance that pushes keep until the last layer; None without
+        a verdict."""
         layers = sorted({layer for (layer, _), fate in self.held.items() if fate.is_verdict})
         drawn = self.drawn
         draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]

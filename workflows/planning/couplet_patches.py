@@ -95,7 +95,7 @@ class PlacedPair:
         return (early, ()), (between, ()), (self.roles[END], between)
 
     def patched(self, word: str, seed: int | None = None) -> LinePatching:
-        """The experiment that patches states of the couplet with another end of line 1 into this one.
+        """Experiment that patches states of a couplet with a different end of line 1 into this couplet.
 
         Arguments:
             word: other end of line 1.

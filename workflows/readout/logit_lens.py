@@ -41,7 +41,7 @@ __all__ = ["LogitLens", "LogitLensSettings"]
 TOP = 10
 """Rank up to which an answer counts as readable at a layer (candle-mi's `first_appearance`)."""
 ROWS = 12
-"""Number of prompts in the table of answers, and of those to choose from on a page."""
+"""Number of prompts listed in the table of answers and selectable on a page."""
 LINES = 60
 """Largest number of prompts that are drawn as single curves; more are drawn as quantiles."""
 

@@ -155,7 +155,7 @@ class Probe(ModelWorkflow):
         return {target.name: self.result(target.name).load() for target in self.targets}
 
     def best(self, name: str) -> int:
-        """The layer with the largest score of a target on held-out prompts."""
+        """Layer with the largest held-out score of a target."""
         score = self.results_by_target[name]["score"].sel(targets="true")
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 

@@ -156,7 +156,7 @@ def _content(view: View) -> str:
 
 
 def _cells(values: Array) -> str:
-    """Numbers of a grid in the form in which a page embeds them."""
+    """Numbers of a grid, encoded for embedding in a page."""
     return str(block(values))
 
 

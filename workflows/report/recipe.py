@@ -76,14 +76,14 @@ def command(workflow: Reported, verb: str = "report") -> str:
 
 @dataclass(frozen=True)
 class Made:
-    """One node of the graph of the results."""
+    """A node of the computation graph: its stage, key, inputs and provenance."""
 
     name: str
-    """Name of the result in the workflow, or else name of the node, with a number if it is not unique."""
+    """Result name in the workflow, or else node name, numbered if several nodes share it."""
     stage: str
     """Name and version of the stage, "forward passes" or "given values"."""
     is_result: bool
-    """Whether the workflow names this node as a result, not only as a stage on the way."""
+    """Whether this node is a result of the workflow, not an intermediate stage."""
     key: str
     """Digest of its key; for forward passes that of their run (DATA of `mizarr ls`), for constants that of
     their content."""

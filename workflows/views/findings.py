@@ -65,7 +65,7 @@ class Findings(View):
         return 9.0, 0.6 + 0.55 * len(self.findings)
 
     def panel(self) -> Findings:
-        """The view with the legend of the drawing appended to its caption, as on a page."""
+        """View with the drawing's legend appended to its caption, like on a page."""
         return replace(self, caption=f"{self.caption} {STROKES}".strip())
 
     def draw(self, axes: Any) -> None:

@@ -307,7 +307,7 @@ def integers(axis: Any) -> None:
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis logarithmic, with the ticks of `log_ticks` and the labels of `mark`, as on a page."""
+    """Make an axis logarithmic, with the ticks of `log_ticks` and labels of `mark`."""
     # Own labels: matplotlib's are formulas such as $10^3$, and STYLE switches formulas off.
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

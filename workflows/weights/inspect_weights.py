@@ -267,8 +267,8 @@ class InspectWeights(Workflow):
         )
 
     def _in_families(self, curves: Lines) -> Lines:
-        """The curves with a family each, if there are more curves than colours: those of one module of a
-        layer ("mlp") get shades of one colour."""
+        """Curves grouped by module of a layer ("mlp"), which get shades of one colour, if there are more
+        curves than colours."""
         if len(curves.lines) <= len(paper.SHADES):
             return curves
         modules = {

@@ -28,8 +28,7 @@ STEPS, PLACES = 24, 24
 def denoising_views(
     subject: Subject, texts: Sequence[str], found: xr.Dataset, unchanged: xr.Dataset | None, without: str
 ) -> Iterator[View]:
-    """The texts with masks filled in, and a trace of the first one: the most likely token at every mask in
-    every pass.
+    """Views of texts with filled masks, and the first text's most likely token at every mask by pass.
 
     Arguments:
         subject: model and tokenizer.

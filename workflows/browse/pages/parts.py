@@ -76,7 +76,7 @@ def moment(seconds: float) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """A text on one line, shortened with "…" if it is too long.
+    """Text on a single line; "…" marks characters cut from its end.
 
     Arguments:
         text: The text.

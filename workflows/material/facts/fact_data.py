@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Fact(NamedTuple):
-    """A prompt, the word that completes it, and the other prompt of its pair."""
+    """A factual prompt, its completing word, and optionally a counterfactual prompt."""
 
     prompt: str
     """The prompt."""

@@ -216,8 +216,8 @@ class PairWorkflow(KnownWorkflow):
         return pair.tokens.original, self.subject.answer_id(pair.texts.original, pair.texts.target), -1
 
     def _other_records(self) -> list[PairTexts]:
-        """Records of pairs that are not shown, a few more than needed: further pairs of `data`, or shipped
-        ones if there are none."""
+        """Records of further pairs for selection and scoring: of `data`, or shipped facts without `data`;
+        slightly more records than required."""
         start, count = len(self.pairs), 4 * self.settings.others
         records = pair_records(self.subject, self.settings.data)[start : start + count]
         records = records or pair_records(self.subject, ())[:count]

@@ -18,7 +18,7 @@ from .couplets import COUPLETS, FAMILIES
 __all__ = ["COUPLET", "Kin", "kin_of", "strangers"]
 
 COUPLET = "couplet"
-"""The kind of prompt that is a couplet without its last word."""
+"""Prompt kind of couplets without their last word."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of the experiment: a block of layers that is repeated, and feedback into it."""
+    """An experimental condition: a repeated block of layers, with or without feedback."""
 
     name: str
     """Name of the condition, as published."""
@@ -98,7 +98,7 @@ class RhymePreset:
     chosen: str
     """Name of the selected condition."""
     looked_at: int
-    """Number of conditions that it was selected from on these lines."""
+    """Number of conditions compared on these lines when this condition was selected."""
     found: str
     """Sentence for captions that says how the condition was selected."""
 
