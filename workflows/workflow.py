@@ -92,8 +92,8 @@ class Workflow:
 
         if self.extra:
             self.require(self.extra, store)
-        if first := self.first_nodes():
-            run(first.values(), store, **options)
+        if first_nodes := self.first_nodes():
+            run(first_nodes.values(), store, **options)
         self.settle(store)
         run(self.nodes.values(), store, **options)
         self.open_results(store)

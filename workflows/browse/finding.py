@@ -99,7 +99,7 @@ def _result(snapshot: Snapshot, key: str) -> Page | None:
 
 def _question(snapshot: Snapshot, digest: str) -> Page | None:
     """Page of a computed workflow, looked up by digest; None for an unknown digest."""
-    computed = next((asked for asked in snapshot.questions if asked.question.digest == digest), None)
+    computed = next((entry for entry in snapshot.questions if entry.question.digest == digest), None)
     return None if computed is None else question_page(snapshot, computed)
 
 

@@ -181,8 +181,8 @@ class AblationOfEach(KnownWorkflow):
         questions = [(ids, self.subject.answer_id(*fact[:2]), -1) for ids, fact in facts_used]
         half = len(facts_used) // 2
         units = AtOnce(tuple(self._on_fact(ids, fact) for ids, fact in facts_used))
-        known = self.known_node({CHOSEN_ON: questions[:half], SCORED: questions[half:]})
-        return known | {"facts": self.on_model(units)}
+        ranks_node = self.known_node({CHOSEN_ON: questions[:half], SCORED: questions[half:]})
+        return ranks_node | {"facts": self.on_model(units)}
 
     def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
         """Ablation of every unit in another fact."""

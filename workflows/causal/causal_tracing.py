@@ -142,10 +142,10 @@ class CausalTrace(KnownWorkflow):
         }
         self.only_claims = tuple(claims)
         groups = dict(zip((CHOSEN_ON, SCORED), halves.values(), strict=True))
-        known = self.known_node(
+        ranks_node = self.known_node(
             {name: [(fact.tokens, fact.answer, -1) for fact in facts] for name, facts in groups.items()}
         )
-        return known | grids | claims
+        return ranks_node | grids | claims
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -257,8 +257,8 @@ class CausalTrace(KnownWorkflow):
         best = {kind: candidates.best for kind, candidates in self.candidates.items()}
         for kind, place in best.items():
             yield self._on_others(kind, place)
-        first = self.kinds[0]
-        yield self._on_others(first, self.candidates[first].quietest, "for comparison, ")
+        first_kind = self.kinds[0]
+        yield self._on_others(first_kind, self.candidates[first_kind].quietest, "for comparison, ")
         for kind, place in best.items() if self.says_answer else ():
             if (claim := self._here(kind, place)) is not None:
                 yield claim
@@ -266,12 +266,13 @@ class CausalTrace(KnownWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: rule by which the (layer, role) of each kind was chosen, and numbers of
         known facts."""
-        known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
+        n_known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
             "Of each kind, the layer and position with the largest mean rise of the answer's probability on "
             "other facts; for comparison, one with the mean rise nearest to 0. The model predicts the "
-            f"answer of {known[0]} of {total[0]} facts to choose on, of {known[1]} of {total[1]} held-out "
-            f"facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about these only."
+            f"answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of {total[1]} "
+            f"held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about "
+            "these only."
         )
 
     def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:

@@ -84,11 +84,11 @@ class CounterFactPatches(PairWorkflow):
                 self.result("controls").isel(draw=0)["token_id"],
             )
         )
-        known = self.is_known(SCORED)
-        expected = self.raw_patches["counterfactual_token_id"].values[known]
+        is_known = self.is_known(SCORED)
+        expected = self.raw_patches["counterfactual_token_id"].values[is_known]
         return CandidateEffects(
             predicts[self.is_known(CHOSEN_ON)],
-            patched[known] == expected[:, None],
+            patched[is_known] == expected[:, None],
             self.by_donor(controls) == expected[:, None, None],
         )
 
@@ -121,11 +121,11 @@ class CounterFactPatches(PairWorkflow):
         unpatched run (`is_different`), and the `token_type` of the patched position."""
         patches = self.raw_patches
         pair, position = patches["pair_of"].values, patches["position"].values
-        said = self.subject.token_texts(patches["token_id"].values)
+        next_tokens = self.subject.token_texts(patches["token_id"].values)
         unpatched = self.subject.token_texts(patches["original_token_id"].values)
-        different = [text != unpatched[i] for text, i in zip(said, pair, strict=True)]
+        different = [text != unpatched[i] for text, i in zip(next_tokens, pair, strict=True)]
         kinds = [self.pairs[i].labels[p] for i, p in zip(pair, position, strict=True)]
-        columns = {"said": said, "is_different": different, "token_type": kinds}
+        columns = {"said": next_tokens, "is_different": different, "token_type": kinds}
         return patches.assign({name: ("patch", values) for name, values in columns.items()})
 
     def of(self, i: int) -> xr.Dataset:
@@ -188,8 +188,8 @@ class CounterFactPatches(PairWorkflow):
         if self.predicts:
             caption += "; the last token of a fact is the one whose prediction is read"
         pair = self.prompts_json(0, self.raw_patches)
-        said = [format_token(pair[f"{name}_continuation"]) for name in ("original", "cf")]
-        caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {said[0]!r} and {said[1]!r}"
+        clean, counterfactual = (format_token(pair[f"{name}_continuation"]) for name in ("original", "cf"))
+        caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {clean!r} and {counterfactual!r}"
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),

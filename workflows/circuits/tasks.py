@@ -100,9 +100,9 @@ class TaskWorkflow(ModelWorkflow):
             if len(pairs) == count:
                 break
             clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in (prompt, counterfactual))
-            right, wrong = (answer_pieces(self.subject, prompt, answer)[0] for answer in answers)
-            if len(clean) == len(corrupted) and right != wrong:
-                pairs.append(Pair(clean, corrupted, LogitDifference(right, wrong)))
+            right_token, wrong_token = (answer_pieces(self.subject, prompt, answer)[0] for answer in answers)
+            if len(clean) == len(corrupted) and right_token != wrong_token:
+                pairs.append(Pair(clean, corrupted, LogitDifference(right_token, wrong_token)))
         if len(pairs) < count:
             raise ConfigError(
                 f"facts: expected {count} pairs of equal length whose answers begin differently, found "

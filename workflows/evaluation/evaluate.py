@@ -233,16 +233,16 @@ class Evaluate(ModelWorkflow):
             answer after its own prompt and after the prompts of all facts; gain [fact], the difference of
             these for each answer; draws [draw], its mean with answers exchanged among facts. In nats.
         """
-        found = self.result("facts").load()
-        after_all, after_own = _answer_logprobs(found)
+        recall = self.result("facts").load()
+        after_all, after_own = _answer_logprobs(recall)
         rng = np.random.default_rng(self.settings.seed)
         rows = np.arange(len(after_all))
         # A generator: the orders are used once, one after another.
         orders = (rng.permutation(len(after_all)) for _ in range(self.settings.controls))
         return {
             "facts": len(after_all),
-            "said": float((found["rank"] == 0).mean()),
-            "median_rank": float(found["rank"].median()),
+            "said": float((recall["rank"] == 0).mean()),
+            "median_rank": float(recall["rank"].median()),
             "own_logprob": float(after_own.mean()),
             "other_logprob": float(after_all.mean()),
             "gain": after_own - after_all.mean(axis=0),
@@ -260,12 +260,12 @@ class Evaluate(ModelWorkflow):
         """
         if "orders" not in self.nodes:
             return None
-        found = self.result("orders").load()
-        loss = found["loss"].transpose("order", "prompt").values
+        losses = self.result("orders").load()
+        loss = losses["loss"].transpose("order", "prompt").values
         cost = loss[1:] - loss[0]
         best = int(cost.mean(axis=1).argmin())
         flips = random_signs(cost, self.settings.controls, seed=self.settings.seed).min(axis=1)
-        exchanged = np.flatnonzero(found["layers"].values[1 + best] != found["layers"].values[0])
+        exchanged = np.flatnonzero(losses["layers"].values[1 + best] != losses["layers"].values[0])
         return {
             "loss": float(loss[0].mean()),
             "costs": cost.mean(axis=1),

@@ -363,8 +363,8 @@ class PlanningPairs(Workflow):
         """Caption of the claims: how the features were chosen, and whether any pair works on either
         dictionary."""
         if self.other is None or np.isfinite(self.overlap[0]):
-            return self.preset.found
-        return f"{self.preset.found} No pair works in {self._both}: no claim is made about their overlap."
+            return self.preset.selection
+        return f"{self.preset.selection} No pair works in {self._both}: no claim is made about their overlap."
 
     @property
     def _both(self) -> str:

@@ -93,7 +93,7 @@ class ExchangeWorkflow(Workflow):
         exchange = self.exchange
         words = self.result("words") if "words" in self.nodes else None
         labels = FeatureLabels.of_trace(self.subject, exchange.ids, words, self.result("trace"))
-        return labels.called(self.store, exchange.dictionary)
+        return labels.with_labels_by_people(self.store, exchange.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class ExchangeWorkflow(Workflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: how the features were chosen."""
-        return self.preset.found
+        return self.preset.selection
 
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
         """Claim about this prompt. Without a site, the exchange and each control count at their best
@@ -173,7 +173,7 @@ class ExchangeWorkflow(Workflow):
         roles = [exchange.company] * (len(features) - 1) + [exchange.cause]
         return Table.of(
             list(dict(zip(features, roles, strict=True)).items()),
-            ("feature", lambda row: FeatureLabels(said=labels.said).short(row[0])),
+            ("feature", lambda row: FeatureLabels(by_people=labels.by_people).short(row[0])),
             ("role", lambda row: row[1]),
             ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),

@@ -62,7 +62,7 @@ class PromptFeatures(ModelWorkflow):
         """
         words = self.result("words").load() if "words" in self.nodes else None
         labels = FeatureLabels.of(self.subject, self.encoding.ids, words, activity)
-        return labels.called(self.store, self.dictionary)
+        return labels.with_labels_by_people(self.store, self.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:

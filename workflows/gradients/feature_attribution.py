@@ -126,7 +126,7 @@ class FeatureAttributionTrace(AttributedPairs):
         """Labels of the features of a pair: tokens that they promote, and labels that people gave."""
         name = f"words_pair_{number}"
         words = self.result(name).load() if name in self.nodes else None
-        return FeatureLabels.of_words(self.subject, words).called(self.store, self.dictionary)
+        return FeatureLabels.of_words(self.subject, words).with_labels_by_people(self.store, self.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:

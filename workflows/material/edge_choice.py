@@ -176,8 +176,8 @@ class PlaceWorkflow(KnownWorkflow):
             experiments += self.on_fact(tuple(encoding.ids), edges)
         self.only_claims = ("facts", *self.only_claims)
         prompts = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
-        known = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
-        return known | {"facts": self.on_model(AtOnce(tuple(experiments)))}
+        ranks_node = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
+        return ranks_node | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
     @property
     def half(self) -> int:
@@ -238,8 +238,8 @@ class PlaceWorkflow(KnownWorkflow):
         facts: dict[tuple[int, ...], OtherFact] = {}
         for fact in facts_of(settings.data)[: None if settings.data else TRIED]:
             encoding = self.subject.tokenizer.encode(fact.prompt)
-            other = self.subject.tokenizer.encode(fact.other) if fact.other else None
-            roles = roles_of(encoding, len(encoding) - 1, other)
+            other_encoding = self.subject.tokenizer.encode(fact.other) if fact.other else None
+            roles = roles_of(encoding, len(encoding) - 1, other_encoding)
             fits = shortest <= len(encoding) and self.subject.fits(encoding.ids)
             if fact.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
                 answer = self.subject.answer_id(fact.prompt, fact.target)

@@ -48,10 +48,10 @@ class FeatureLabels:
     fires: Mapping[FeatureId, str | None] = field(default_factory=dict)
     """Token of the prompt with the feature's largest activation; None for a feature inactive in the
     prompt."""
-    said: Mapping[FeatureId, str] = field(default_factory=dict)
+    by_people: Mapping[FeatureId, str] = field(default_factory=dict)
     """Labels by people (stages/features/labels.py)."""
 
-    def called(self, store: Store | None, dictionary: Dictionary) -> FeatureLabels:
+    def with_labels_by_people(self, store: Store | None, dictionary: Dictionary) -> FeatureLabels:
         """A copy with the labels that people gave to features of a dictionary.
 
         Arguments:
@@ -59,12 +59,12 @@ class FeatureLabels:
             dictionary: the feature dictionary.
         """
         labels = labels_of(store, dictionary).items()
-        return replace(self, said={feature: label.text for feature, label in labels})
+        return replace(self, by_people={feature: label.text for feature, label in labels})
 
     @property
     def spoken(self) -> tuple[str, ...]:
         """Labels by people, as "feature label", in order of feature."""
-        return tuple(f"{feature} {text}" for feature, text in sorted(self.said.items()))
+        return tuple(f"{feature} {text}" for feature, text in sorted(self.by_people.items()))
 
     @classmethod
     def of(
@@ -121,7 +121,7 @@ class FeatureLabels:
 
     def label(self, feature: FeatureId) -> str:
         """Label by people, written token and activating token, as far as known."""
-        parts = [f'"{self.said[feature]}"'] if feature in self.said else []
+        parts = [f'"{self.by_people[feature]}"'] if feature in self.by_people else []
         parts += [f"writes '{self.writes[feature]}'"] if feature in self.writes else []
         if feature in self.fires:
             fires = self.fires[feature]
@@ -130,8 +130,8 @@ class FeatureLabels:
 
     def short(self, feature: FeatureId) -> str:
         """The feature with its label by people, or else its written token, or else its activating token."""
-        if feature in self.said:
-            return f'{feature} ("{self.said[feature]}")'
+        if feature in self.by_people:
+            return f'{feature} ("{self.by_people[feature]}")'
         word = self.writes.get(feature, self.fires.get(feature))
         return str(feature) if word is None else f"{feature} ('{word}')"
 
@@ -146,7 +146,7 @@ class FeatureLabels:
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
         """Union of labels; those of `other` win."""
         writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
-        return FeatureLabels(writes, fires, {**self.said, **other.said})
+        return FeatureLabels(writes, fires, {**self.by_people, **other.by_people})
 
 
 def named_nodes(

@@ -129,7 +129,7 @@ def _table(
     )
     return Table.of(
         strongest,
-        ("feature", lambda strong: FeatureLabels(said=called).short(strong.feature)),
+        ("feature", lambda strong: FeatureLabels(by_people=called).short(strong.feature)),
         ("token", lambda strong: f"{strong.position} {strong.token}"),
         ("activation", lambda strong: strong.activation, ".3f"),
         ("influence", lambda strong: strong.influence, ".4f"),

@@ -118,8 +118,8 @@ def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, T
                     f"found {start}..{end}; are these byte offsets?"
                 )
             labels |= {row.start + at: span["label"] for at in encoding.char_range_to_tokens(start, end)}
-    known = {at: label for at, label in labels.items() if label is not None}
-    return tokens, _target(Path(path).stem, known, tokens.n_tokens, kind)
+    labelled_tokens = {at: label for at, label in labels.items() if label is not None}
+    return tokens, _target(Path(path).stem, labelled_tokens, tokens.n_tokens, kind)
 
 
 def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Target:
@@ -150,19 +150,19 @@ def _entries(path: str) -> list[dict[str, Any]]:
     try:
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
         is_list = bool(lines) and lines[0].lstrip().startswith("[")
-        found = json_value(data) if is_list else [json_value(line.encode()) for line in lines]
+        entries = json_value(data) if is_list else [json_value(line.encode()) for line in lines]
     except ValueError as error:
         raise ConfigError(
             f"expected labelled texts as JSON, or JSON lines, at {path!r}, found {error}"
         ) from error
-    for i, entry in enumerate(found):
+    for i, entry in enumerate(entries):
         if not _is_sound(entry):
             form = '{"text": …, "label": …}, or "spans" of start, end and label'
-            said = json.dumps(entry, ensure_ascii=False)[:60]
-            raise ConfigError(f"entry {i} of {path!r}: expected {form}, found {said}")
-    if not found:
+            entry_text = json.dumps(entry, ensure_ascii=False)[:60]
+            raise ConfigError(f"entry {i} of {path!r}: expected {form}, found {entry_text}")
+    if not entries:
         raise PromptError(f"expected labelled texts in {path!r}, found none")
-    return list(found)
+    return list(entries)
 
 
 def _is_sound(entry: Any) -> bool:

@@ -36,7 +36,7 @@ class PushFates:
     """Strengths that are compared with random pushes."""
     drawn: xr.Dataset | None
     """Result of `RandomPushes` along `draw`; None if none were run."""
-    first: Mapping[int, int | None]
+    reachable_from: Mapping[int, int | None]
     """Pushed layer -> first layer after which the push can reach the last position; None if it cannot."""
     of: str = "random directions of the same norm, at the same position"
     """Name of the random pushes in claims."""
@@ -53,7 +53,7 @@ class PushFates:
         pushed_similarity = [
             [cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in range(len(layers))
         ]
-        return fates(self.similarity, grid.copy(data=np.array(pushed_similarity)), self.first)
+        return fates(self.similarity, grid.copy(data=np.array(pushed_similarity)), self.reachable_from)
 
     @property
     def held(self) -> dict[tuple[int, float], Fate]:
@@ -68,7 +68,8 @@ class PushFates:
         drawn = self.drawn
         draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]
         shares = [
-            share_left(fates(draw["similarity"], draw["pushed"], self.first).values()) for draw in draws
+            share_left(fates(draw["similarity"], draw["pushed"], self.reachable_from).values())
+            for draw in draws
         ]
         verdicts = [share for share in shares if not np.isnan(share)]
         if not layers or (draws and not verdicts):

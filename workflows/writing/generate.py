@@ -262,9 +262,9 @@ class Generate(ModelWorkflow):
 
     def _generated_texts(self, row: int) -> Iterator[Text]:
         """Generated text of a prompt and, if hook points are set to zero, that of the unchanged model."""
-        for prefix, found in (("", self.generation), ("unchanged: ", self.unchanged)):
-            if found is not None:
-                continuation = _of_prompt(found, row)
+        for prefix, generated in (("", self.generation), ("unchanged: ", self.unchanged)):
+            if generated is not None:
+                continuation = _of_prompt(generated, row)
                 tokens = tuple(self.subject.token_labels(continuation["token_id"].values))
                 probabilities = np.exp(continuation["logprob"].values)
                 yield Text(tokens, probabilities, f"{prefix}{_tail(self.texts[row])}")

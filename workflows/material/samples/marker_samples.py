@@ -189,9 +189,9 @@ def _read(record: Any, condition: str, unit: str) -> Sample:
     if unit == "bytes":
         positions = [byte_to_char(code, position) for position in positions]
     if pattern and not code.startswith(pattern, positions[0]):
-        stands = code[positions[0] : positions[0] + len(pattern)]
+        text_at_marker = code[positions[0] : positions[0] + len(pattern)]
         raise PromptError(
             f"sample {name!r} of {condition!r}: expected its marker {pattern!r} at character "
-            f"{positions[0]}, found {stands!r}; if positions count bytes, set unit=bytes"
+            f"{positions[0]}, found {text_at_marker!r}; if positions count bytes, set unit=bytes"
         )
     return Sample(name, code, positions[0], pattern, tuple(positions[1:]))
