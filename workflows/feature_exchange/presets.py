@@ -161,8 +161,8 @@ PRESETS = {
         correct_looked_at=960,
         selection="Chosen on this couplet: the suppressed features have the largest influence in its "
         "attribution graph; the injected one raises ' run' most among the 211 features that fire at the end "
-        "of the line if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the correcting "
-        "feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
+        "of the line if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the "
+        "correcting feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
