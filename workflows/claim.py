@@ -93,7 +93,8 @@ class Claim:
     noises: int = 1
     """Number of noise samples that the effect is averaged over in each prompt."""
     levels: tuple[float, float] | None = None
-    """Probabilities or other values without and with the cause, if the effect is their difference."""
+    """Pair of values, such as probabilities, without and with the cause, if their difference is the
+    effect."""
     chance: float = CHANCE
     """Significance level: the largest p-value of an effect beyond chance."""
 
@@ -368,7 +369,7 @@ class CandidateEffects:
     def claim(
         self, text: str, index: tuple[int, ...], of: str, settings: ControlOptions, **fields: Any
     ) -> Claim:
-        """Claim that a candidate has an effect on held-out prompts.
+        """Claim about the mean effect of a candidate over held-out prompts.
 
         Arguments:
             text: see `Claim`.

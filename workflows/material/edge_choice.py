@@ -200,7 +200,7 @@ class PlaceWorkflow(KnownWorkflow):
     def changed_table(
         self, ablated: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
     ) -> Table:
-        """Table of the tokens with the largest changes of probability in the run without the place.
+        """Table of tokens by change of probability in the run without the place, largest change first.
 
         Arguments:
             ablated: result of the run without it.

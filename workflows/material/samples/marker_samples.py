@@ -65,7 +65,7 @@ class Conversion:
     total_samples: int = 0
     """Samples converted."""
     successful_conversions: int = 0
-    """Samples with a token for their marker and for at least one target."""
+    """Usable samples: their marker and at least one target have a token."""
     failed_conversions: int = 0
     """Samples whose marker has no token."""
     fuzzy_matches: int = 0
@@ -138,7 +138,8 @@ def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample
 
 
 def place(sample: Sample, encoding: Encoding, counts: Conversion) -> Placed | None:
-    """Convert a sample to token positions; None without a token for its marker, or for any of its targets.
+    """Convert the characters of a sample to token positions; None if its marker, or every target, lacks a
+    token.
 
     Arguments:
         sample: the sample.
