@@ -108,7 +108,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         if not chosen_on:
             raise ConfigError(
                 "expected other pairs to choose a place on, found none that fit the model; give more in "
-                "data=…, or ask for no claim: controls=0"
+                "data=…, or set controls=0 to make no claims"
             )
         self.scored = self.traced + ([] if settings.prompt else held_out)
         self.num_donors = settings.controls if settings.prompt else settings.donors
@@ -121,6 +121,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         donors = tuple(
             DonorPatching(donor=donor, **at_roles(pair))
             for number, pair in enumerate(self.scored)
+            # An unrelated fact with the same answer would recover it for a good reason.
             for donor in unrelated.to(
                 pair.clean_ids,
                 self.num_donors,
@@ -170,8 +171,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         for kind in kinds:
             candidates = self.candidates(kind)
             yield self._claim(kind, candidates, candidates.best)
-        first = self.candidates(kinds[0])
-        yield self._claim(kinds[0], first, first.quietest, "for comparison, ")
+        compared = self.candidates(kinds[0])
+        yield self._claim(kinds[0], compared, compared.quietest, "for comparison, ")
 
     def claims_caption(self) -> str:
         """Caption of the claims: rule by which layer and position were chosen, and numbers of pairs and
@@ -315,7 +316,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
                 title=put,
-                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that comes back when one "
+                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that is recovered when one "
                 "activation of the clean run replaces that of the corrupted run. 0 %: as corrupted; 100 %: "
                 "as clean; below 0 %: farther from clean than the corrupted run.",
                 sources=self.sources(i),
@@ -324,7 +325,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             )
             yield Figure(
                 name=f"activation_patching_{i}",
-                title=f"Where {self.subject.name} holds the difference between two prompts",
+                title=f"Recovery of the difference between two prompts in {self.subject.name}",
                 caption=f"Activations of {put}",
                 panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )

@@ -291,6 +291,7 @@ class CausalTrace(KnownWorkflow):
         settings, grid, length = self.settings, self.grids[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
         layer, position = place[0], roles_of(self.noised[-1], length)[place[1]]
+        # Before the subject the noise changes nothing, so that nothing can be restored there.
         # A residual state at the last token would be a trivial control, as it determines the answer.
         last = length - is_state(kind)
         rise = grid["probability"].transpose("layer", "position").values - noised

@@ -286,7 +286,7 @@ class CoupletPlanning(ModelWorkflow):
             self._map("scored", "States of the other couplet", "mean over pairs"),
             self._map("third", "Control: states with a third rhyme", "mean over pairs and donors"),
         )
-        title = f"Where {self.subject.name} holds the rhyme of a couplet"
+        title = f"Positions and layers of {self.subject.name} that change the rhyme of a couplet"
         caption = "Effect of patching one state on the rhyme at the end of line 2"
         yield from together("couplet_planning", title, *maps, caption=caption)
         yield from self._roles_tables()

@@ -126,7 +126,7 @@ def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list
     source, more = ("facts in data", ", or give more") if data else ("shipped facts", "")
     raise ConfigError(
         f"expected {2 if data else count} {source} to choose {choice} on, found {len(facts)} that fit the "
-        f"model; ask for fewer: facts=…{more}, or ask for no claim: controls=0"
+        f"model; ask for fewer: facts=…{more}, or set controls=0 to make no claims"
     )
 
 

@@ -192,7 +192,7 @@ class PairWorkflow(KnownWorkflow):
         if not chosen_on:
             raise ConfigError(
                 "expected other pairs of facts to choose the block on, found none that fit the model; give "
-                "more in data=…, or ask for no claim: controls=0"
+                "more in data=…, or set controls=0 to make no claims"
             )
         unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
         for number, fact_pair in enumerate(self.pairs):
