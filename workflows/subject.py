@@ -150,6 +150,7 @@ class Subject:
     @cached_property
     def special_tokens(self) -> int:
         """Number of special tokens that the tokenizer adds to every prompt, such as 1 for a BOS."""
+        # Any text does: special tokens do not depend on it.
         return sum(self.tokenizer.encode("a").special)
 
     def pack(self, texts: Sequence[str]) -> PackedTokens:
@@ -303,6 +304,7 @@ class Subject:
         )
         return [
             joined[len(before) :]
+            # A tokenizer may merge the end of the prompt with the beginning of the answer.
             if joined[: len(before)] == before and len(joined) > len(before)
             else self.tokenizer.encode(word, add_special=False).ids
             for word, before, joined in zip(words, prompts_ids, joined_ids, strict=True)

@@ -92,6 +92,8 @@ class Workflow:
 
         if self.extra:
             self.require(self.extra, store)
+        # Their results tell which other nodes are needed: a question about facts that the model does not know
+        # runs no controls.
         if first_nodes := self.first_nodes():
             run(first_nodes.values(), store, **options)
         self.settle(store)
@@ -107,6 +109,7 @@ class Workflow:
 
         self.store = store
         with one_look():
+            # `one_look`: keys are looked up once for all nodes, as many of them share their inputs.
             self._results = {name: node.open(store) for name, node in self.nodes.items()}
             keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}

@@ -313,6 +313,7 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
     time = "" if seconds is None else f"; about {clock(seconds)}"
     room = "" if free is None else f", {human_bytes(free)} are free"
     echo(f"{human_bytes(written)} would be written{room}{time}")
+    # Object stores report no free bytes.
     if free is not None and written > free:
         echo("it does not fit: capture fewer hook points, or a share of the documents")
 
