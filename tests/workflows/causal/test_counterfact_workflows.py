@@ -309,9 +309,11 @@ def test_pairs_of_several_files_are_read_in_order_and_the_rest_is_chosen_on(data
     given = {"model": str(tiny_model), "limit": 1, "others": 2}
     own = build("factual_routing", data=str(data), **given)
     both = build("factual_routing", data=[str(data), "shipped"], **given | {"limit": 3})
-    assert [each.original for each in own.pairs] == [RECORDS[0]["original_prompt"]]
+    assert [each.texts.original for each in own.pairs] == [RECORDS[0]["original_prompt"]]
     shipped = [record["original_prompt"] for record in shipped_pairs(own.subject)[:1]]
-    assert [each.original for each in both.pairs] == [each["original_prompt"] for each in RECORDS] + shipped
+    assert [each.texts.original for each in both.pairs] == [
+        each["original_prompt"] for each in RECORDS
+    ] + shipped
     (chosen_on,) = own.nodes["choice"].experiment.experiments[0].pairs
     assert list(chosen_on.original) == own.subject.tokenizer.encode(RECORDS[1]["original_prompt"]).ids
 

@@ -91,8 +91,8 @@ class KnownWorkflow(ModelWorkflow):
         known = " and ".join(f"{counts[name]} of {total} {prompts} {name}" for name, total in totals.items())
         return (
             f"The model knows the answer of {known}; a claim needs {KNOWN}{of_each}. So no control was run "
-            f"and nothing is claimed: give {prompts} that it knows with data=FILE, or set controls=0 for the "
-            "results without claims."
+            f"and nothing is claimed: give {prompts} that it knows with data=FILE, or get the "
+            "results without claims by controls=0."
         )
 
     def unclaimed(self) -> Findings:
