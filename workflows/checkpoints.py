@@ -32,7 +32,7 @@ __all__ = ["Checkpoints", "several_revisions"]
 _MOST = 8
 """Largest number of curves in one panel."""
 _OF_A_RUN = ("total_time_secs",)
-"""Numbers of a document that do not depend on the model."""
+"""Fields of a JSON document that are independent of the model."""
 
 
 def several_revisions(setting: Any) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Checkpoints(Workflow):
 
     @property
     def numbers(self) -> dict[str, list[float]]:
-        """Top-level numbers in the documents of all revisions that are not equal in all of them, by name."""
+        """Top-level numbers of the JSON documents that differ between revisions, by field name."""
         documents = list(self.documents.values())
         names = [name for name, value in documents[0].items() if _is_number(value) and name not in _OF_A_RUN]
         numbers = {

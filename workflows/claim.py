@@ -51,7 +51,7 @@ NO_CONTROL = "nothing is claimed, as no control was run"
 
 
 class ControlOptions(Protocol):
-    """Number of controls and the seed they are drawn with, as `ControlSettings` has them."""
+    """Number of controls and random seed, the fields of `ControlSettings` that claims read."""
 
     @property
     def controls(self) -> int:
@@ -64,7 +64,7 @@ class ControlOptions(Protocol):
 
 @dataclass(frozen=True)
 class Controls:
-    """Number of controls and their seed, for claims that do not take them from the settings."""
+    """Number of controls and random seed, for claims without workflow settings."""
 
     controls: int
     """Number of draws of the null distribution."""
@@ -93,7 +93,8 @@ class Claim:
     noises: int = 1
     """Number of noise samples that the effect is averaged over in each prompt."""
     levels: tuple[float, float] | None = None
-    """Values without and with the cause, such as probabilities, if the effect is their difference."""
+    """Pair of values, such as probabilities, without and with the cause, if their difference is the
+    effect."""
     chance: float = CHANCE
     """Significance level: the largest p-value of an effect beyond chance."""
 
@@ -126,6 +127,7 @@ class Claim:
         if np.ndim(effects) == 0:
             return cls(text, float(effects), null, **fields)
         spread = interval(effects, seed=seed)
+        # A NaN stands for a prompt on which the effect is not defined; the others still count.
         return cls(text, float(np.nanmean(effects)), null, spread=spread, prompts=len(effects), **fields)
 
     @classmethod
@@ -203,6 +205,7 @@ class Claim:
             range(len(values)) if candidates is None else candidates,
             settings.controls,
             seed=settings.seed,
+            # Otherwise the cause could be drawn as its own control.
             without=[own],
         )
         return cls.against(text, values[own], values[drawn], of, side=side, **fields)
@@ -336,7 +339,7 @@ class CandidateEffects:
     """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None if the
     other candidates are the controls."""
     among: npt.NDArray[np.bool_] | None = None
-    """Mask of the candidates that may be selected, bool, of the shape of `mean`; None for all."""
+    """Mask of the candidates eligible for selection, bool, shaped like `mean`; None: all candidates."""
 
     @property
     def mean(self) -> Floats:
@@ -366,7 +369,7 @@ class CandidateEffects:
     def claim(
         self, text: str, index: tuple[int, ...], of: str, settings: ControlOptions, **fields: Any
     ) -> Claim:
-        """Claim on the effect of a candidate on the held-out prompts.
+        """Claim about the mean effect of a candidate over held-out prompts.
 
         Arguments:
             text: see `Claim`.
@@ -379,6 +382,7 @@ class CandidateEffects:
         effects = self.scored_on[cell]
         if self.controls is None:
             flat = self.scored_on.reshape(len(self.scored_on), -1)
+            # Every other candidate of the same prompt is a control; the chosen one is not its own.
             controls = np.delete(flat, int(np.ravel_multi_index(index, self.scored_on.shape[1:])), axis=1)
         else:
             controls = self.controls[(slice(None), *cell)]

@@ -138,7 +138,7 @@ def import_activations(
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:
     """All arrays of the files by name, without skipped ones, and the note that a mizarr export contains."""
-    found: dict[str, Array] = {}
+    arrays_by_name: dict[str, Array] = {}
     note: dict[str, Any] = {}
     for path in paths:
         if path.suffix == ".safetensors":
@@ -148,14 +148,14 @@ def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array],
             arrays = read_npz(path)
             if (text := arrays.pop(f"{NOTE}{TEXT_SUFFIX}", None)) is not None:
                 note = note or _note(text.tobytes(), path)
-        if twice := sorted(set(arrays) & set(found)):
+        if twice := sorted(set(arrays) & set(arrays_by_name)):
             raise ConfigError(
                 f"expected every array once, found {twice[0]!r} in several files; leave one out"
             )
-        found |= arrays
-    left_out = {name for pattern in skip for name in _matching(pattern, found)}
+        arrays_by_name |= arrays
+    left_out = {name for pattern in skip for name in _matching(pattern, arrays_by_name)}
     fields = ("run", "key", "content", "label", "token_ids")
-    remaining = {name: array for name, array in found.items() if name not in left_out}
+    remaining = {name: array for name, array in arrays_by_name.items() if name not in left_out}
     return remaining, {name: note[name] for name in fields if name in note}
 
 

@@ -81,7 +81,7 @@ class HeldFolder:
         return "/cell/" in self.label
 
     def note(self, name: str) -> Any:
-        """First value of a field in the notes; None if no note has it."""
+        """First value of a note field; None if every note lacks it."""
         return next((note[name] for note in self.notes if note.get(name) is not None), None)
 
     @property
@@ -275,8 +275,7 @@ class Holdings:
         """A snapshot of the store, no older than the refresh interval.
 
         patience: seconds to wait for the first complete snapshot, before a partial one is returned; None to
-            wait
-        until it is complete.
+            wait until it is complete.
         """
         with self._lock:
             looking = self._looking
@@ -295,6 +294,7 @@ class Holdings:
             self._read_all()
             self._whole = self._so_far(is_whole=True)
             self._failed = None
+        # An exception of a thread would only be printed; `look` raises it in the thread of the caller.
         except Exception as error:  # noqa: BLE001 - raised by `look`
             self._failed = error
         finally:
@@ -368,7 +368,7 @@ def _newest(looks: Iterable[Stat | None]) -> float:
 
 
 def _used(folder: HeldFolder, at: float) -> HeldFolder:
-    """The folder with its last use set to `at`, if that is later."""
+    """Folder with its time of last use raised to `at`."""
     if at <= folder.usage.used:
         return folder
     run = None if folder.run is None else replace(folder.run, used=at)

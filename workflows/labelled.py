@@ -23,7 +23,7 @@ __all__ = ["column", "labelled", "largest", "ranked", "record", "records", "stac
 
 
 def values_of(array: xr.DataArray, *dims: str | Any) -> Floats:
-    """Numbers of an array, with axes in the order of `dims`, or in its own order without them."""
+    """Numbers of a labelled array, transposed to `dims`, or in stored axis order without `dims`."""
     values: Floats = (array.transpose(*dims) if dims else array).values
     return values
 
@@ -68,6 +68,7 @@ def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]
         count: number of cells; None for all.
     """
     flat = np.asarray(array.values, np.float64).ravel()
+    # NaN cells sort last, but with count=None they would be listed.
     order = [int(i) for i in np.argsort(-flat, kind="stable") if not np.isnan(flat[i])][:count]
     labels = {str(dim): array[dim].values.tolist() for dim in array.dims}
     cells = zip(*np.unravel_index(order, array.shape), strict=True) if order else ()
@@ -77,7 +78,7 @@ def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]
 def largest(
     result: xr.Dataset, by: xr.DataArray, count: int | None, *names: str, **renamed: str
 ) -> list[dict[str, Any]]:
-    """One `record` for each of the largest cells of an array, with the labels of the cell first.
+    """A `record` per cell of the largest values of an array, preceded by the labels of the cell.
 
     Arguments:
         result: dataset that the records are read from.
@@ -104,14 +105,25 @@ def labelled(values: Any, name: str, unit: str = "1", **axes: Any) -> xr.DataArr
 
 
 def column(values: Any, dim: str, name: str) -> xr.DataArray:
-    """A one-dimensional array as an input of a stage, such as token ids along "token"."""
+    """A one-dimensional array as an input of a stage, such as token ids along "token".
+
+    Arguments:
+        values: the values.
+        dim: name of the axis.
+        name: name of the array.
+    """
     import xarray as xr
 
     return xr.DataArray(values, dims=dim, name=name)
 
 
 def stacked(dim: str, parts: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """Concatenate arrays with equal axes along a new one, labelled by the keys of `parts`."""
+    """Concatenate arrays with equal axes along a new one, labelled by the keys of `parts`.
+
+    Arguments:
+        dim: name of the new axis.
+        parts: arrays by label.
+    """
     import xarray as xr
 
     return xr.concat(list(parts.values()), dim, join="outer").assign_coords({dim: list(parts)})

@@ -90,10 +90,16 @@ class Replication:
 
 
 def value_at(document: Any, path: Path) -> Any:
-    """The value at a path of keys and indices in a JSON document; None if there is none."""
+    """Value at a path of keys and indices in a JSON document; None if the path does not exist.
+
+    Arguments:
+        document: the JSON document.
+        path: keys and indices, from the outermost on.
+    """
     for step in path:
         try:
             document = document[step]
+        # TypeError: an index into a value that is no list, such as None.
         except (KeyError, IndexError, TypeError):
             return None
     return document

@@ -47,6 +47,7 @@ __all__ = [
     "Natural",
     "PairSettings",
     "Positive",
+    "PromptSettings",
     "Share",
     "SubjectRule",
     "TaskSettings",
@@ -78,7 +79,12 @@ RECURRENT = "specimen-rwkv"
 
 
 def setting(default: Any, description: str) -> Any:
-    """A field of a settings dataclass, with its default and a help text of one line."""
+    """A field of a settings dataclass, with its default and a help text of one line.
+
+    Arguments:
+        default: value without one given.
+        description: help text.
+    """
     return dataclasses.field(default=default, metadata={"help": description})
 
 
@@ -127,9 +133,9 @@ class ControlSettings:
     """Mixin for settings of a workflow that makes claims (views/findings.py)."""
 
     controls: Natural = setting(
-        50, "random causes of equal size that the effect is held against; 0: none is run, nothing is claimed"
+        50, "number of random causes of equal size, as controls of an effect; 0: none, nothing is claimed"
     )
-    seed: Natural = setting(0, "of what is drawn at random")
+    seed: Natural = setting(0, "seed of all random draws")
 
 
 @dataclass(frozen=True)
@@ -138,16 +144,22 @@ class DataSettings(ControlSettings):
 
     data: tuple[str, ...] = setting(
         (),
-        'JSON files of facts or pairs of facts, "shipped" among them for those of mizarr; none: shipped ones',
+        'JSON files of facts or pairs of facts; "shipped" stands for those of mizarr; none: only these',
     )
 
 
 @dataclass(frozen=True)
-class FactSettings(ModelSettings):
-    """Settings of a workflow on one prompt and its expected next word (`answers.fact`)."""
+class PromptSettings(ModelSettings):
+    """Settings of a workflow on one prompt."""
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
-    target: str = setting("", "word whose logit is followed; may be empty")
+
+
+@dataclass(frozen=True)
+class FactSettings(PromptSettings):
+    """Settings of a workflow on one prompt and its expected next word (`answers.fact`)."""
+
+    target: str = setting("", "next word whose logit is measured; may be empty")
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ class EdgeSettings:
     )
     key: int | str | None = setting(
         None,
-        "position that is read; none: the one read most of all but the first token and the reader itself",
+        "position that is read; none: the one with the most attention, without the first and the reader",
     )
 
 
@@ -167,20 +179,21 @@ class EdgeSettings:
 class ChosenPlaceSettings(DataSettings, FactSettings):
     """Settings of a workflow on one position in one layer, selected on other facts unless it is named."""
 
-    layer: int | None = setting(None, "layer shown in full; none: the one that matters most on other facts")
-    facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
-    top_k: Count = setting(10, "changed tokens kept of each run")
+    layer: int | None = setting(
+        None, "layer shown in full; none: the one with the largest effect on other facts"
+    )
+    facts: Count = setting(
+        8, "other facts to choose layer and position on, and as many held-out ones to score them"
+    )
+    top_k: Count = setting(10, "number of tokens stored per run, those whose probability changes most")
 
 
 @dataclass(frozen=True)
-class ChosenEdgeSettings(ChosenPlaceSettings):
+class ChosenEdgeSettings(EdgeSettings, ChosenPlaceSettings):
     """Settings of a workflow on attention from one position to another, selected on other facts."""
 
-    query: int | str = setting(
-        "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
-    )
     key: int | str | None = setting(
-        None, "position that is read; none: the kind of position that matters most on other facts"
+        None, "position that is read; none: the kind of position with the largest effect on other facts"
     )
 
 
@@ -196,7 +209,7 @@ class InjectionSettings(ModelSettings):
     suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
     inject: str = setting("", "feature to inject, layer:index")
     strength: Positive | None = setting(
-        None, "units added and taken away; none: the preset's, 10 in the published ones"
+        None, "multiple of the decoder vectors that is added and subtracted; none: the preset's"
     )
     looked_at: Natural = setting(
         0, "features tried on this prompt before the injected one was chosen; 0: the preset's, or 1"
@@ -210,14 +223,20 @@ class AnswerSettings(ModelSettings):
     prompts: tuple[str, ...] = setting(
         (), "prompts to read; none: facts that the model knows, or those shipped with it"
     )
-    answers: tuple[str, ...] = setting((), "what comes next, one each or one for all; none: no answer")
+    answers: tuple[str, ...] = setting(
+        (), "next words of the prompts, one each or one for all; none: no answers"
+    )
 
     def __post_init__(self) -> None:
         self.one_each("answer", self.answers)
 
     def one_each(self, name: str, words: tuple[str, ...]) -> None:
-        """Raise ConfigError unless there are no words, one, or one per prompt; name: of the words, for
-        errors."""
+        """Raise ConfigError unless there are no words, one, or one per prompt.
+
+        Arguments:
+            name: name of one of the words, for errors.
+            words: the words.
+        """
         if words and len(words) not in (1, len(self.prompts)):
             raise ConfigError(
                 f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
@@ -233,15 +252,17 @@ class PairSettings(DataSettings, ModelSettings):
     """Settings of a workflow that patches pairs of facts in blocks of layers
     (material/facts/fact_pairs.py)."""
 
-    limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
-    block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
+    limit: Natural = setting(12, "number of pairs, from the first on; 0: all")
+    block_size: Natural = setting(
+        0, "number of layers patched together; 0: 4, or a third of the layers of a small model"
+    )
     subject: SubjectRule = setting(
         "whole",
         '"whole": all tokens in which the prompts differ; "differing": the last of them; "last_fact": the '
-        "fact's last, as candle-mi",
+        "fact's last token, as in candle-mi",
     )
-    others: Count = setting(6, "other pairs the block is chosen on")
-    donors: Count = setting(2, "unrelated prompts per pair whose subject is put there instead")
+    others: Count = setting(6, "number of other pairs to choose the block of layers on")
+    donors: Count = setting(2, "unrelated prompts per pair whose states are patched in as controls")
 
 
 @dataclass(frozen=True)
@@ -253,7 +274,7 @@ class TaskSettings(DataSettings, ModelSettings):
         "facts (the shipped ones), copying, induction, agreement, ioi, greater_than, pronouns, docstrings; "
         "none: copying, and of a shipped model facts",
     )
-    pairs: Count = setting(8, "pairs something is chosen on, and as many others that it is scored on")
+    pairs: Count = setting(8, "pairs to choose on, and as many held-out pairs to score the choice on")
 
 
 @dataclass(frozen=True)
@@ -261,13 +282,13 @@ class CircuitSettings(TaskSettings):
     """Settings of a workflow on circuits for a task."""
 
     controls: Natural = setting(
-        20, "random circuits of as many edges that one is held against; 0: none, nothing is claimed"
+        20, "number of random circuits of equal size, as controls; 0: none, nothing is claimed"
     )
-    pairs: Count = setting(8, "pairs the edges are chosen on, and as many others that circuits are run on")
-    method: Method = setting("EAP-IG-inputs", "how edges are scored (stages/circuits/methods.py)")
-    steps: Count = setting(5, "of integrated gradients")
+    pairs: Count = setting(8, "pairs to choose edges on, and as many held-out pairs to run circuits on")
+    method: Method = setting("EAP-IG-inputs", "method that scores edges (stages/circuits/methods.py)")
+    steps: Count = setting(5, "number of steps of integrated gradients")
     selection: Literal["top", "greedy"] = setting(
-        "top", "edges of largest |score|, or one after the other from the logits down"
+        "top", "edges with the largest |score| (top), or added one by one from the logits down (greedy)"
     )
 
 
@@ -288,7 +309,12 @@ def require_together(settings: Any, *names: str) -> None:
 
 
 def preset_of(name: str, presets: Mapping[str, T]) -> T:
-    """A preset by name; ConfigError with the nearest name for an unknown one."""
+    """A preset by name; ConfigError with the nearest name for an unknown one.
+
+    Arguments:
+        name: name of the preset.
+        presets: presets by name.
+    """
     if name not in presets:
         near = nearest(name, presets)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(presets)}"
@@ -343,6 +369,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(
             f"expected {key} that is not empty, found {value!r}; leave {key} out for the default"
         )
+    # The message shows what the user gave, not the list that it becomes.
     raw = value
     has_several = any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint)))
     if has_several and value is not None and not isinstance(value, (list, tuple)):

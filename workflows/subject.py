@@ -6,7 +6,7 @@ Border: never imports torch; nodes of the graph run the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..stages.forward.architectures.points import STATE_ROOMS
 from ..stages.forward.models.files import SHIPPED
 from ..stages.forward.models.reference import ModelRef
+from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
 
@@ -178,6 +179,7 @@ class Subject:
     @cached_property
     def special_tokens(self) -> int:
         """Number of special tokens that the tokenizer adds to every prompt, such as 1 for a BOS."""
+        # Any text does: special tokens do not depend on it.
         return sum(self.tokenizer.encode("a").special)
 
     def pack(self, texts: Sequence[str]) -> PackedTokens:
@@ -189,6 +191,10 @@ class Subject:
         from ..stages.forward.text.prompts import pack_encodings
 
         return pack_encodings(self.tokenizer.encode_batch(texts))
+
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt is no longer than the model's context."""
+        return len(ids) <= self.config.context_length
 
     @cached_property
     def source(self) -> ModelSource:
@@ -236,6 +242,14 @@ class Subject:
             )
         path = BY_NAME[self.attention_kind].path
         return self.capture(tokens, *(path.format(layer) for layer in (["*"] if layers is None else layers)))
+
+    def token_texts(self, ids: Iterable[Any]) -> list[str]:
+        """Decoded text of each token id."""
+        return [self.tokenizer.decode_token(int(token)) for token in ids]
+
+    def token_labels(self, ids: Iterable[Any]) -> list[str]:
+        """Text of each token id with visible whitespace, for tables, titles and axes."""
+        return list(map(format_token, self.token_texts(ids)))
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """Character offset of every token of a text, int64 [token], without special tokens."""
@@ -297,6 +311,10 @@ class Subject:
 
         Prompt and answer are tokenised together, with a space before an answer that starts with a letter or
         digit. If this changes the prompt's own tokens, the answer is tokenised alone.
+
+        Arguments:
+            prompt: the prompt.
+            answer: the answer.
         """
         (pieces,) = self.pieces_of_answers([(prompt, answer)])
         return pieces
@@ -315,13 +333,14 @@ class Subject:
         )
         return [
             joined[len(before) :]
+            # A tokenizer may merge the end of the prompt with the beginning of the answer.
             if joined[: len(before)] == before and len(joined) > len(before)
             else self.tokenizer.encode(word, add_special=False).ids
             for word, before, joined in zip(words, prompts_ids, joined_ids, strict=True)
         ]
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
-        """Token ids of an answer in place of the mask of a prompt."""
+        """Token ids of an answer that fills the mask of a prompt."""
         with_mask = self.asked(prompt)
         encoding = self.tokenizer.encode(with_mask)
         before, position = encoding.ids, self._answer_position(encoding.ids)
@@ -341,7 +360,12 @@ class Subject:
 
     def answer_id(self, prompt: str, answer: str) -> int:
         """First token id of an answer after a prompt (`answer_pieces`). Raises ConfigError for an empty
-        answer."""
+        answer.
+
+        Arguments:
+            prompt: the prompt.
+            answer: the answer.
+        """
         (token_id,) = self.answer_ids([(prompt, answer)])
         return token_id
 
@@ -366,7 +390,7 @@ def shipped_facts() -> list[dict[str, Any]]:
 def answered(
     subject: Subject, prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Prompts with one answer each, or with no answers.
+    """(prompts, answers): the prompts of the settings or shipped facts, and as many answers, or none.
 
     Arguments:
         subject: the model.

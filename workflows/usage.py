@@ -22,18 +22,19 @@ __all__ = ["Use", "uses"]
 
 @dataclass(frozen=True)
 class Use:
-    """A stage or experiment of the registry, and the workflows that use it."""
+    """Registry entry of a stage or experiment, with the workflows that use it."""
 
     declaration: Declaration
     """Name, parameters and home module of the stage."""
     workflows: tuple[str, ...]
     """Names of workflows with the stage in their graph."""
     form_of: str = ""
-    """If no workflow uses it: another form of the same stage that a workflow uses; empty if there is none."""
+    """A different form of this stage that a workflow uses, if this form is unused; empty without one."""
 
     @property
     def doors(self) -> tuple[str, ...]:
-        """Workflows that use it; else the form that they use instead; else the module to import it from."""
+        """Workflows that use the stage; without any, the form used instead; without that, the module to
+        import."""
         if self.workflows:
             return self.workflows
         return (f"form of {self.form_of}" if self.form_of else f"library: {self.declaration.home}",)

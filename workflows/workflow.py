@@ -94,8 +94,10 @@ class Workflow:
 
         if self.extra:
             self.require(self.extra, store)
-        while first := self.first_nodes():
-            run(first.values(), store, **options)
+        # Their results tell which other nodes are needed: a question about facts that the model does not know
+        # runs no controls.
+        while first_nodes := self.first_nodes():
+            run(first_nodes.values(), store, **options)
             self.settle(store)
         self.settle(store)
         run(self.nodes.values(), store, **options)
@@ -110,6 +112,7 @@ class Workflow:
 
         self.store = store
         with one_look():
+            # `one_look`: keys are looked up once for all nodes, as many of them share their inputs.
             self._results = {name: node.open(store) for name, node in self.nodes.items()}
             keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
@@ -148,8 +151,10 @@ class Workflow:
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """Change `nodes` to what the stored results of `first_nodes` ask for.
 
-        refuses: whether to raise ConfigError if no meaningful result is left; False for one of several
-            revisions.
+        Arguments:
+            store: the store of the results.
+            refuses: whether to raise ConfigError if no meaningful result is left; False for one of several
+                revisions.
         """
         return self
 
@@ -456,9 +461,15 @@ def loaded(name: str) -> cached_property[xr.Dataset]:
 
 
 def is_drawn(path: Path, recipe: str) -> bool:
-    """Whether the metadata of the PNG at `path` contains this recipe; needs no imaging library."""
+    """Whether the metadata of a PNG contains a recipe; needs no imaging library.
+
+    Arguments:
+        path: path of the PNG.
+        recipe: the recipe.
+    """
     try:
         with path.open("rb") as file:
+            # The metadata of a PNG precedes its pixels.
             return recipe.encode() in file.read(4096)
     except FileNotFoundError:
         return False

@@ -48,8 +48,8 @@ __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
 """Variables of surprise accounting that have one value for each explanation and noise level."""
 FITTED = 1
-"""Offset from the seed to that of the samples on which neurons are chosen and explanations are fitted;
-nothing is scored on these."""
+"""Seed offset of the samples that neurons are selected and explanations are fitted on; scores use other
+samples."""
 
 
 @dataclass(frozen=True)
@@ -423,6 +423,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
             n_open = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
+            # Only numbers of gates that occur get a colour.
             levels, classes = np.unique(n_open, return_inverse=True)
             names = tuple(f"{level} open gates" for level in levels.tolist())
             marked = np.zeros(len(classes), bool)

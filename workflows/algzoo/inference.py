@@ -115,15 +115,15 @@ class StoicheiaInference(AlgZooWorkflow):
         """Accuracy with the length of the training."""
         counted, metadata = self.counted, self.network.metadata
         samples = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
-        found = self.accuracy(counted, samples, with_error=False)
+        measured = self.accuracy(counted, samples, with_error=False)
         trained = (
             ()
             if metadata.trained is None
             else (("trained on", f"{metadata.trained:,} sequences, seed {metadata.seed}"),)
         )
         confusion = {} if self.network.task.is_scalar else {"confusion": counted["confusion"]}
-        about = {**found.json, "exhaustive": self.is_exhaustive, **confusion}
-        return replace(found, pairs=(*found.pairs, *trained), json=about)
+        about = {**measured.json, "exhaustive": self.is_exhaustive, **confusion}
+        return replace(measured, pairs=(*measured.pairs, *trained), json=about)
 
     def _answers(self) -> View:
         """Table of the listed inputs with outputs, answers and correct answers."""

@@ -27,10 +27,10 @@ from ...stages.attention.flow import (
 )
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import SteeringSpec
-from ...stages.logits.lens import format_text, format_token
+from ...stages.logits.lens import format_text
 from ..labelled import stacked
-from ..material.answers import encoded, fact, named
-from ..settings import Count, EdgeSettings, ModelSettings, setting
+from ..material.answers import encoded, fact
+from ..settings import Count, EdgeSettings, PromptSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
 from ..workflow import ModelWorkflow, Nodes, loaded
 
@@ -42,10 +42,9 @@ __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
 
 @dataclass(frozen=True)
-class AttentionPatternsSettings(EdgeSettings, ModelSettings):
+class AttentionPatternsSettings(EdgeSettings, PromptSettings):
     """Settings of `attention_patterns`."""
 
-    prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     top_k: Count = setting(5, "number of most attended positions listed per layer")
 
 
@@ -97,12 +96,12 @@ class AttentionPatterns(ModelWorkflow):
     @property
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
-        return named(self.subject, self.encoding.ids)
+        return self.subject.token_texts(self.encoding.ids)
 
     def views(self) -> Iterator[View]:
         """Patterns of every head, weights of the edge by layer and head, and head means."""
         flow = self.flow.transpose("layer", "head", "query_position", "key_position")
-        tokens, mean = tuple(map(format_token, self.tokens)), flow["mean_pattern"]
+        tokens, mean = tuple(self.subject.token_labels(self.encoding.ids)), flow["mean_pattern"]
         query_name, key_name = (f"{tokens[position]!r} ({position})" for position in (self.query, self.key))
         edge = flow["from_query"].isel(key_position=self.key)
         peak, weight = peak_layer(mean, self.query, self.key)

@@ -160,6 +160,7 @@ class LayerScan(ModelWorkflow):
         starts = pair_starts(tokens)
         pair, sample = [], []
         for i, placed in enumerate(self.placed):
+            # A target after its marker has no weight under a causal mask: UNSEEN.
             # Patterns are lower triangles, stored row by row: query q begins at q * (q + 1) / 2.
             row = int(starts[i]) + placed.marker * (placed.marker + 1) // 2
             pair += [row + target if target <= placed.marker else UNSEEN for target in placed.targets]

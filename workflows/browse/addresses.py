@@ -29,22 +29,43 @@ LEFT_OUT = "left-out.html"
 
 
 def listing(name: str, number: int = 1) -> str:
-    """Page `number`, counted from 1, of the list "runs", "questions", "results" or "cells"."""
+    """Address of a page of a list: runs, questions, results or cells of a store.
+
+    Arguments:
+        name: "runs", "questions", "results" or "cells".
+        number: number of the page, from 1.
+    """
     return f"{name}/{number}.html"
 
 
 def run(digest: str, number: int = 1) -> str:
-    """Page of a run, with page `number` (from 1) of its list of prompts."""
+    """Address of the page of a run.
+
+    Arguments:
+        digest: digest of the run.
+        number: number of the page of its list of prompts, from 1.
+    """
     return f"run/{digest}/prompts/{number}.html"
 
 
 def prompt(digest: str, prompt: int, number: int = 1) -> str:
-    """Page of a prompt of a run (index from 0), with page `number` (from 1) of its tokens."""
+    """Address of the page of a prompt.
+
+    Arguments:
+        digest: digest of the run.
+        prompt: index of the prompt, from 0.
+        number: number of the page of its tokens, from 1.
+    """
     return f"run/{digest}/prompt/{prompt}/{number}.html"
 
 
 def token(digest: str, token: int) -> str:
-    """Page of a token, given by its index along the packed token axis of the run."""
+    """Address of the page of a token.
+
+    Arguments:
+        digest: digest of the run.
+        token: index of the token along the packed token axis of the run.
+    """
     return f"run/{digest}/token/{token}.html"
 
 
@@ -59,7 +80,11 @@ def result(key: str) -> str:
 
 
 def relative(address: str, target: str) -> str:
-    """Relative link from the page at `address` to the page at `target`.
+    """Relative link from one page to another.
+
+    Arguments:
+        address: Address of the page with the link.
+        target: Address of the page that the link leads to.
 
     >>> relative(token("ab", 7), INDEX), relative(INDEX, result("cd"))
     ('../../../index.html', 'result/cd.html')

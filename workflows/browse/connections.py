@@ -81,5 +81,6 @@ def redirecting_file(address: str) -> Iterator[Path]:
             f'<meta http-equiv="refresh" content="0; url={escaped}"><title>mizarr</title>'
             f'<a href="{escaped}">to the store</a>'
         )
+        # The browser opens the file by name: buffered bytes must be on disk.
         file.flush()
         yield Path(file.name)

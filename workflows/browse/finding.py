@@ -48,6 +48,10 @@ def find_page(snapshot: Snapshot, address: str) -> Page | None:
 def find_news(snapshot: Snapshot, address: str) -> dict[str, Any] | None:
     """Progress of captures as JSON values, which the script of a page with `Page.live` polls.
 
+    Arguments:
+        snapshot: Content of the store.
+        address: Address that the script asks for.
+
     Returns:
         {"progress": [...]}, or None if this is not the address of a progress document.
     """
@@ -95,7 +99,7 @@ def _result(snapshot: Snapshot, key: str) -> Page | None:
 
 def _question(snapshot: Snapshot, digest: str) -> Page | None:
     """Page of a computed workflow, looked up by digest; None for an unknown digest."""
-    computed = next((asked for asked in snapshot.questions if asked.question.digest == digest), None)
+    computed = next((entry for entry in snapshot.questions if entry.question.digest == digest), None)
     return None if computed is None else question_page(snapshot, computed)
 
 

@@ -108,9 +108,14 @@ class OpenedRun:
         return self.entry.spec(variable)
 
     def rows(self, variable: str, layer: int | None, start: int, stop: int) -> Array:
-        """Stored values of the tokens start..stop, float32 [token, hidden].
+        """Stored values of some tokens, float32 [token, hidden]; `hidden` is 1 for a variable with one number
+        per token.
 
-        `hidden` is 1 for a variable with one number per token. layer: None for a variable without layers.
+        Arguments:
+            variable: Name of the stored variable.
+            layer: The layer; None for a variable without layers.
+            start: Index of the first token.
+            stop: Index after the last token.
         """
         array = self._arrays.get((variable, layer))
         if array is None:
@@ -126,6 +131,12 @@ class OpenedRun:
         """L2 norm of each row, float64 [layer, token]; the value itself for one number per token.
 
         One layer is in memory at a time.
+
+        Arguments:
+            variable: Name of the stored variable.
+            layers: The layers; None stands for a variable without layers.
+            start: Index of the first token.
+            stop: Index after the last token.
         """
         norms = []
         for layer in layers:
@@ -136,7 +147,12 @@ class OpenedRun:
 
 
 def open_run(store: Store, folder: HeldFolder) -> OpenedRun:
-    """Open a run for reading; the last four runs are cached."""
+    """Open a run for reading; the last four runs are cached.
+
+    Arguments:
+        store: The store.
+        folder: Folder of the run.
+    """
     stat = store.files.stat(f"{folder.data}/zarr.json")
     return OpenedRun(folder, *_open_run(store.address, folder.data, None if stat is None else stat.stamp))
 
@@ -161,13 +177,19 @@ def _vocabulary(address: str, tokenizer: str) -> tuple[str, ...] | None:
 
     try:
         words = open_store(address, mode="r").vocabulary(tokenizer)
+    # Without texts of tokens the page still shows the numbers.
     except CorruptEntry:
         return None
     return None if words is None else tuple(words)
 
 
 def harvest(store: Store, folder: HeldFolder) -> Harvest:
-    """Progress of the capture of a run, from its committed segments and from recently renewed claims."""
+    """Progress of the capture of a run, from its committed segments and from recently renewed claims.
+
+    Arguments:
+        store: The store.
+        folder: Folder of the run.
+    """
     entry = open_run(store, folder).entry
     segments = entry.committed()
     cells = {cell for segment in segments for cell in segment}

@@ -79,7 +79,13 @@ class PageLinks(View):
 
     @classmethod
     def of(cls, number: int, pages: int, hrefs: dict[int, str]) -> PageLinks:
-        """Navigation of page `number` of `pages`. hrefs: page number -> link, of pages that may be linked."""
+        """Navigation between the pages of a list.
+
+        Arguments:
+            number: Number of the page, from 1.
+            pages: Number of pages of the list.
+            hrefs: Page number -> link, of the pages that may be linked.
+        """
         targets = {"first": 1, "previous": number - 1, "next": number + 1, "last": pages}
         links = [
             Link(name, hrefs[target])

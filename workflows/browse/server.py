@@ -72,7 +72,12 @@ def new_word() -> str:
 
 
 def address_of(port: int, word: str) -> str:
-    """URL of the first page."""
+    """URL of the first page.
+
+    Arguments:
+        port: Port of the server.
+        word: Random part of the address, which only the user knows.
+    """
     return f"http://{HOST}:{port}/{word}/index.html"
 
 
@@ -103,7 +108,12 @@ def listening(port: int) -> socket.socket:
 
 
 def serve(app: Starlette, server_socket: socket.socket) -> None:
-    """Serve an application on a listening socket until Ctrl-C is pressed."""
+    """Serve an application on a listening socket until Ctrl-C is pressed.
+
+    Arguments:
+        app: The application.
+        server_socket: Socket that it listens on.
+    """
     import uvicorn
 
     from .connections import TimedProtocol

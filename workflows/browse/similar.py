@@ -88,6 +88,7 @@ def most_similar(
     n_compared = len(index)
     is_candidate = index != token
     index, cosine = index[is_candidate], cosine[is_candidate]
+    # A stable sort: of equal cosines the earlier token comes first, so that a page is always the same.
     best = np.argsort(-cosine, kind="stable")[:most]
     median = float(np.median(cosine)) if len(cosine) else math.nan
     return SimilarTokens(index[best], cosine[best], median, n_compared, n_tokens)

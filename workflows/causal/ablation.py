@@ -29,12 +29,12 @@ import numpy as np
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import answer_pieces, encoded, named, target_json
+from ..material.answers import answer_pieces, encoded, target_json
 from ..material.facts.fact_data import Fact, default_data, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
@@ -167,16 +167,14 @@ class AblationOfEach(KnownWorkflow):
 
         Facts that the mean is computed over are left out, and so is the prompt shown, with tokens
         `prompt_ids`."""
-        settings, limit = self.settings, self.subject.config.context_length
+        settings = self.settings
         if not settings.controls:
             return {}
         # The first MANY shipped facts are the references of the mean, and are not scored.
         data = default_data(self.subject, settings.data)
         facts = facts_of(self.subject, data)[0 if data else MANY :]
         tokens = ((tuple(self.subject.tokenizer.encode(fact.prompt).ids), fact) for fact in facts)
-        fitting = (
-            (ids, fact) for ids, fact in tokens if ids != prompt_ids and (limit is None or len(ids) <= limit)
-        )
+        fitting = ((ids, fact) for ids, fact in tokens if ids != prompt_ids and self.subject.fits(ids))
         # Four times as many as are asked for, as prompts of the same tokens count once.
         by_ids = list(dict(islice(fitting, 4 * settings.facts)).items())
         facts_used = enough(by_ids, data, 2 * settings.facts, f"a {self.unit}")
@@ -184,8 +182,8 @@ class AblationOfEach(KnownWorkflow):
         questions = [(ids, self.subject.answer_id(*fact[:2]), -1) for ids, fact in facts_used]
         half = len(facts_used) // 2
         units = AtOnce(tuple(self._on_fact(ids, fact) for ids, fact in facts_used))
-        known = self.known_node({CHOSEN_ON: questions[:half], SCORED: questions[half:]})
-        return known | {"facts": self.on_model(units)}
+        ranks_node = self.known_node({CHOSEN_ON: questions[:half], SCORED: questions[half:]})
+        return ranks_node | {"facts": self.on_model(units)}
 
     def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
         """Ablation of every unit in another fact."""
@@ -321,7 +319,7 @@ class AblationOfEach(KnownWorkflow):
     @property
     def word(self) -> str:
         """First token of the target, whose probability is measured."""
-        return format_token(named(self.subject, self.pieces[:1])[0])
+        return self.subject.token_labels(self.pieces[:1])[0]
 
     @property
     def clean(self) -> float:

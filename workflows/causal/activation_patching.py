@@ -37,12 +37,11 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching import ActivationPatching, DonorPatching
 from ...stages.causal.grids.patching_grid import HEAD_KINDS, STATE_KINDS
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import ranked, values_of
-from ..material.answers import named
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, in_every_layer
 from ..material.unrelated import Unrelated
@@ -63,8 +62,7 @@ MEASURES = {
 """Quantity that recovery is a share of, by value of the setting `metric`."""
 
 ROLES = ("the subject's last token", "the last token")
-"""Token roles that exist in every pair, so that a (layer, role) chosen on some pairs can be scored on held-
-out ones."""
+"""Token roles of every pair: a (layer, role) selected on some pairs is scored on held-out pairs."""
 
 
 class ActivationPatchingTrace(KnownWorkflow):
@@ -110,7 +108,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         if not chosen_on:
             raise ConfigError(
                 "expected other pairs to choose a place on, found none that fit the model; give more in "
-                "data=…, or ask for no claim: controls=0"
+                "data=…, or set controls=0 to make no claims"
             )
         self.scored = self.traced + ([] if settings.prompt else held_out)
         self.num_donors = settings.controls if settings.prompt else settings.donors
@@ -123,6 +121,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         donors = tuple(
             DonorPatching(donor=donor, **at_roles(pair))
             for number, pair in enumerate(self.scored)
+            # An unrelated fact with the same answer would recover it for a good reason.
             for donor in unrelated.to(
                 pair.clean_ids,
                 self.num_donors,
@@ -172,8 +171,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         for kind in kinds:
             candidates = self.candidates(kind)
             yield self._claim(kind, candidates, candidates.best)
-        first = self.candidates(kinds[0])
-        yield self._claim(kinds[0], first, first.quietest, "for comparison, ")
+        compared = self.candidates(kinds[0])
+        yield self._claim(kinds[0], compared, compared.quietest, "for comparison, ")
 
     def claims_caption(self) -> str:
         """Caption of the claims: rule by which layer and position were chosen, and numbers of pairs and
@@ -201,7 +200,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         return self.is_known(CHOSEN_ON if name == "choice" else SCORED)
 
     def _recovered(self, name: str, kind: str) -> Floats:
-        """Recovery in percent for one kind in one of the results CONTROLS, for pairs that count.
+        """Recovery in percent for a kind of hook point, in a result of CONTROLS, for pairs that count.
 
         Arguments:
             name: "choice", "scored" or "controls".
@@ -260,7 +259,12 @@ class ActivationPatchingTrace(KnownWorkflow):
         return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
 
     def by_run(self, i: int, metric: str) -> dict[str, float]:
-        """A metric of the unpatched runs of pair `i`, by name of the run: "clean" and "corrupted"."""
+        """A metric of the unpatched runs of a pair, by name of the run: "clean" and "corrupted".
+
+        Arguments:
+            i: index of the pair.
+            metric: name of the metric.
+        """
         unpatched = next(iter(self.grids(i).values()))["unpatched"].sel(metric=metric)
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
@@ -275,8 +279,8 @@ class ActivationPatchingTrace(KnownWorkflow):
             "corrupted_prompt": pair.corrupted,
             "subject_pos": start,
             "subject_last_pos": last,
-            "tokens": named(self.subject, pair.corrupted_ids),
-            "clean_tokens": named(self.subject, pair.clean_ids),
+            "tokens": self.subject.token_texts(pair.corrupted_ids),
+            "clean_tokens": self.subject.token_texts(pair.clean_ids),
             "n_layers": self.subject.config.num_layers,
             "seq_len": len(pair.clean_ids),
             "corrupted_kl": self.by_run(i, "kl")["corrupted"],
@@ -294,7 +298,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             fields |= {
                 "answer": pair.answer,
                 "answer_token_ids": pair.pieces,
-                "answer_token": named(self.subject, pair.pieces[:1])[0],
+                "answer_token": self.subject.token_texts(pair.pieces[:1])[0],
                 "answer_probability": self.by_run(i, "probability"),
                 "answer_probability_grids": {kind: grid["probability"] for kind, grid in grids.items()},
             }
@@ -312,7 +316,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
                 title=put,
-                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that comes back when one "
+                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that is recovered when one "
                 "activation of the clean run replaces that of the corrupted run. 0 %: as corrupted; 100 %: "
                 "as clean; below 0 %: farther from clean than the corrupted run.",
                 sources=self.sources(i),
@@ -321,7 +325,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             )
             yield Figure(
                 name=f"activation_patching_{i}",
-                title=f"Where {self.subject.name} holds the difference between two prompts",
+                title=f"Recovery of the difference between two prompts in {self.subject.name}",
                 caption=f"Activations of {put}",
                 panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
@@ -336,7 +340,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         where = f"head {best.get('head')}"
         if "position" in best:
             ids = (pair.clean_ids, pair.corrupted_ids)
-            clean, corrupted = (list(map(format_token, named(self.subject, row))) for row in ids)
+            clean, corrupted = (self.subject.token_labels(row) for row in ids)
             texts = zip(clean, corrupted, strict=True)
             options = {
                 "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
@@ -360,7 +364,7 @@ class ActivationPatchingTrace(KnownWorkflow):
     def _places(self, i: int, title: str) -> Table:
         """Table of the position, or head, with the largest recovery in each layer, by kind."""
         pair, percent = self.traced[i], self.recovered(i)
-        tokens = [format_token(text) for text in named(self.subject, pair.corrupted_ids)]
+        tokens = self.subject.token_labels(pair.corrupted_ids)
 
         def place(kind: str, layer: int) -> Any:
             index = int(percent[kind].values[layer].argmax())
@@ -382,7 +386,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             caption += difference.format(**self.by_run(i, "logit_difference"))
         if pair.pieces:
             shares = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
-            word = format_token(named(self.subject, pair.pieces[:1])[0])
+            word = self.subject.token_labels(pair.pieces[:1])[0]
             caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
         layers = range(self.subject.config.num_layers)
         return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.causal.controls import chosen_at_random
-from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
-from ...stages.logits.lens import format_text, format_token
+from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import Claim
 from ..labelled import largest, values_of
-from ..material.answers import named, target_json
+from ..material.answers import target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
 from ..views import Data, Heatmap, Table, View, together
@@ -70,8 +69,7 @@ class AttentionKnockout(EdgeWorkflow):
         edges = EdgeKnockout(edges=tuple((query, key) for key in self._swept_keys()), layers=None, **shared)
         nodes = {"edges": self.on_model(edges), **self.facts_node()}
         if self.settings.sweep:
-            heads = tuple(HeadKnockout(edges=((query, key),), **shared) for key in self.keys)
-            nodes["heads"] = self.on_model(heads[0] if len(heads) == 1 else AtOnce(heads))
+            nodes["heads"] = self.by_key([HeadKnockout(edges=((query, key),), **shared) for key in self.keys])
         return nodes
 
     def _swept_keys(self) -> list[int]:
@@ -93,8 +91,7 @@ class AttentionKnockout(EdgeWorkflow):
     @cached_property
     def heads(self) -> xr.Dataset:
         """Knockout of the selected edge in every layer and head, [layer, head]."""
-        heads = self.result("heads").load()
-        return heads.isel(draw=self.keys.index(self.edge[1])) if "draw" in heads.dims else heads
+        return self.at_key("heads", self.edge[1])
 
     @property
     def selected(self) -> xr.Dataset:
@@ -112,8 +109,8 @@ class AttentionKnockout(EdgeWorkflow):
     def views(self) -> Iterator[View]:
         """Effect of the selected edge; with a sweep also heatmaps and a table of every key and head."""
         selected, (query, key) = self.selected, self.edge
-        tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
-        names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
+        tokens = self.subject.token_labels(self.encoding.ids)
+        names = list(map(self.token_label, range(len(tokens))))
         yield Data(json=self._about() | self.choice_json())
         yield self.changed_table(
             selected,
@@ -168,7 +165,7 @@ class AttentionKnockout(EdgeWorkflow):
         fields = {
             **self.subject.about,
             "prompt": self.prompt,
-            "tokens": named(self.subject, self.encoding.ids),
+            "tokens": self.subject.token_texts(self.encoding.ids),
             "target_layer": self.layer,
             "knockout_edge": self.edge,
             "attention_before": selected["attention"],

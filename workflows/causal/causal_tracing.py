@@ -35,10 +35,10 @@ from ...stages.causal.grids.patching_metrics import Probability, Rank
 from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
+from ..material.answers import FRANCE, answer_pieces, encoded, target_json
 from ..material.facts.fact_data import default_data, enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -58,8 +58,7 @@ IN_WINDOWS = ("attn_out", "mlp_out")
 """Kinds that are restored in a window of layers, as the output of a single layer carries little."""
 
 ROLES = ("the subject's last token", "the token after it", "the last token")
-"""Token roles that exist in every fact, so that a (layer, role) chosen on some facts can be scored on held-
-out ones."""
+"""Token roles of every fact: a (layer, role) selected on some facts is scored on held-out facts."""
 OTHERS = 3
 """Number of further positions of each other fact, drawn at random among those that the noise reaches."""
 
@@ -143,10 +142,10 @@ class CausalTrace(KnownWorkflow):
         }
         self.only_claims = tuple(claims)
         groups = dict(zip((CHOSEN_ON, SCORED), halves.values(), strict=True))
-        known = self.known_node(
+        ranks_node = self.known_node(
             {name: [(fact.tokens, fact.answer, -1) for fact in facts] for name, facts in groups.items()}
         )
-        return known | grids | claims
+        return ranks_node | grids | claims
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -174,10 +173,9 @@ class CausalTrace(KnownWorkflow):
 
         Raises ConfigError for too few.
         """
-        settings, limit = self.settings, self.subject.config.context_length
+        settings = self.settings
         n_facts, facts = 2 * settings.facts, dict[tuple[int, ...], Recalled]()
-        for record in pair_records(self.subject, settings.data):
-            text, counterfactual = record["original_prompt"], record["counterfactual_prompt"]
+        for text, counterfactual, target, _ in pair_records(self.subject, settings.data):
             ids, other_ids = (tuple(self.subject.tokenizer.encode(t).ids) for t in (text, counterfactual))
             noised = _differing(ids, other_ids)
             # Two subjects have the same ids if the tokenizer has only an unknown-word token for both.
@@ -185,10 +183,10 @@ class CausalTrace(KnownWorkflow):
                 continue
             roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
             has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
-            if has_room and ids != self.tokens and (limit is None or len(ids) <= limit):
+            if has_room and ids != self.tokens and self.subject.fits(ids):
                 # Another seed for each fact, so that facts draw independent positions.
                 drawn = chosen_at_random(reached, OTHERS, seed=settings.seed + len(facts), without=roles)
-                answer = answer_pieces(self.subject, text, record["gt_original_target"])[0]
+                answer = answer_pieces(self.subject, text, target)[0]
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(facts) == n_facts:
                 break
@@ -202,11 +200,10 @@ class CausalTrace(KnownWorkflow):
         """Prompt and target; also sets `tokens`, and `noised`, the positions that get noise."""
         settings = self.settings
         if not settings.prompt and (settings.model in SHIPPED or settings.data):
-            pair = pair_records(self.subject, settings.data)[0]
-            texts = [pair["original_prompt"], pair["counterfactual_prompt"]]
-            ids, other_ids = (tuple(encoded(self.subject, text).ids) for text in texts)
+            prompt, counterfactual, target, _ = pair_records(self.subject, settings.data)[0]
+            ids, other_ids = (tuple(encoded(self.subject, text).ids) for text in (prompt, counterfactual))
             self.tokens, self.noised = ids, _differing(ids, other_ids)
-            return texts[0], pair["gt_original_target"]
+            return prompt, target
         prompt, target = (settings.prompt, settings.target) if settings.prompt else FRANCE
         encoding = encoded(self.subject, prompt)
         self.tokens = tuple(encoding.ids)
@@ -260,8 +257,8 @@ class CausalTrace(KnownWorkflow):
         best = {kind: candidates.best for kind, candidates in self.candidates.items()}
         for kind, place in best.items():
             yield self._on_others(kind, place)
-        first = self.kinds[0]
-        yield self._on_others(first, self.candidates[first].quietest, "for comparison, ")
+        first_kind = self.kinds[0]
+        yield self._on_others(first_kind, self.candidates[first_kind].quietest, "for comparison, ")
         for kind, place in best.items() if self.says_answer else ():
             if (claim := self._here(kind, place)) is not None:
                 yield claim
@@ -269,12 +266,13 @@ class CausalTrace(KnownWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: rule by which the (layer, role) of each kind was chosen, and numbers of
         known facts."""
-        known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
+        n_known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
             "Of each kind, the layer and position with the largest mean rise of the answer's probability on "
             "other facts; for comparison, one with the mean rise nearest to 0. The model predicts the "
-            f"answer of {known[0]} of {total[0]} facts to choose on, of {known[1]} of {total[1]} held-out "
-            f"facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about these only."
+            f"answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of {total[1]} "
+            f"held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about "
+            "these only."
         )
 
     def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:
@@ -293,6 +291,7 @@ class CausalTrace(KnownWorkflow):
         settings, grid, length = self.settings, self.grids[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
         layer, position = place[0], roles_of(self.noised[-1], length)[place[1]]
+        # Before the subject the noise changes nothing, so that nothing can be restored there.
         # A residual state at the last token would be a trivial control, as it determines the answer.
         last = length - is_state(kind)
         rise = grid["probability"].transpose("layer", "position").values - noised
@@ -306,7 +305,7 @@ class CausalTrace(KnownWorkflow):
             deviation = grid["probability_std"].transpose("layer", "position").values[layer, position]
             # The stored standard deviation is over samples of noise, not over prompts.
             spread = interval_of_mean(float(rise[layer, position]), float(deviation), settings.samples)
-        word = format_token(named(self.subject, self.pieces[:1])[0])
+        word = self.subject.token_labels(self.pieces[:1])[0]
         return Claim.among(
             f"in '{format_text(self.prompt)}', {self._cause(kind, place)} raises the probability of {word!r}",
             rise,
@@ -329,12 +328,12 @@ class CausalTrace(KnownWorkflow):
     def views(self) -> Iterator[View]:
         """Heatmaps of the answer's probability by layer and position, one per kind, and a table of the best
         cells."""
-        texts = [format_token(text) for text in named(self.subject, self.tokens)]
+        texts = self.subject.token_labels(self.tokens)
         grids = self.grids
         runs = next(iter(grids.values()))["unpatched"].sel(metric="probability")
         clean, noised = (float(runs.sel(run=run)) for run in ("clean", "corrupted"))
         best = [_best(kind, grid) for kind, grid in grids.items()]
-        word = format_token(named(self.subject, self.pieces[:1])[0])
+        word = self.subject.token_labels(self.pieces[:1])[0]
         shares = f"{format_probability(clean)} clean, {format_probability(noised)} noised"
         yield Data(
             json=self._about(clean, noised, next(iter(grids.values()))) | {"best": best} | self._choice()
@@ -375,7 +374,7 @@ class CausalTrace(KnownWorkflow):
 
     def _noised_text(self) -> str:
         """The phrase of the prompt whose embeddings get noise."""
-        texts = named(self.subject, self.tokens)
+        texts = self.subject.token_texts(self.tokens)
         return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
@@ -383,7 +382,7 @@ class CausalTrace(KnownWorkflow):
         return {
             **self.subject.about,
             "prompt": self.prompt,
-            "tokens": named(self.subject, self.tokens),
+            "tokens": self.subject.token_texts(self.tokens),
             "subject_positions": self.noised,
             "window": self.window,
             "standard_deviation_of_noise": grid.attrs["standard_deviation_of_noise"],
@@ -406,7 +405,12 @@ class CausalTrace(KnownWorkflow):
 
 
 def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
-    """Positions of ROLES in a prompt of `length` tokens whose subject ends at position `subject_end`."""
+    """Positions of ROLES in a prompt.
+
+    Arguments:
+        subject_end: position of the last token of the subject.
+        length: number of tokens of the prompt.
+    """
     return subject_end, min(subject_end + 1, length - 1), length - 1
 
 

@@ -25,8 +25,7 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
 from ..claim import CandidateEffects, Claim
 from ..labelled import values_of
-from ..material.answers import named
-from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_label
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold, dim
@@ -85,11 +84,11 @@ class CounterFactPatches(PairWorkflow):
                 self.result("controls").isel(draw=0)["token_id"],
             )
         )
-        known = self.is_known(SCORED)
-        expected = self.raw_patches["counterfactual_token_id"].values[known]
+        is_known = self.is_known(SCORED)
+        expected = self.raw_patches["counterfactual_token_id"].values[is_known]
         return CandidateEffects(
             predicts[self.is_known(CHOSEN_ON)],
-            patched[known] == expected[:, None],
+            patched[is_known] == expected[:, None],
             self.by_donor(controls) == expected[:, None, None],
         )
 
@@ -102,8 +101,8 @@ class CounterFactPatches(PairWorkflow):
         for block, before in ((self.candidates.best[0], ""), (weakest, "for comparison, ")):
             text = (
                 f"{before}patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-                f"{layers_told(self.blocks[block])} makes the model predict the counterfactual prompt's next "
-                "token, as a share of pairs"
+                f"{layers_label(self.blocks[block])} makes the model predict the counterfactual prompt's "
+                "next token, as a share of pairs"
             )
             of = "the states of an unrelated prompt of the same length"
             yield self.candidates.claim(text, (block,), of, self.settings)
@@ -111,9 +110,9 @@ class CounterFactPatches(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the blocks were chosen and scored."""
         return (
-            f"The block in which this happens most often on {self.counted()}; for comparison, the one in "
-            f"which it happens least often. Control: states of {self.settings.donors} unrelated prompts per "
-            "pair."
+            f"The block in which this happens most often, chosen on {self.claimed_pairs()}. For comparison, "
+            f"the block in which it happens least often. Control: states of {self.settings.donors} unrelated "
+            "prompts per pair."
         )
 
     @cached_property
@@ -122,11 +121,11 @@ class CounterFactPatches(PairWorkflow):
         unpatched run (`is_different`), and the `token_type` of the patched position."""
         patches = self.raw_patches
         pair, position = patches["pair_of"].values, patches["position"].values
-        said = named(self.subject, patches["token_id"].values)
-        unpatched = named(self.subject, patches["original_token_id"].values)
-        different = [text != unpatched[i] for text, i in zip(said, pair, strict=True)]
+        next_tokens = self.subject.token_texts(patches["token_id"].values)
+        unpatched = self.subject.token_texts(patches["original_token_id"].values)
+        different = [text != unpatched[i] for text, i in zip(next_tokens, pair, strict=True)]
         kinds = [self.pairs[i].labels[p] for i, p in zip(pair, position, strict=True)]
-        columns = {"said": said, "is_different": different, "token_type": kinds}
+        columns = {"said": next_tokens, "is_different": different, "token_type": kinds}
         return patches.assign({name: ("patch", values) for name, values in columns.items()})
 
     def of(self, i: int) -> xr.Dataset:
@@ -151,8 +150,8 @@ class CounterFactPatches(PairWorkflow):
         patches = self.of(i)
         rows = zip(*(patches[name].values.tolist() for name in ("block", *names.values())), strict=True)
         return {
-            **self.pair_told(i, self.raw_patches),
-            "input_tokens": named(self.subject, self.pairs[i].pair.original),
+            **self.prompts_json(i, self.raw_patches),
+            "input_tokens": self.subject.token_texts(self.pairs[i].tokens.original),
             "patches": [
                 {"layer": self.blocks[block], **dict(zip(names, row, strict=True))} for block, *row in rows
             ],
@@ -166,7 +165,7 @@ class CounterFactPatches(PairWorkflow):
         of_type = {kind: kinds == kind for kind in TYPES}
         rows: list[dict[str, Any]] = [
             {
-                "layers": layers_told(layers),
+                "layers": layers_label(layers),
                 "any token": _share(different[at]),
                 **{kind: _share(different[at & mask]) for kind, mask in of_type.items()},
                 "kl": float(patches["kl"].values[at].mean()),
@@ -188,9 +187,9 @@ class CounterFactPatches(PairWorkflow):
         caption = "share of patches that change the next token; mean KL(original || patched) in nats"
         if self.predicts:
             caption += "; the last token of a fact is the one whose prediction is read"
-        pair = self.pair_told(0, self.raw_patches)
-        said = [format_token(pair[f"{name}_continuation"]) for name in ("original", "cf")]
-        caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {said[0]!r} and {said[1]!r}"
+        pair = self.prompts_json(0, self.raw_patches)
+        clean, counterfactual = (format_token(pair[f"{name}_continuation"]) for name in ("original", "cf"))
+        caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {clean!r} and {counterfactual!r}"
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),
@@ -237,15 +236,15 @@ class CounterFactPatches(PairWorkflow):
 
     def _map(self, i: int) -> Heatmap:
         """Heatmap of the KL of every patch of pair `i`, [block, position]."""
-        patches, tokens = self.of(i), named(self.subject, self.pairs[i].pair.original)
+        patches, tokens = self.of(i), self.subject.token_labels(self.pairs[i].tokens.original)
         place = patches["block"].values, patches["position"].values
         kl = np.full((len(self.blocks), len(tokens)), np.nan)
         kl[place] = patches["kl"].values
         cells = zip(*(axis[patches["is_different"].values].tolist() for axis in place), strict=True)
         return Heatmap(
             values=kl,
-            rows=tuple(map(layers_told, self.blocks)),
-            columns=tuple(map(format_token, tokens)),
+            rows=tuple(map(layers_label, self.blocks)),
+            columns=tuple(tokens),
             row_name="layers",
             column_name="token",
             value_name=str(patches["kl"].attrs["long_name"]),

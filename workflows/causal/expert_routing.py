@@ -1,4 +1,4 @@
-"""Which experts process which tokens, and what does the loss become without them?
+"""Which experts process which tokens, and how does the loss change without an expert?
 
 Mixture-of-experts models, layer by layer. The routing weights over a corpus of prose and facts are captured
 once into the store. For each expert, the workflow reports the share of tokens routed to it and the tokens

@@ -23,8 +23,7 @@ from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, ranked, values_of
-from ..material.answers import named
-from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_label
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
@@ -94,7 +93,7 @@ class Routing(PairWorkflow):
         weakest = replace(heads, among=in_block).weakest
         cause = (
             f"patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-            f"{layers_told(self.blocks[block])} changes the last token's attention to the fact"
+            f"{layers_label(self.blocks[block])} changes the last token's attention to the fact"
         )
         text = f"{cause}, absolute change summed over heads"
         yield blocks.claim(text, (block,), of, self.settings)
@@ -106,8 +105,9 @@ class Routing(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the block and the heads were chosen and scored."""
         return (
-            f"The block and the head with the largest mean change on {self.counted()}; for comparison, the "
-            f"head with the smallest. Control: states of {self.settings.donors} unrelated prompts per pair."
+            f"The block and the head with the largest mean change, chosen on {self.claimed_pairs()}. For "
+            "comparison, the head with the smallest mean change. Control: states of "
+            f"{self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property
@@ -115,8 +115,8 @@ class Routing(PairWorkflow):
         """Result of patching in memory, with the change of attention `delta`, [pair, block, layer, head], and
         whether the next token differs from that of the unpatched run, `is_different`, [pair, block]."""
         result = self.result("routing").load()
-        patched = [named(self.subject, row) for row in result["token_id"].values]
-        unpatched = named(self.subject, result["original_token_id"].values)
+        patched = [self.subject.token_texts(row) for row in result["token_id"].values]
+        unpatched = self.subject.token_texts(result["original_token_id"].values)
         different = [[text != before for text in row] for row, before in zip(patched, unpatched, strict=True)]
         axes = ("pair", "block", "layer", "head")
         return result.assign(
@@ -130,6 +130,7 @@ class Routing(PairWorkflow):
         flat = size.reshape(-1, size.shape[2] * size.shape[3])
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
         count = np.bincount(top.ravel(), minlength=flat.shape[1])
+        # The third argument is the number of bins, the second the summand of each entry.
         total = np.bincount(top.ravel(), np.take_along_axis(flat, top, 1).ravel(), flat.shape[1])
         return [
             {
@@ -147,12 +148,12 @@ class Routing(PairWorkflow):
 
     def document(self, i: int) -> dict[str, Any]:
         """Pair `i` for the JSON document, in the fields of candle-mi's example."""
-        pair, routing, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
+        pair, routing, rule = self.pairs[i].tokens, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
         positions, sources = zip(*pair.subject, strict=True)
-        tokens = named(self.subject, (pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
+        tokens = self.subject.token_texts((pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
         return {
-            **self.pair_told(i, self.routing),
+            **self.prompts_json(i, self.routing),
             "fact_positions": pair.fact,
             "subject": {
                 "rule": rule,
@@ -180,7 +181,7 @@ class Routing(PairWorkflow):
         return {
             "layers": self.blocks[block],
             "is_different": bool(routing["is_different"]),
-            "continuation": named(self.subject, [routing["token_id"]])[0],
+            "continuation": self.subject.token_texts([routing["token_id"]])[0],
             "kl_from_original": float(routing["kl"]),
             "top_heads": largest(routing, size, self.settings.top_k, "delta", **columns),
             "total_routing_shift": float(size.sum()),
@@ -199,19 +200,19 @@ class Routing(PairWorkflow):
         heads = self.frequency()
         mean = abs(self.routing["delta"]).mean("pair")
         mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
-        maps = {layers_told(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
+        maps = {layers_label(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
         yield Choice(
             title="In which heads does attention to the fact change when the subject is patched?",
             caption=f"Absolute change of the last token's attention to the fact, mean of {pairs} pairs.",
             name="layers patched",
             options=tuple(maps.items()),
         )
-        pair = self.pairs[0].pair
+        pair = self.pairs[0].tokens
         assert pair.subject is not None
-        tokens = named(self.subject, [pair.original[position] for position, _ in pair.subject])
+        tokens = self.subject.token_texts([pair.original[position] for position, _ in pair.subject])
         yield Table.of(
             by_block,
-            ("layers", lambda row: bold(layers_told(row["layers"]))),
+            ("layers", lambda row: bold(layers_label(row["layers"]))),
             ("change of attention", "avg_total_routing_shift", ".3f"),
             ("next token changes", "pct_is_different", "{:.1f} %".format),
             title=f"{model}: attention to the fact when its subject is patched, {pairs} pairs",

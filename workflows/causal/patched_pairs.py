@@ -18,9 +18,8 @@ from ...stages.causal.grids.patching_grid import KINDS
 from ...stages.causal.grids.patching_metrics import KL, LogitDifference, Metric, Probability
 from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
-from ..material.answers import answer_pieces, encoded, named
-from ..material.facts.fact_data import FIELDS
-from ..material.facts.fact_pairs import pair_records, pairs_of_facts
+from ..material.answers import answer_pieces, encoded
+from ..material.facts.fact_pairs import PairTexts, pair_records
 from ..material.places import check_kinds
 from ..settings import Count, DataSettings, ModelSettings, require_together, setting
 from ..subject import Subject
@@ -152,35 +151,31 @@ class PatchedPairs:
         cities = () if settings.model in SHIPPED or settings.data else CITIES
         if fitting := [city for city in cities if self._fits(city[0], city[2])]:
             return [self._pair(*city) for city in fitting[: settings.pairs]]
-        records = pair_records(self.subject, settings.data)[: settings.pairs]
         return [
             self._pair(clean, target, {corrupted: wrong})
-            for clean, corrupted, target, wrong in ([record[name] for name in FIELDS] for record in records)
+            for clean, corrupted, target, wrong in pair_records(self.subject, settings.data)[: settings.pairs]
         ]
 
     def others(self, shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs to choose and to score a place on, at most 2 * settings.others: further pairs of `data`, or
-        shipped facts if it has none; without pairs that are shown or do not fit the model."""
+        """Pairs for selecting and for scoring a layer and position, at most 2 * settings.others: further
+        pairs of `data`, or shipped facts without `data`; pairs that are shown, or do not fit the model, are
+        left out."""
         settings = self.settings
         # More records than needed, as some do not fit; all of a large file would take long to tokenize.
         few = 4 * settings.others + len(shown)
         fitting = self._fitting(pair_records(self.subject, settings.data)[:few], shown)
         if settings.data and not fitting:
-            fitting = self._fitting(pairs_of_facts(self.subject, self.subject.facts)[:few], shown)
+            fitting = self._fitting(pair_records(self.subject, ())[:few], shown)
         return fitting[: 2 * settings.others]
 
-    def _fitting(
-        self, records: Sequence[Mapping[str, str]], shown: Sequence[PatchedPair]
-    ) -> list[PatchedPair]:
+    def _fitting(self, records: Sequence[PairTexts], shown: Sequence[PatchedPair]) -> list[PatchedPair]:
         """Pairs of records, without those shown, of unequal lengths, too long for the model, or with answers
         that the metric cannot tell apart."""
-        limit, shown_ids = self.subject.config.context_length, [(p.clean_ids, p.corrupted_ids) for p in shown]
-        pairs = []
-        for record in records:
-            clean, corrupted, target, wrong = (record[name] for name in FIELDS)
+        shown_ids, pairs = [(p.clean_ids, p.corrupted_ids) for p in shown], []
+        for clean, corrupted, target, wrong in records:
             ids, corrupted_ids = (tuple(self._encoded(text).ids) for text in (clean, corrupted))
             is_new = (ids, corrupted_ids) not in shown_ids and len(ids) == len(corrupted_ids)
-            if not is_new or (limit is not None and len(ids) > limit):
+            if not is_new or not self.subject.fits(ids):
                 continue
             answer_id, wrong_id = (self.subject.answer_id(clean, word) for word in (target, wrong))
             if self.settings.metric != "logit_difference" or answer_id != wrong_id:
@@ -213,7 +208,12 @@ class PatchedPairs:
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
         """Arguments of patching experiments on one pair: prompts, hook-point kinds, window of layers and read
-        position."""
+        position.
+
+        Arguments:
+            pair: the pair.
+            kinds: kinds of hook points that are patched.
+        """
         at = self.read_at(pair)
         return {
             "clean": pair.clean_ids,
@@ -260,8 +260,8 @@ class PatchedPairs:
         pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
         if len(pieces) > 1 and self.settings.answer_piece == "only":
             raise ConfigError(
-                f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
-                "another, or measure its first token: answer_piece=first"
+                f"expected an answer of one token, found {answer!r} as {self.subject.token_texts(pieces)}; "
+                "choose another, or measure its first token: answer_piece=first"
             )
         wrong = candidates[corrupted]
         wrong_pieces = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]

@@ -94,10 +94,7 @@ class CircuitDiscovery(CircuitWorkflow):
             }
             if not self.settings.by_position:
                 experiments["effects"] = EdgeEffects(pairs=chosen_on)
-            for experiment in experiments.values():
-                # Raises for a circuit that is too large, before anything runs.
-                experiment.check(self.subject.config)
-            nodes |= {f"{task}_{name}": self.on_model(e) for name, e in experiments.items()}
+            nodes |= self.checked_nodes(task, experiments)
         return nodes
 
     def circuit(self, task: str) -> Circuit:
@@ -126,7 +123,7 @@ class CircuitDiscovery(CircuitWorkflow):
         yield Data(
             json={
                 **self.subject.about,
-                "edges_of_the_model": int(self.layout.edges.sum()),
+                "edges_of_the_model": self.num_edges,
                 "circuits": documents,
             }
         )
@@ -150,6 +147,7 @@ class CircuitDiscovery(CircuitWorkflow):
         effects = None
         if not self.settings.by_position:
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
+        # `argwhere` and the boolean index below list edges in the same order.
         places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
         order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable").tolist()
         claim = self.claim(task)

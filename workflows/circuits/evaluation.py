@@ -34,6 +34,8 @@ from ..workflow import Nodes
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from ...store.arrays import Floats
 
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
@@ -87,14 +89,13 @@ class CircuitEvaluation(CircuitWorkflow):
 
     def _edges(self, share: float) -> int:
         """Number of edges that a share of all edges is, rounded down."""
-        return int(share * int(self.layout.edges.sum()))
+        return int(share * self.num_edges)
 
     def plan(self) -> Nodes:
         """Per task: runs of circuits and of random circuits by size, and of one circuit without each edge."""
         if len(self.sizes) < 2:
             raise ConfigError(
-                f"expected shares that give two sizes or more of {int(self.layout.edges.sum())} edges, found "
-                f"{self.sizes}"
+                f"expected shares that give two sizes or more of {self.num_edges} edges, found {self.sizes}"
             )
         nodes: Nodes = {}
         for task in self.tasks:
@@ -113,27 +114,23 @@ class CircuitEvaluation(CircuitWorkflow):
                     sizes=(max(1, self._edges(self.settings.share)),), minimal=True, **options
                 ),
             }
-            for experiment in experiments.values():
-                experiment.check(self.subject.config)
-            nodes |= {f"{task}_{name}": self.on_model(e) for name, e in experiments.items()}
+            nodes |= self.checked_nodes(task, experiments)
         return nodes
 
     def curves(self, task: str) -> dict[str, Floats]:
         """Faithfulness in percent: "circuit" [size], "complement", the model without it, [size], and "random"
         [size, draw]."""
         circuits = self.result(f"{task}_circuits").load()
-        # `faithfulness` reads the variable "value".
-        complements = circuits.drop_vars("value").rename(complement="value")
         return {
             "circuit": 100 * faithfulness(circuits),
-            "complement": 100 * faithfulness(complements),
+            "complement": 100 * _complement(circuits),
             "random": self.random_kept(task).reshape(len(self.sizes), -1),
         }
 
     @property
     def shares(self) -> Floats:
         """Sizes as shares of all edges, [size]."""
-        shares: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
+        shares: Floats = np.array(self.sizes) / self.num_edges
         return shares
 
     def claim(self, task: str) -> Claim:
@@ -160,7 +157,6 @@ class CircuitEvaluation(CircuitWorkflow):
             }
             for s, d in np.argwhere(circuit.chosen)
         ]
-        complement = minimal.drop_vars("value").rename(complement="value")
         return {
             "sizes": list(self.sizes),
             "faithfulness_percent": curves["circuit"],
@@ -170,7 +166,7 @@ class CircuitEvaluation(CircuitWorkflow):
             "cmd": between,
             "circuit": circuit.to_json(),
             "circuit_percent": 100 * with_all,
-            "without_circuit_percent": 100 * float(faithfulness(complement)[0]),
+            "without_circuit_percent": 100 * float(_complement(minimal)[0]),
             "lost_without_edge": sorted(lost, key=lambda row: -abs(row["lost_percent"])),
         }
 
@@ -225,6 +221,12 @@ class CircuitEvaluation(CircuitWorkflow):
             f"{document['without_circuit_percent']:.1f} % for the model without it",
             sources=(f"{task}_minimal",),
         )
+
+
+def _complement(circuits: xr.Dataset) -> Floats:
+    """Faithfulness of the model without each circuit, [size]."""
+    # `faithfulness` reads the variable "value".
+    return faithfulness(circuits.drop_vars("value").rename(complement="value"))
 
 
 def _shown_edges(n_shown: int, n_edges: int, listed: int) -> str:

@@ -106,8 +106,7 @@ class PathPatchingTrace(TaskWorkflow):
                     back=back,
                     seed=settings.seed,
                 )
-                paths.check(self.subject.config)
-                nodes[f"{task}_{step}"] = self.on_model(paths)
+                nodes |= self.checked_nodes(task, {step: paths})
         return nodes
 
     @cached_property
@@ -339,7 +338,12 @@ class _ReceiverEffects:
         return Null(self._result["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
     def claim(self, text: str, excess: Floats) -> Claim:
-        """Claim that the mean excess [pair] of a sender over its controls is above that of random signs."""
+        """Claim that the mean excess of a sender over its controls is above that of random signs.
+
+        Arguments:
+            text: text of the claim.
+            excess: effects of the sender minus the mean of its controls, [pair].
+        """
         signs = Controls(SIGNS if self.has_controls else 0, self._seed)
         of = "draws of a random sign for each pair"
         return Claim.paired(text, excess, of, signs, unit=self.unit, held_out=True)

@@ -26,7 +26,6 @@ from ...stages.forward.edges.layout import Layout
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..material.answers import answer_pieces, encoded
-from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow, Nodes
@@ -94,21 +93,38 @@ class TaskWorkflow(ModelWorkflow):
     def _facts(self, count: int) -> list[Pair]:
         """The first `count` pairs of facts of equal length, of `data` or shipped ones, whose answers begin
         with different tokens; the metric is the difference of the logits of these tokens."""
-        pairs, data = list[Pair](), self.settings.data
-        for record in pair_records(self.subject, data):
+        pairs = list[Pair]()
+        for prompt, counterfactual, *answers in pair_records(self.subject, self.settings.data):
             if len(pairs) == count:
                 break
-            texts, answers = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
-            clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in texts)
-            right, wrong = (answer_pieces(self.subject, texts[0], answer)[0] for answer in answers)
-            if len(clean) == len(corrupted) and right != wrong:
-                pairs.append(Pair(clean, corrupted, LogitDifference(right, wrong)))
+            clean, corrupted = (tuple(encoded(self.subject, text).ids) for text in (prompt, counterfactual))
+            right_token, wrong_token = (answer_pieces(self.subject, prompt, answer)[0] for answer in answers)
+            if len(clean) == len(corrupted) and right_token != wrong_token:
+                pairs.append(Pair(clean, corrupted, LogitDifference(right_token, wrong_token)))
         if len(pairs) < count:
             raise ConfigError(
                 f"facts: expected {count} pairs of equal length whose answers begin differently, found "
                 f"{len(pairs)} with this tokenizer; ask for fewer: pairs={len(pairs) // 2}"
             )
         return pairs
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges of the model's graph, without positions."""
+        return int(self.layout.edges.sum())
+
+    def checked_nodes(self, task: str, experiments: Mapping[str, EdgeExperiment]) -> Nodes:
+        """Nodes of the experiments of a task, named "task_name".
+
+        Raises ConfigError for an experiment that does not fit the model, before anything runs.
+
+        Arguments:
+            task: name of the task.
+            experiments: experiments by name.
+        """
+        for experiment in experiments.values():
+            experiment.check(self.subject.config)
+        return {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
 
     done_node: ClassVar[str]
     """Suffix of the name of the result with the clean metric of held-out pairs, such as "circuit"."""

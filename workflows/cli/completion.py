@@ -34,7 +34,13 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def workflow_names(ctx: click.Context, param: click.Parameter, prefix: str) -> list[CompletionItem]:
-    """Shell completions: names of workflows with this prefix, with the question that each answers."""
+    """Shell completions: names of workflows with this prefix, with the question that each answers.
+
+    Arguments:
+        ctx: Context of the command line so far.
+        param: Parameter that is completed.
+        prefix: Its beginning.
+    """
     from .. import WORKFLOWS, kind_of
 
     return [
@@ -43,7 +49,13 @@ def workflow_names(ctx: click.Context, param: click.Parameter, prefix: str) -> l
 
 
 def setting_names(ctx: click.Context, param: click.Parameter, prefix: str) -> list[CompletionItem]:
-    """Shell completions of `--set`: "name=" of the settings with this prefix, of the workflow on the line."""
+    """Shell completions of `--set`: "name=" of the settings with this prefix, of the workflow on the line.
+
+    Arguments:
+        ctx: Context of the command line so far.
+        param: Parameter that is completed.
+        prefix: Its beginning.
+    """
     import dataclasses
 
     from .. import WORKFLOWS, kind_of

@@ -93,6 +93,7 @@ def _computing() -> dict[str, str]:
     """Devices and threads that torch reports, and memory; the error if torch cannot be imported."""
     try:
         import torch
+    # A broken installation of torch is what this command is meant to find: it is reported, not raised.
     except ImportError as error:
         return {"torch": f"cannot be imported: {error}"}
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -187,7 +187,12 @@ def _sizes(config: Architecture) -> dict[str, Any]:
 
 
 def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
-    """Print the directory of a downloaded model or dictionary; as JSON also its name and revision."""
+    """Print the directory of a downloaded model or dictionary; as JSON also its name and revision.
+
+    Arguments:
+        files: The downloaded files.
+        as_json: Whether to print JSON.
+    """
     directory = str(files.directory)
     if as_json:
         print_json({"name": files.name, "revision": files.revision, "directory": directory})

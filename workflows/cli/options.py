@@ -171,7 +171,12 @@ class SuggestingGroup(click.Group):
     """A click group that suggests the nearest name for an unknown command, and prints help without one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; without arguments print the help and exit with 0, where click exits with 2."""
+        """Parse as click does; without arguments print the help and exit with 0, where click exits with 2.
+
+        Arguments:
+            ctx: Context of the group.
+            args: Words of the command line after the group.
+        """
         # click parses in resilient mode for shell completion, which must not print.
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             echo(ctx.get_help())
@@ -181,7 +186,12 @@ class SuggestingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Look the subcommand up; UsageError for an unknown name or an option with an empty value."""
+        """Look the subcommand up; UsageError for an unknown name or an option with an empty value.
+
+        Arguments:
+            ctx: Context of the group.
+            args: Words from the subcommand on.
+        """
         # Not left to click, whose message differs between its versions.
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = nearest(args[0], self.commands)
@@ -221,7 +231,13 @@ def existing_store(path: str) -> Store:
 
 
 def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """Click callback: bytes of a size such as 500MB, 2GiB or 1.5e9; None if the option is omitted."""
+    """Click callback: bytes of a size such as 500MB, 2GiB or 1.5e9; None if the option is omitted.
+
+    Arguments:
+        ctx: Context of the command.
+        param: The option.
+        text: Its value.
+    """
     if text is None:
         return None
     from ...pipeline.plan import as_bytes
@@ -234,6 +250,11 @@ def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | 
 
 def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> Any:
     """Click callback: the `positions` argument of `HookSpec.capture`.
+
+    Arguments:
+        ctx: Context of the command.
+        param: The option.
+        text: Its value.
 
     Returns:
         The array of the file if `text` ends in .npy, else `text` unchanged; None if the option is omitted.
@@ -253,7 +274,13 @@ def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> A
 
 
 def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
-    """Click callback: seconds of a time span such as 90s, 24h or 7d."""
+    """Click callback: seconds of a time span such as 90s, 24h or 7d.
+
+    Arguments:
+        ctx: Context of the command.
+        param: The option.
+        text: Its value.
+    """
     from dask.utils import parse_timedelta
 
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
@@ -265,6 +292,11 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -> dict[str, Any]:
     """Click callback: `name=value` pairs as a dict. A value that is JSON is decoded, any other is text.
+
+    Arguments:
+        ctx: Context of the command.
+        param: The option.
+        pairs: Values of the option.
 
     Raises:
         click.BadParameter: A pair without a name or "=", a name given twice, or broken JSON.

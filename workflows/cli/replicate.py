@@ -130,6 +130,7 @@ def _missing_files(replication: Replication, model: str) -> str:
             total += sum(files_to_fetch(sizes, folder, replication.dictionary).values())
         size = human_bytes(total)
     except MizarrError:
+        # Without a connection the message still names what is missing.
         size = "how many bytes only the hub can say, and it was not reached"
     if replication.dictionary:
         missing.append(replication.dictionary)

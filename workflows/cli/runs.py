@@ -313,6 +313,7 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
     time = "" if seconds is None else f"; about {clock(seconds)}"
     room = "" if free is None else f", {human_bytes(free)} are free"
     echo(f"{human_bytes(written)} would be written{room}{time}")
+    # Object stores report no free bytes.
     if free is not None and written > free:
         echo("it does not fit: capture fewer hook points, or a share of the documents")
 
@@ -441,6 +442,7 @@ def _compute_every(
                 for path in result.render(EscapingConsole(), folder):
                     echo(f"wrote {path}", err=True)
         except MizarrError as error:
+            # One model that the workflow does not fit must not end the run over the others.
             documents.append(header | {"skipped": str(error)})
             echo(f"skipped {name}: {error}", err=True)
     if as_json:

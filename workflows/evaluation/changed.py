@@ -17,7 +17,7 @@ from ...stages.forward.architectures.points import HookPoint, expand
 from ...stages.forward.hooks.interventions import Zero
 from ...stages.forward.hooks.spec import HookSpec
 from ...store.errors import ConfigError
-from ..features.sae_features import dictionary_of
+from ..material.dictionaries import fitting_dictionary
 
 if TYPE_CHECKING:
     from ...stages.evaluation.changed import Prompts
@@ -105,8 +105,7 @@ def reconstructed(subject: Subject, name: str, model: str, draws: int, seed: int
     Raises:
         DictionaryError: for a crosscoder, or a dictionary that does not fit the model.
     """
-    dictionary = dictionary_of(name, model, "clt")
-    dictionary.require_fit(subject.config, subject.name)
+    dictionary = fitting_dictionary(subject, name, model, "clt")
     _ = dictionary.read_hooks  # raises for a crosscoder, before anything runs
     fields = {"dictionary": dictionary.name, "features": dictionary.identity}
     seeds = np.random.default_rng(seed).integers(2**53, size=draws).tolist()

@@ -43,8 +43,8 @@ from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import stacked, values_of
 from ..material.facts.fact_data import FIELDS, read_records
+from ..material.line_corpus import line_corpus
 from ..material.samples.repeated import RepeatedBlocks, shuffled
-from ..readout.character_count_helix import line_corpus
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts
 from ..views import Lines, Table, View, together
@@ -235,15 +235,16 @@ class Evaluate(ModelWorkflow):
             answer after its own prompt and after the prompts of all facts; gain [fact], the difference of
             these for each answer; draws [draw], its mean with answers exchanged among facts. In nats.
         """
-        found = self.result("facts").load()
-        after_all, after_own = _answer_logprobs(found)
+        recall = self.result("facts").load()
+        after_all, after_own = _answer_logprobs(recall)
         rng = np.random.default_rng(self.settings.seed)
         rows = np.arange(len(after_all))
+        # A generator: the orders are used once, one after another.
         orders = (rng.permutation(len(after_all)) for _ in range(self.settings.controls))
         return {
             "facts": len(after_all),
-            "said": float((found["rank"] == 0).mean()),
-            "median_rank": float(found["rank"].median()),
+            "said": float((recall["rank"] == 0).mean()),
+            "median_rank": float(recall["rank"].median()),
             "own_logprob": float(after_own.mean()),
             "other_logprob": float(after_all.mean()),
             "gain": after_own - after_all.mean(axis=0),
@@ -261,12 +262,12 @@ class Evaluate(ModelWorkflow):
         """
         if "orders" not in self.nodes:
             return None
-        found = self.result("orders").load()
-        loss = found["loss"].transpose("order", "prompt").values
+        losses = self.result("orders").load()
+        loss = losses["loss"].transpose("order", "prompt").values
         cost = loss[1:] - loss[0]
         best = int(cost.mean(axis=1).argmin())
         flips = random_signs(cost, self.settings.controls, seed=self.settings.seed).min(axis=1)
-        exchanged = np.flatnonzero(found["layers"].values[1 + best] != found["layers"].values[0])
+        exchanged = np.flatnonzero(losses["layers"].values[1 + best] != losses["layers"].values[0])
         return {
             "loss": float(loss[0].mean()),
             "costs": cost.mean(axis=1),
@@ -478,8 +479,8 @@ class Evaluate(ModelWorkflow):
         yield from together("evaluate", f"Loss of {model} by position", *panels)
 
     def _changed_columns(self) -> tuple[list[tuple[Any, ...]], str]:
-        """Columns of the measures with the intervention and with its controls, and the end of the caption
-        that names the controls."""
+        """Table columns for the intervention and its controls, and the end of the caption, which names the
+        controls."""
         if self.change is None:
             return [], ""
         columns: list[tuple[Any, ...]] = [("changed", "changed", ".3f")]
@@ -538,6 +539,7 @@ def _weighted(losses: xr.Dataset, name: str) -> float:
 def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
     """Log-probabilities of answers in a result of `FactualRecall`, in nats: after every prompt, [prompt,
     answer's fact], and after the fact's own prompt, [fact]."""
+    # Answers are stored once, sorted by token id; several facts may have the same one.
     columns = np.searchsorted(recall["answer"].values, recall["target"].values)
     after_all: Floats = recall["logprob"].values[:, columns]
     return after_all, np.diag(after_all)

@@ -268,7 +268,7 @@ class CltVsPlt(ExchangeWorkflow):
         Arguments:
             rows: kind of transcoders, name of the protocol and its record; that of the preset first.
         """
-        word, tokens = self.preset.inject_word, self.exchange.tokens
+        word = self.preset.inject_word
 
         def curve(name: str, record: dict[str, Any], family: str = "") -> Line:
             return Line(name, np.array([point["prob"] for point in record["sweep"]]), family=family)
@@ -277,15 +277,14 @@ class CltVsPlt(ExchangeWorkflow):
         return Lines(
             title=f"Probability of {word!r} by the position of the injection",
             caption="dashed: without injection",
-            x=tuple(f"{format_token(token)} ({i})" for i, token in enumerate(tokens)),
-            x_name="token at which features are suppressed and injected",
             y_name=f"probability of {word!r} at the end",
             lines=(
-                Line("without injection", np.full(len(tokens), self.baseline[0]), control=True),
+                Line("without injection", np.full(len(self.exchange.tokens), self.baseline[0]), control=True),
                 *(curve(f"{arm} {name}", record, arm) for arm, name, record in ranked),
                 curve(f"the {preset_name}", preset_record),
             ),
             log=True,
+            **self.exchange.position_axis,
         )
 
     def _gates(self, highest: float) -> dict[str, Any]:

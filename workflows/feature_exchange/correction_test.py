@@ -92,7 +92,7 @@ class Correction(FeatureExchange):
 
     @property
     def looked_at(self) -> int:
-        """Number of features tried on this prompt before that of the correction was chosen."""
+        """Number of features tried on this prompt before the correcting feature was selected."""
         return self.preset.correct_looked_at
 
 
@@ -156,8 +156,8 @@ class CorrectionTest(ExchangeWorkflow):
         return None
 
     def views(self) -> Iterator[View]:
-        """Tables of the exchange and of the strengths of the correction, and curves of both words and of
-        attention."""
+        """Tables of the exchanged features and of the correction strengths; curves of both word probabilities
+        and of attention."""
         yield from self.opening()
         exchange, preset, labels, points = self.exchange, self.preset, self.labels, self._points()
         words = (preset.inject_word, preset.correct_word)

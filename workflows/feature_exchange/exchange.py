@@ -24,7 +24,7 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..material.answers import encoded, named, word_id
+from ..material.answers import encoded, word_id
 from ..material.feature_labels import named_nodes
 from ..material.samples.kin import Kin, kin_of, strangers
 from ..settings import ControlSettings
@@ -115,7 +115,7 @@ class FeatureExchange:
     @cached_property
     def tokens(self) -> list[str]:
         """Text of each token of the prompt."""
-        return named(self.subject, self.ids)
+        return self.subject.token_texts(self.ids)
 
     @property
     def last(self) -> int:
@@ -145,6 +145,14 @@ class FeatureExchange:
     def token_label(self, position: int) -> str:
         """A token and its position: "' night' (4)"."""
         return f"'{format_token(self.tokens[position])}' ({position})"
+
+    @property
+    def position_axis(self) -> dict[str, Any]:
+        """Fields of curves and bars over `every_position`."""
+        return {
+            "x": tuple(f"{format_token(token)} ({i})" for i, token in enumerate(self.tokens)),
+            "x_name": "token at which features are suppressed and injected",
+        }
 
     @property
     def heading(self) -> str:
@@ -189,7 +197,7 @@ class FeatureExchange:
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Held-out prompts of the same kind: token ids, and the position at which features are exchanged."""
+        """Held-out prompts of this prompt's kind: token ids, and position of the exchange."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
@@ -272,7 +280,12 @@ class FeatureExchange:
 def position_of(site: str, tokens: Sequence[str]) -> int:
     """Position that a site names: an index, negative from the end, or the first token with that text.
 
-    Raises ConfigError for a site that is not in the prompt.
+    Arguments:
+        site: the index or the text of a token.
+        tokens: texts of the tokens of the prompt.
+
+    Raises:
+        ConfigError: a site that is not in the prompt.
     """
     if site.lstrip("-").isdecimal():
         position = int(site)
@@ -288,12 +301,22 @@ def position_of(site: str, tokens: Sequence[str]) -> int:
 
 
 def probabilities(result: xr.Dataset, word: int = 0) -> Floats:
-    """P(word) at the end of the prompt, at the first strength, [place, exchange]. word: index of the word."""
+    """P(word) at the end of the prompt, at the first strength, [place, exchange].
+
+    Arguments:
+        result: result of the exchange.
+        word: index of the word.
+    """
     logprob: Any = result["logprob"].isel(strength=0, word=word).transpose("place", "exchange")
     return np.exp(logprob.values)  # type: ignore[no-any-return]
 
 
 def changes(result: xr.Dataset, word: int = 0) -> Floats:
-    """Change of P(word) from the run without injection, [place, exchange]. word: index of the word."""
+    """Change of P(word) from the run without injection, [place, exchange].
+
+    Arguments:
+        result: result of the exchange.
+        word: index of the word.
+    """
     before: Floats = np.exp(result["baseline_logprob"].isel(word=word).values)
     return probabilities(result, word) - before[:, None]

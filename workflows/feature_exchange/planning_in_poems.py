@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...stages.logits.lens import format_probability, format_token
-from ..material.answers import named
 from ..settings import ControlSettings, InjectionSettings, setting
 from ..views import Bars, Data, Figure, Line, Lines, Table, View
 from .workflow import ExchangeWorkflow, position_sweep
@@ -86,7 +84,7 @@ class PlanningInPoems(ExchangeWorkflow):
                 "max_prob": highest,
             }
         )
-        likely = [format_token(token) for token in named(self.subject, swept["top_id"].values)]
+        likely = self.subject.token_labels(swept["top_id"].values)
         yield Table.of(
             [rows[i] for i in sorted(np.argsort(-probability, kind="stable")[:SHOWN])],
             ("position", "position", "d"),
@@ -102,16 +100,16 @@ class PlanningInPoems(ExchangeWorkflow):
             f"{highest / max(baseline, SMALLEST):.3g} times as high",
             json={"sweep": rows},
         )
-        tokens = tuple(f"{format_token(token)} ({i})" for i, token in enumerate(exchange.tokens))
-        axis: dict[str, Any] = {"x": tokens, "x_name": "token at which features are suppressed and injected"}
-        before, is_best = format_probability(baseline), np.arange(len(tokens)) == best
+        axis = exchange.position_axis
+        best_name = axis["x"][best]
+        before, is_best = format_probability(baseline), np.arange(len(rows)) == best
         yield Lines(
             title=f"Probability of {word!r} at the end, by position of the injection",
             caption=f"dashed: without injection, {before}",
             y_name=f"P({word!r})",
             lines=(
                 Line(f"{injected} injected", probability),
-                Line("without injection", np.full(len(tokens), baseline), control=True),
+                Line("without injection", np.full(len(rows), baseline), control=True),
             ),
             log=True,
             **axis,
@@ -120,7 +118,7 @@ class PlanningInPoems(ExchangeWorkflow):
             y_name=f"probability of {word!r} at the end",
             lines=(
                 Line("at other positions", np.where(is_best, 0.0, probability)),
-                Line(f"at {tokens[best]}: {format_probability(highest)}", is_best * probability, strong=True),
+                Line(f"at {best_name}: {format_probability(highest)}", is_best * probability, strong=True),
             ),
             stacked=True,
             log=True,

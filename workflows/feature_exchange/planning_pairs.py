@@ -211,6 +211,7 @@ class PairSet:
             try:
                 _ = exchange.required_site
             except ConfigError as error:
+                # A file has many pairs: the message must say which one to mend.
                 raise ConfigError(f"pair {number}: {error}") from error
 
     def nodes(self, prefix: str) -> Nodes:
@@ -245,8 +246,8 @@ class PlanningPairs(Workflow):
         self.nodes |= {"layers": self.subject.on_model(self._layers())}
 
     def _other(self, fallback: str) -> PairSet | None:
-        """The same pairs with another preset; None without one. Raises ConfigError if it lacks one of the
-        pairs.
+        """Exchanges of the same pairs with the preset `against`; None without it. Raises ConfigError for a
+        preset without one of the pairs.
 
         Arguments:
             fallback: name of the preset if settings.against is empty; "" for none.
@@ -362,8 +363,8 @@ class PlanningPairs(Workflow):
         """Caption of the claims: how the features were chosen, and whether any pair works on either
         dictionary."""
         if self.other is None or np.isfinite(self.overlap[0]):
-            return self.preset.found
-        return f"{self.preset.found} No pair works in {self._both}: no claim is made about their overlap."
+            return self.preset.selection
+        return f"{self.preset.selection} No pair works in {self._both}: no claim is made about their overlap."
 
     @property
     def _both(self) -> str:
@@ -507,14 +508,25 @@ def pair_name(pair: Any) -> tuple[str, str]:
 
 
 def jaccard(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Jaccard index of two sets given as masks of equal length: size of the intersection over that of the
-    union; NaN for two empty sets."""
+    """Jaccard index of two sets: size of the intersection over that of the union; NaN for two empty sets.
+
+    Arguments:
+        a: mask of the first set.
+        b: mask of the second set.
+    """
     intersection, union = np.logical_and(a, b).sum(), np.logical_or(a, b).sum()
     return float(intersection / union) if union else float("nan")
 
 
 def shuffled_jaccard(a: Sequence[bool], b: Sequence[bool], count: int, *, seed: int) -> Floats:
-    """Jaccard indices of set `a` with random sets of the size of `b`, [draw]. count: number of draws."""
+    """Jaccard indices of a set with random sets, [draw].
+
+    Arguments:
+        a: mask of the first set.
+        b: mask of the second set; the random sets have its size.
+        count: number of draws.
+        seed: of the draws.
+    """
     random = np.random.default_rng(seed)
     shuffled = (random.permutation(np.asarray(b, bool)).tolist() for _ in range(count))
     return np.array([jaccard(a, members) for members in shuffled])

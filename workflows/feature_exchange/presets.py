@@ -91,7 +91,7 @@ class FeaturePreset:
     correct_looked_at: int = 1
     """Number of candidate features run on this prompt to choose the correcting one; it corrects the
     p-value."""
-    found: str = AS_PUBLISHED
+    selection: str = AS_PUBLISHED
     """Sentence on the selection of features, for captions of claims."""
 
 
@@ -128,14 +128,14 @@ class PairPreset:
     ending: str = ""
     """Text appended to each prompt before its last word is predicted."""
     against: str = ""
-    """Name of a preset with the same pairs on another model or dictionary, for comparison; "" for none."""
-    found: str = AS_PUBLISHED
+    """Name of a preset that compares the same pairs on a different model or dictionary; "" for none."""
+    selection: str = AS_PUBLISHED
     """Sentence on the selection of features, for captions of claims."""
 
     def of(self, pair: ExchangePair) -> FeaturePreset:
         """One pair as the preset of a single exchange."""
         shared = {
-            name: getattr(self, name) for name in ("model", "dictionary", "strength", "ending", "found")
+            name: getattr(self, name) for name in ("model", "dictionary", "strength", "ending", "selection")
         }
         return FeaturePreset(**vars(pair), **shared)
 
@@ -159,10 +159,10 @@ PRESETS = {
         kind=COUPLET,
         looked_at=211,
         correct_looked_at=960,
-        found="Chosen on this couplet: the suppressed features have the largest influence in its attribution "
-        "graph; the injected one raises ' run' most among the 211 features that fire at the end of the line "
-        "if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the correcting "
-        "feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
+        selection="Chosen on this couplet: the suppressed features have the largest influence in its "
+        "attribution graph; the injected one raises ' run' most among the 211 features that fire at the end "
+        "of the line if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the "
+        "correcting feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
@@ -290,7 +290,7 @@ PAIR_PRESETS = {
         ),
         strength=12.0,
         against="specimen-plt",
-        found=ON_OTHERS,
+        selection=ON_OTHERS,
     ),
     "specimen-plt": PairPreset(
         "specimen",
@@ -307,7 +307,7 @@ PAIR_PRESETS = {
         ),
         strength=12.0,
         against="specimen",
-        found=THE_SAME_WORDS,
+        selection=THE_SAME_WORDS,
     ),
     "llama3.2-1b-524k": PairPreset(
         "meta-llama/Llama-3.2-1B",
@@ -368,13 +368,13 @@ def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
     overrides = {name: () if value == ("none",) else value for name, value in overrides.items()}
     implied: dict[str, Any] = {}
     if "prompt" in overrides:
-        implied = {"kind": "prompt", "looked_at": 1, "correct_looked_at": 1, "found": ""}
+        implied = {"kind": "prompt", "looked_at": 1, "correct_looked_at": 1, "selection": ""}
         # The site of the preset is a token of its own prompt.
         implied |= {} if keep_site else {"site": ""}
     if "inject" in overrides:
-        implied |= {"looked_at": 1, "found": ""}
+        implied |= {"looked_at": 1, "selection": ""}
     if "correct" in overrides:
-        implied |= {"correct_looked_at": 1, "found": ""}
+        implied |= {"correct_looked_at": 1, "selection": ""}
     return replace(preset_of(settings.preset, PRESETS), **implied | overrides)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...stages.features.dictionary import Dictionary
-from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
@@ -94,7 +93,7 @@ class ExchangeWorkflow(Workflow):
         exchange = self.exchange
         words = self.result("words") if "words" in self.nodes else None
         labels = FeatureLabels.of_trace(self.subject, exchange.ids, words, self.result("trace"))
-        return labels.called(labels_of(self.store, exchange.dictionary))
+        return labels.with_labels_by_people(self.store, exchange.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:
@@ -127,7 +126,7 @@ class ExchangeWorkflow(Workflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: how the features were chosen."""
-        return self.preset.found
+        return self.preset.selection
 
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
         """Claim about this prompt. Without a site, the exchange and each control count at their best
@@ -148,7 +147,12 @@ class ExchangeWorkflow(Workflow):
         return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
 
     def held_out_claim(self, effects: Floats, text: str) -> Claim:
-        """Claim about the mean effect over held-out texts. effects: [text, exchange]."""
+        """Claim about the mean effect over held-out texts.
+
+        Arguments:
+            effects: effects, [text, exchange].
+            text: text of the claim.
+        """
         random, of = self.exchange.of_random(effects.mean(axis=0)), self.exchange.controls_label
         return Claim.against(text, effects[:, 0], random, of, held_out=True)
 
@@ -169,7 +173,7 @@ class ExchangeWorkflow(Workflow):
         roles = [exchange.company] * (len(features) - 1) + [exchange.cause]
         return Table.of(
             list(dict(zip(features, roles, strict=True)).items()),
-            ("feature", lambda row: FeatureLabels(said=labels.said).short(row[0])),
+            ("feature", lambda row: FeatureLabels(by_people=labels.by_people).short(row[0])),
             ("role", lambda row: row[1]),
             ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),

@@ -182,8 +182,8 @@ class AttributionGraphs(Workflow):
     @cached_property
     def pruned(self) -> PrunedGraph:
         """The graph pruned by `node_threshold` and `edge_threshold`."""
-        settings, kept = self.settings, KeptPart.of(self.result("pruned").load())
-        return PrunedGraph(self.graph, kept, settings.node_threshold, settings.edge_threshold)
+        settings, kept_part = self.settings, KeptPart.of(self.result("pruned").load())
+        return PrunedGraph(self.graph, kept_part, settings.node_threshold, settings.edge_threshold)
 
     @cached_property
     def scores(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class AttributionGraphs(Workflow):
     def views(self) -> Iterator[View]:
         """The explained tokens, the scores, the pruned graph, and a table of its strongest features."""
         graph, counts, edges = self.graph, self.graph.counts, len(self.pruned.kept.weight)
-        kept = {kind: kept_of(self.pruned, kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)}
+        n_kept = {kind: kept_of(self.pruned, kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)}
         yield Data(
             json={
                 "model_id": self.subject.files.name,
@@ -230,7 +230,7 @@ class AttributionGraphs(Workflow):
                     TOKEN: counts.positions,
                     LOGIT: counts.logits,
                 },
-                "kept": {**kept, "edges": edges},
+                "kept": {**n_kept, "edges": edges},
             }
         )
         token_ids, probabilities = graph.logit_token_ids.tolist(), graph.logit_probabilities.tolist()
@@ -264,8 +264,8 @@ class AttributionGraphs(Workflow):
             "attribution_graph",
             f"Direct effects on {_listed(graph.logit_tokens)} in {self.subject.name}",
             net,
-            caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {kept[FEATURE]:,} kept "
-            f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {kept[ERROR]:,} kept "
+            caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {n_kept[FEATURE]:,} kept "
+            f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {n_kept[ERROR]:,} kept "
             f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence "
             "on the logits that comes from tokens through features, without error nodes; completeness score "
             f"{self.scores['completeness_score']:.2f}: share of the nodes' input that comes from tokens and "

@@ -17,19 +17,17 @@ import numpy as np
 from ...stages.corpus.positions import position_of
 from ...stages.features.effects.activity import FeatureActivity
 from ...stages.features.effects.alignment import DecoderSearch
-from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.forward.models.files import SPECIMEN
-from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..feature_exchange.presets import PRESETS
 from ..labelled import labelled, records
-from ..material.answers import encoded, fact, is_one_token, named, word_id
+from ..material.answers import fact, is_one_token, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
-from ..settings import Count, ModelSettings, setting
+from ..settings import Count, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import ModelWorkflow, Nodes, loaded
-from .sae_features import dictionary_of
+from ..workflow import Nodes, loaded
+from .prompt_features import PromptFeatures, PromptFeaturesSettings
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,14 +40,10 @@ CANDIDATES, ROWS = 3, 10
 
 
 @dataclass(frozen=True)
-class CltProbeSettings(ModelSettings):
-    """Settings of `clt_probe`. Raises ConfigError for a top_k or top below 1."""
+class CltProbeSettings(PromptFeaturesSettings):
+    """Settings of `clt_probe`."""
 
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
-    prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
-    position: int | str = setting(
-        "last", 'position to probe: an index, "first", "last", or a phrase of the prompt'
-    )
     word: str = setting(
         "", "token of the prompt to probe in place of a position; its first match without spaces and case"
     )
@@ -60,7 +54,7 @@ class CltProbeSettings(ModelSettings):
     )
 
 
-class CltProbe(ModelWorkflow):
+class CltProbe(PromptFeatures):
     """Features active at one position, and features whose decoders align with a word's embedding."""
 
     name = "clt_probe"
@@ -68,6 +62,7 @@ class CltProbe(ModelWorkflow):
     descriptive = "Which features are active at a position, and which decode towards a word's embedding."
     settings_type = CltProbeSettings
     settings: CltProbeSettings
+    shipped = "clt"
 
     activity = loaded("activity")
     """Every active (layer, position, feature) of the prompt, [active]."""
@@ -75,10 +70,8 @@ class CltProbe(ModelWorkflow):
     def plan(self) -> Nodes:
         """Nodes of the active features and, if a word is searched, of the decoders nearest to it."""
         settings = self.settings
-        self.prompt, answer = _prompt_and_answer(settings)
-        self.encoding = encoded(self.subject, self.prompt)
-        self.dictionary = dictionary_of(settings.dictionary, settings.model, "clt")
-        self.dictionary.require_fit(self.subject.config, self.subject.name)
+        prompt, answer = _prompt_and_answer(settings)
+        self.read_prompt(prompt)
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
         nodes: Nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
@@ -95,24 +88,11 @@ class CltProbe(ModelWorkflow):
     @cached_property
     def labels(self) -> FeatureLabels:
         """Labels of the strongest active features and of the features with the nearest decoders."""
-        words = self.result("words").load() if "words" in self.nodes else None
-        labels = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity).called(
-            labels_of(self.store, self.dictionary)
-        )
+        labels = self.active_labels(self.activity)
         if not self.word:
             return labels
         search = self.result("search_words").load()
         return FeatureLabels.of(self.subject, self.encoding.ids, search, self.activity) | labels
-
-    @property
-    def spoken(self) -> tuple[str, ...]:
-        """Labels that people gave to the shown features; see `Workflow.spoken`."""
-        return self.labels.spoken
-
-    @property
-    def tokens(self) -> list[str]:
-        """Text of each token of the prompt."""
-        return named(self.subject, self.encoding.ids)
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
@@ -163,7 +143,7 @@ class CltProbe(ModelWorkflow):
                 "suppress_candidates": list(map(str, self.candidates)),
             }
         )
-        token = f"'{format_token(self.tokens[self.position])}' ({self.position})"
+        token = self.at_position(self.position)
         yield Table.of(
             rows[:ROWS],
             ("feature", _feature, str),
@@ -204,8 +184,7 @@ class CltProbe(ModelWorkflow):
         rows = np.array([layers.index(layer) for layer in self.activity["active_layer"].values.tolist()], int)
         # `counts[rows, positions] += 1` would count a repeated pair of indices once.
         np.add.at(counts, (rows, self.activity["active_position"].values), 1)
-        tokens = [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)]
-        return labelled(counts, "active features", layer=layers, token=tokens)
+        return labelled(counts, "active features", layer=layers, token=self.token_axis)
 
     def _position(self) -> int:
         """The position to probe; raises ConfigError for a `word` that is no token of the prompt."""
@@ -230,5 +209,5 @@ def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
 
 
 def _feature(row: dict[str, Any]) -> FeatureId:
-    """The id of the feature of a record."""
+    """Feature id of a record, from its fields layer and index."""
     return FeatureId(row["layer"], row["index"])

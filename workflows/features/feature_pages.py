@@ -25,7 +25,7 @@ from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..labelled import labelled
-from ..material.answers import named
+from ..material.dictionaries import dictionary_of
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
 from ..settings import Count, ModelSettings, Natural, setting
@@ -35,7 +35,6 @@ from ..workflow import ModelWorkflow, Nodes
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
 from .place_views import place_views
-from .sae_features import dictionary_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -177,7 +176,7 @@ class FeaturePages(ModelWorkflow):
         return PageMaterial(
             results,
             self.encoded.open(self.store),
-            named(self.subject, range(self.subject.config.vocab_size)),
+            self.subject.token_texts(range(self.subject.config.vocab_size)),
             self.labels,
             self.about,
             f"Features of {self.dictionary.name} at {self.hook} of {self.subject.name}",
@@ -249,6 +248,7 @@ class FeaturePages(ModelWorkflow):
         count = stats["firing_count"].values
         alive = int((count > 0).sum())
         n_tokens = int(self.result("statistics").attrs["n_tokens"])
+        # A stable sort lists equally frequent features by index.
         order = np.argsort(-count, kind="stable")[: self.settings.top_k]
         features = [self._feature_record(stats.isel(feature=i), n_tokens) for i in order.tolist()]
         yield Data(

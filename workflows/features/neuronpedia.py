@@ -140,6 +140,7 @@ def _set_rows(
 ) -> dict[str, dict[str, Any]]:
     """Rows of the tables Release, Model, SourceSet and Source, by file name."""
     prompts = np.unique(material.prompt)
+    # `prompts` is sorted, so that its indices are the numbers of the prompts.
     lengths = np.bincount(np.searchsorted(prompts, material.prompt))
     release = {
         "name": source.source_set,

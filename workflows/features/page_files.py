@@ -124,7 +124,12 @@ class PageMaterial:
             yield number, {name: result.isel(feature=features) for name, result in in_memory.items()}
 
     def portion(self, number: int, size: int) -> dict[str, xr.Dataset]:
-        """Results of features number * size to (number + 1) * size, in memory."""
+        """Results of one portion of the features, in memory.
+
+        Arguments:
+            number: number of the portion, from 0.
+            size: number of features in a portion.
+        """
         features = slice(number * size, (number + 1) * size)
         return {name: self.results[name].isel(feature=features).load() for name in self._names_by_feature}
 

@@ -1,4 +1,4 @@
-"""Views of a crosscoder: how its features' decoder norms are spread over the places they are written to.
+"""Views of a crosscoder: decoder norms of its features by place, a layer or a model.
 
 A place is one hook point of one model. Border: decoder norms by place and the mask of features that are
 active in a corpus in; views out.

@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.corpus.positions import position_of
-from ...stages.features.dictionary import Dictionary
 from ...stages.features.effects.activity import FeatureActivity
-from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
-from ...stages.logits.lens import format_token
-from ...store.errors import ConfigError, PromptError
+from ...store.errors import PromptError
 from ..labelled import labelled
-from ..material.answers import encoded, fact, named
+from ..material.answers import fact
 from ..material.feature_labels import FeatureLabels, active_words
-from ..settings import Count, ModelSettings, Natural, setting
+from ..settings import Count, Natural, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import ModelWorkflow, Nodes
+from ..workflow import Nodes
+from .prompt_features import PromptFeatures, PromptFeaturesSettings
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,22 +35,18 @@ __all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
 
 @dataclass(frozen=True)
-class SaeFeaturesSettings(ModelSettings):
+class SaeFeaturesSettings(PromptFeaturesSettings):
     """Settings of `sae_features`."""
 
     dictionary: str = setting("", "autoencoder: directory or org/repo; none: specimen/sae")
-    prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     layer: int | None = setting(None, "layer of a dictionary with several layers; none: the middle one")
-    position: int | str = setting(
-        "last", 'position whose features are listed: an index, "first", "last", or a phrase of the prompt'
-    )
     top_k: Count = setting(10, "number of features listed")
     zero_positions: Natural = setting(
         0, "number of first positions without features; they are left out of the error too"
     )
 
 
-class SaeFeatures(ModelWorkflow):
+class SaeFeatures(PromptFeatures):
     """Active features and reconstruction error of a sparse autoencoder on one prompt."""
 
     name = "sae_features"
@@ -63,6 +57,7 @@ class SaeFeatures(ModelWorkflow):
     descriptive = "Features of a sparse autoencoder active in a prompt, and how well they reconstruct it."
     settings_type = SaeFeaturesSettings
     settings: SaeFeaturesSettings
+    shipped = "sae"
 
     def plan(self) -> Nodes:
         """Nodes of the active features of the prompt and of their labels.
@@ -72,10 +67,7 @@ class SaeFeatures(ModelWorkflow):
             PromptError: where `zero_positions` leaves no token of the prompt.
         """
         settings = self.settings
-        self.prompt, _ = fact(settings.model, settings.prompt, "")
-        self.encoding = encoded(self.subject, self.prompt)
-        self.dictionary = dictionary_of(settings.dictionary, settings.model, "sae")
-        self.dictionary.require_fit(self.subject.config, self.subject.name)
+        self.read_prompt(fact(settings.model, settings.prompt, "")[0])
         layers = self.dictionary.layers
         self.layer = layers[len(layers) // 2] if settings.layer is None else settings.layer
         # `read_hook` raises for a layer that the dictionary does not have.
@@ -101,19 +93,7 @@ class SaeFeatures(ModelWorkflow):
     @cached_property
     def labels(self) -> FeatureLabels:
         """Labels of the strongest features."""
-        words = self.result("words").load() if "words" in self.nodes else None
-        labels = FeatureLabels.of(self.subject, self.encoding.ids, words, self.activity)
-        return labels.called(labels_of(self.store, self.dictionary))
-
-    @property
-    def spoken(self) -> tuple[str, ...]:
-        """Labels that people gave to the shown features; see `Workflow.spoken`."""
-        return self.labels.spoken
-
-    @property
-    def tokens(self) -> list[str]:
-        """Text of each token of the prompt."""
-        return named(self.subject, self.encoding.ids)
+        return self.active_labels(self.activity)
 
     def top(self, position: int) -> list[dict[str, Any]]:
         """The `top_k` strongest features of a position, largest activation first, then by index: records with
@@ -158,7 +138,7 @@ class SaeFeatures(ModelWorkflow):
             ("activation", "activation", ".4f"),
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
-            f"'{format_token(names[self.position])}' ({self.position})",
+            f"{self.at_position(self.position)}",
             caption=f"{counts[self.position]} features are active at this token, "
             f"{counts[n_skipped:].mean():.1f} per token on average. Reconstruction over {where}: MSE "
             f"{about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % of the variance "
@@ -192,23 +172,5 @@ class SaeFeatures(ModelWorkflow):
             feature=[
                 self.labels.short(FeatureId(self.layer, feature)) for feature in features[order].tolist()
             ],
-            token=[f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)],
+            token=self.token_axis,
         )
-
-
-def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
-    """Opens a dictionary without its weights.
-
-    Arguments:
-        name: directory or org/repo; "" for the dictionary that ships with the specimen.
-        model: model that the dictionary is for.
-        shipped: "sae", "clt" or another dictionary of the specimen, used when `name` is empty.
-
-    Raises:
-        ConfigError: for an empty name with a model other than "specimen".
-    """
-    if not name and model != "specimen":
-        raise ConfigError(
-            f"expected a dictionary for {model}, found none; set dictionary= a directory or org/repo"
-        )
-    return Dictionary.from_pretrained(name or f"specimen/{shipped}")

@@ -28,11 +28,10 @@ from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..claim import Claim
 from ..labelled import records
-from ..material.answers import named
-from ..settings import Count, require_together, setting
+from ..settings import setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import Nodes, loaded
-from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
+from .pairs import AGREEMENT, AttributedPair, AttributedPairs, VerifiedSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -43,30 +42,17 @@ __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 HEADS = "heads"
 STREAM = "states"
 """Values of the setting `what`: outputs of heads before the projection, or states of the residual stream."""
-AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
-"""Measures of agreement between estimates and exact effects."""
 
 
 @dataclass(frozen=True)
-class AttributionPatchingTraceSettings(AttributionSettings):
-    """Settings of `AttributionPatchingTrace`.
-
-    Raises:
-        ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
-    """
+class AttributionPatchingTraceSettings(VerifiedSettings):
+    """Settings of `AttributionPatchingTrace`."""
 
     what: Literal["heads", "states"] = setting(
         HEADS,
         'what is patched: "heads", their outputs by position, or "states" of the residual stream by position',
     )
-    wrong: str = setting("", "next word of the corrupted prompt, if prompt is set")
     dropout: bool = setting(False, "estimate the size of effects by gradient dropout (AtP*)")
-    verify: Count = setting(
-        12, "number of cells with the largest estimates that are patched exactly, and of random ones"
-    )
-
-    def __post_init__(self) -> None:
-        require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class AttributionPatchingTrace(AttributedPairs):
@@ -107,7 +93,7 @@ class AttributionPatchingTrace(AttributedPairs):
             )
             for number in range(len(self.read))
         )
-        return self.known_pairs_node(self.read) | {
+        return self.known_pairs_node() | {
             "grid": self.on_model(AttributionPatching(**arguments(0))),
             "checked": self.on_model(AtOnce(checks)),
         }
@@ -162,7 +148,7 @@ class AttributionPatchingTrace(AttributedPairs):
         recovery in percent."""
         cells = self.checked.isel(draw=0)
         percent = cells.assign(estimate=100 * cells["estimate"], exact=100 * cells["exact"])
-        tokens = named(self.subject, self.read[0].corrupted)
+        tokens = self.subject.token_texts(self.read[0].corrupted)
         rows = records(percent, "cell", *PLACE, "sort", "estimate", "exact")
         return [row | {"token": tokens[row["position"]]} for row in rows]
 
@@ -182,7 +168,6 @@ class AttributionPatchingTrace(AttributedPairs):
     def _map(self, estimates: xr.DataArray, axis: str, summed: str) -> Heatmap:
         """Heatmap of estimates by layer and `axis`, summed over the other axis `summed` where it exists."""
         shown = estimates.sum(summed, keep_attrs=True) if summed in estimates.dims else estimates
-        tokens = named(self.subject, self.read[0].corrupted)
         over = f", summed over {summed}s" if summed in estimates.dims else ""
         return Heatmap.of(
             shown.transpose("layer", axis).reset_coords(drop=True),
@@ -192,7 +177,7 @@ class AttributionPatchingTrace(AttributedPairs):
             diverging=True,
             sources=("grid",),
             json={f"estimate_by_{axis}": shown.transpose("layer", axis)},
-            **({"columns": tuple(map(format_token, tokens))} if axis == "position" else {}),
+            **({"columns": self.token_columns(0)} if axis == "position" else {}),
         )
 
     def _cells_table(self, pair: AttributedPair) -> Table:

@@ -34,20 +34,17 @@ from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
 from ...stages.features.effects.attribution import REST, FeatureAttribution
 from ...stages.features.effects.random_attribution import RandomAttribution
 from ...stages.features.effects.words import words_of_attribution
-from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ..claim import Claim
-from ..features.sae_features import dictionary_of
 from ..labelled import labelled, record
-from ..material.answers import named
+from ..material.dictionaries import fitting_dictionary
 from ..material.feature_labels import FeatureLabels, writes_to_stream
-from ..settings import Count, require_together, setting
+from ..settings import Count, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import Nodes
-from .attribution_patching import AGREEMENT
-from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
+from .pairs import AGREEMENT, AttributedPair, AttributedPairs, VerifiedSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -57,24 +54,13 @@ __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 
 @dataclass(frozen=True)
-class FeatureAttributionTraceSettings(AttributionSettings):
-    """Settings of `FeatureAttributionTrace`.
+class FeatureAttributionTraceSettings(VerifiedSettings):
+    """Settings of `FeatureAttributionTrace`."""
 
-    Raises:
-        ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
-    """
-
-    wrong: str = setting("", "next word of the corrupted prompt, if prompt is set")
     dictionary: str = setting("", "dictionary of features: directory or org/repo; none: specimen/clt")
-    verify: Count = setting(
-        12, "number of cells with the largest estimates that are patched exactly, and of random ones"
-    )
     draws: Count = setting(
         50, "draws of random features, of which the one with the largest estimate is patched"
     )
-
-    def __post_init__(self) -> None:
-        require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class FeatureAttributionTrace(AttributedPairs):
@@ -92,8 +78,9 @@ class FeatureAttributionTrace(AttributedPairs):
         features."""
         settings = self.settings
         self.read = self.read_pairs(settings.wrong)
-        self.dictionary = dictionary = dictionary_of(settings.dictionary, settings.model, "clt")
-        dictionary.require_fit(self.subject.config, self.subject.name)
+        self.dictionary = dictionary = fitting_dictionary(
+            self.subject, settings.dictionary, settings.model, "clt"
+        )
         nodes: Nodes = {}
         random = []
         for number, pair in enumerate(self.read):
@@ -115,7 +102,7 @@ class FeatureAttributionTrace(AttributedPairs):
                     readout=readout,
                     dictionary=dictionary.as_resource(),
                 )
-        return self.known_pairs_node(self.read) | nodes | {"random": self.on_model(AtOnce(tuple(random)))}
+        return self.known_pairs_node() | nodes | {"random": self.on_model(AtOnce(tuple(random)))}
 
     # -- the results
 
@@ -139,7 +126,7 @@ class FeatureAttributionTrace(AttributedPairs):
         """Labels of the features of a pair: tokens that they promote, and labels that people gave."""
         name = f"words_pair_{number}"
         words = self.result(name).load() if name in self.nodes else None
-        return FeatureLabels.of_words(self.subject, words).called(labels_of(self.store, self.dictionary))
+        return FeatureLabels.of_words(self.subject, words).with_labels_by_people(self.store, self.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:
@@ -198,7 +185,7 @@ class FeatureAttributionTrace(AttributedPairs):
             "is_known": bool(self.counts[number]),
             **self.labels(number).json(feature),
             "position": position,
-            "token": named(self.subject, self.read[number].clean)[position],
+            "token": self.subject.token_texts(self.read[number].clean)[position],
             "estimate": 100 * float(causes["estimate"][0]),
             "exact": float(exact[0]),
             "random_median": null.median,
@@ -212,7 +199,9 @@ class FeatureAttributionTrace(AttributedPairs):
         """Records of the patched cells of a pair, largest estimates first, then random ones; effects in
         percent."""
         pair, labels = self.pairs[number], self.labels(number)
-        tokens = [named(self.subject, ids) for ids in (self.read[number].clean, self.read[number].corrupted)]
+        tokens = [
+            self.subject.token_texts(ids) for ids in (self.read[number].clean, self.read[number].corrupted)
+        ]
         estimate, exact = self._checked(number)
         rows = []
         for i, cell in enumerate(pair["chosen_cell"].values.tolist()):
@@ -259,10 +248,10 @@ class FeatureAttributionTrace(AttributedPairs):
             cells: "features", or "rests" for errors of the dictionary.
             title: of the heatmap.
         """
-        pair, tokens = self.pairs[number], named(self.subject, self.read[number].corrupted)
+        pair = self.pairs[number]
         rows = np.flatnonzero((pair["feature"].values == REST) == (cells == "rests"))
         layers, positions = (pair[name].values[rows] for name in ("layer", "position"))
-        sums = np.zeros((self.subject.config.num_layers, len(tokens)))
+        sums = np.zeros((self.subject.config.num_layers, len(self.read[number].corrupted)))
         # `np.add.at` sums several features of one cell; `sums[...] += ...` would keep only the last.
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[rows])
         array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
@@ -273,7 +262,7 @@ class FeatureAttributionTrace(AttributedPairs):
             f"share of the answers' logit difference that is recovered, to first order, by layer {where}; "
             f"{self.read[number].texts[0]!r} patched into {self.read[number].texts[1]!r}",
             diverging=True,
-            columns=tuple(map(format_token, tokens)),
+            columns=self.token_columns(number),
             sources=(f"pair_{number}",),
             json={f"estimate_of_{cells}": sums},
         )

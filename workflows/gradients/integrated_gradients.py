@@ -76,7 +76,7 @@ class IntegratedGradientsTrace(AttributedPairs):
                     steps=settings.steps,
                 )
             )
-        return self.known_pairs_node(self.read) | nodes
+        return self.known_pairs_node() | nodes
 
     @cached_property
     def facts(self) -> list[xr.Dataset]:

@@ -17,14 +17,13 @@ import numpy.typing as npt
 
 from ...store.errors import ConfigError
 from ..material.answers import encoded, require_next
-from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import SCORED, KnownWorkflow
 from ..settings import Count, DataSettings, ModelSettings, require_together, setting
 from ..subject import Subject
 from ..workflow import Nodes
 
-__all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
+__all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings", "VerifiedSettings", "pair_json"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,27 @@ class AttributionSettings(DataSettings, ModelSettings):
 
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted", "answer")
+
+
+@dataclass(frozen=True)
+class VerifiedSettings(AttributionSettings):
+    """Settings of attribution workflows that patch some cells exactly to check their estimates.
+
+    Raises:
+        ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
+    """
+
+    wrong: str = setting("", "next word of the corrupted prompt, if prompt is set")
+    verify: Count = setting(
+        12, "number of cells with the largest estimates that are patched exactly, and of random ones"
+    )
+
+    def __post_init__(self) -> None:
+        require_together(self, "prompt", "corrupted", "answer", "wrong")
+
+
+AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
+"""Measures of agreement between estimates and exact effects."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,8 @@ class AttributedPairs(KnownWorkflow):
 
     settings: AttributionSettings
     asked_about = "pairs"
+    read: tuple[AttributedPair, ...]
+    """The pairs, the one shown first; `plan` sets it."""
 
     def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
         """The pair of the settings, or the first settings.pairs of `data`, or of shipped facts, that fit the
@@ -87,9 +109,8 @@ class AttributedPairs(KnownWorkflow):
             return (_paired(subject, texts, answers),)
         pairs: list[AttributedPair] = []
         for record in pair_records(subject, settings.data):
-            clean, corrupted, answer, wrong = (record[name] for name in FIELDS)
             try:
-                pairs.append(_paired(subject, (clean, corrupted), (answer, wrong)))
+                pairs.append(_paired(subject, record[:2], record[2:]))
             except ConfigError:
                 continue  # lengths differ, or answers with the same first token, whose logits cannot differ
             if len(pairs) == settings.pairs:
@@ -101,12 +122,16 @@ class AttributedPairs(KnownWorkflow):
             )
         return tuple(pairs)
 
-    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> Nodes:
+    def known_pairs_node(self) -> Nodes:
         """The node that measures which pairs the model knows; none for the pair of the settings, which always
         counts."""
         if self.settings.prompt:
             return {}
-        return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in pairs]})
+        return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in self.read]})
+
+    def token_columns(self, number: int) -> tuple[str, ...]:
+        """Tokens of the corrupted prompt of pair `number`, as labels of a heatmap's columns."""
+        return tuple(self.subject.token_labels(self.read[number].corrupted))
 
     @property
     def counts(self) -> npt.NDArray[np.bool_]:

@@ -24,7 +24,6 @@ __all__ = [
     "encoded",
     "fact",
     "is_one_token",
-    "named",
     "number",
     "require_next",
     "target_json",
@@ -145,18 +144,19 @@ def require_next(subject: Subject) -> None:
     subject.config.require_next_token()
 
 
-def named(subject: Subject, tokens: Any) -> list[str]:
-    """Decoded text of each token id."""
-    return [subject.tokenizer.decode_token(int(token)) for token in tokens]
-
-
 def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[str, Any]:
-    """Target and its tokens as JSON fields; the logit of the target is that of its first token."""
+    """Target and its tokens as JSON fields; the logit of the target is that of its first token.
+
+    Arguments:
+        subject: the model.
+        target: the target as text.
+        pieces: its token ids.
+    """
     return {
         "target_token": target or None,
         "target_token_id": pieces[0] if pieces else None,
         "target_token_ids": list(pieces),
-        "target_pieces": named(subject, pieces),
+        "target_pieces": subject.token_texts(pieces),
     }
 
 
@@ -189,7 +189,11 @@ def number(value: Any) -> float | None:
 
 
 def word_id(subject: Subject, word: str) -> int:
-    """Token id of a word, with a space before it or else without.
+    """Token id of a word that is a single token, preferably with a leading space.
+
+    Arguments:
+        subject: the model.
+        word: the word.
 
     Raises:
         ConfigError: the word has several tokens; the probability of its first token is not that of the word.
@@ -201,13 +205,19 @@ def word_id(subject: Subject, word: str) -> int:
             return pieces[0]
     raise ConfigError(
         f"expected a word that is one token of {subject.name}, found {word!r}, which is "
-        f"{' + '.join(map(repr, named(subject, pieces)))}; choose another word"
+        f"{' + '.join(map(repr, subject.token_texts(pieces)))}; choose another word"
     )
 
 
 def is_one_token(subject: Subject, word: str) -> bool:
-    """Whether the tokenizer encodes a word as one token, with or without a leading space."""
+    """Whether the tokenizer encodes a word as one token, with or without a leading space.
+
+    Arguments:
+        subject: the model.
+        word: the word.
+    """
     texts = (f" {word.strip()}", word.strip())
+    # Special tokens such as BOS are no part of the word.
     return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 
 

@@ -40,7 +40,7 @@ from ..labelled import values_of
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
 from ..workflow import Nodes
-from .answers import answer_pieces, encoded, named, top_changed_json
+from .answers import answer_pieces, encoded, top_changed_json
 from .facts.fact_data import default_data, enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
@@ -48,6 +48,7 @@ from .relations import relation_of
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ...pipeline.nodes import ResultNode
     from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
 
@@ -75,13 +76,14 @@ class PlaceChoice:
     role: str
     """Role of the key position, in ROLES."""
     lost: float
-    """Mean KL in nats without it, on the facts that it was selected on."""
+    """Mean KL in nats after removal of the place, over the facts used for selection."""
 
 
 class OtherFact(NamedTuple):
     """The tokens of a fact other than the prompt shown, used to choose or to score a layer and position."""
 
     encoding: Encoding
+    """Its tokens."""
     answer: int
     """First token of its answer."""
     roles: Mapping[str, int]
@@ -111,7 +113,8 @@ class PlaceWorkflow(KnownWorkflow):
     num_drawn: ClassVar[int] = 0
     """Number of random keys per other fact, in addition to the roles."""
     rule: ClassVar[str]
-    """What is selected, in words before "moves other facts most": "kind of key whose edge, cut,"."""
+    """What is selected, in words before "the prediction on other facts most": "kind of key whose knocked-out
+    edge changes"."""
     beside: ClassVar[str]
     """Controls of a layer and role on other facts, in words."""
 
@@ -173,8 +176,8 @@ class PlaceWorkflow(KnownWorkflow):
             experiments += self.on_fact(tuple(encoding.ids), edges)
         self.only_claims = ("facts", *self.only_claims)
         prompts = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
-        known = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
-        return known | {"facts": self.on_model(AtOnce(tuple(experiments)))}
+        ranks_node = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
+        return ranks_node | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
     @property
     def half(self) -> int:
@@ -186,13 +189,18 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """Experiments on another fact: remove each (query, key) separately, in every layer."""
+        """Experiments on another fact: remove each (query, key) separately, in every layer.
+
+        Arguments:
+            tokens: token ids of the fact.
+            edges: the (query, key) positions.
+        """
         raise NotImplementedError
 
     def changed_table(
         self, ablated: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
     ) -> Table:
-        """Table of the tokens whose probability changes most without the place.
+        """Table of tokens by change of probability in the run without the place, largest change first.
 
         Arguments:
             ablated: result of the run without it.
@@ -223,7 +231,7 @@ class PlaceWorkflow(KnownWorkflow):
     def _other_facts(self) -> list[OtherFact]:
         """Facts with distinct tokens whose roles are different positions, half for selection and half for
         scoring; possibly fewer than requested from a user's files. Raises ConfigError for too few."""
-        settings, limit = self.settings, self.subject.config.context_length
+        settings = self.settings
         count = 2 * settings.facts
         # Shipped facts are many, so only those with enough positions for random keys are used.
         data = default_data(self.subject, settings.data)
@@ -231,9 +239,9 @@ class PlaceWorkflow(KnownWorkflow):
         facts: dict[tuple[int, ...], OtherFact] = {}
         for fact in facts_of(self.subject, data)[: None if data else TRIED]:
             encoding = self.subject.tokenizer.encode(fact.prompt)
-            other = self.subject.tokenizer.encode(fact.other) if fact.other else None
-            roles = roles_of(encoding, len(encoding) - 1, other)
-            fits = shortest <= len(encoding) and (limit is None or len(encoding) <= limit)
+            other_encoding = self.subject.tokenizer.encode(fact.other) if fact.other else None
+            roles = roles_of(encoding, len(encoding) - 1, other_encoding)
+            fits = shortest <= len(encoding) and self.subject.fits(encoding.ids)
             if fact.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
                 answer = self.subject.answer_id(fact.prompt, fact.target)
                 facts.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
@@ -325,14 +333,19 @@ class PlaceWorkflow(KnownWorkflow):
 
     def token_label(self, place: int) -> str:
         """Token and position of the prompt, as in claims: "' in' (3)"."""
-        return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
+        return f"'{self.subject.token_labels([self.encoding.ids[place]])[0]}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:
-        """Beginning of a claim: the intervention and its layer and position."""
+        """Beginning of a claim: the intervention and its layer and position.
+
+        Arguments:
+            layer: the layer.
+            key: position of the key.
+        """
         raise NotImplementedError
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """Claim on a place of the prompt, compared with other places.
+        """Claim about a layer and position of this prompt, compared with other positions and layers.
 
         Arguments:
             layer: layer of the place.
@@ -344,11 +357,17 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """Intervention on a layer and role of other facts, as the beginning of a claim."""
+        """Intervention on a layer and role of other facts, as the beginning of a claim.
+
+        Arguments:
+            layer: the layer.
+            role: role of the key, in ROLES.
+        """
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
-        """Three claims: the chosen place on held-out facts, in this prompt, and the least effective place."""
+        """Claims about the selected layer and position, on held-out facts and in this prompt, and about the
+        least effective ones."""
         place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
         if self.chosen is not None:
             index = self.chosen.layer, list(ROLES).index(self.chosen.role)
@@ -368,30 +387,27 @@ class PlaceWorkflow(KnownWorkflow):
             yield here(quiet, "kl", "changes the next token", "for comparison, ")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: on which facts the layer and position were chosen."""
-        return self.choice_caption
-
-    @property
-    def choice_caption(self) -> str:
-        """Caption that says how the place was selected."""
+        """Caption of the claims: selection of layer and position, or the reason why nothing is claimed."""
         if self.chosen is None:
-            return self.not_claimed or "The place was named."
+            return self.not_claimed or "Layer and position are those of the settings."
         lost = f"{self.chosen.lost:.3f} nats"
         if not self.is_claimed:
-            return f"{self.not_claimed} Told of is the layer and {self._how} (KL {lost})."
+            return f"{self.not_claimed} Shown: the layer and the {self._rule} (KL {lost})."
         chosen_on, scored = map(len, self.halves)
         return (
-            f"Layer and {self._how} (mean KL {lost}), of {self.half} the {chosen_on} whose answer the model "
-            f"says; scored on {scored} more. For comparison that of the least."
+            f"Layer and {self._rule} (mean KL {lost}), chosen on {chosen_on} of {self.half} facts, those "
+            f"whose answer the model predicts, and scored on {scored} held-out facts. For comparison, the "
+            "layer and position with the smallest mean KL."
         )
 
     @property
-    def _how(self) -> str:
-        return f"{self.rule} moves {'other facts' if self.is_claimed else 'this prompt'} most"
+    def _rule(self) -> str:
+        """How layer and key are selected, in words that follow "layer and"."""
+        return f"{self.rule} the prediction {'on other facts' if self.is_claimed else 'of this prompt'} most"
 
     def unclaimed(self) -> Findings:
         """The sentence of `KnownWorkflow`, with a caption on how layer and position were chosen."""
-        return replace(super().unclaimed(), caption=self.choice_caption)
+        return replace(super().unclaimed(), caption=self.claims_caption())
 
     def choice_json(self) -> dict[str, Any]:
         """JSON fields that record how the place was selected."""
@@ -400,7 +416,7 @@ class PlaceWorkflow(KnownWorkflow):
         chosen_on, scored = (half.tolist() for half in self.halves) if self.is_claimed else ([], [])
         return {
             "choice": {
-                "rule": f"layer and {self._how} ({'mean ' if self.is_claimed else ''}KL)",
+                "rule": f"layer and {self._rule} ({'mean ' if self.is_claimed else ''}KL)",
                 **vars(self.chosen),
                 "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
                 "chosen_on": [self.others[row].encoding.text for row in chosen_on],
@@ -415,21 +431,35 @@ class EdgeWorkflow(PlaceWorkflow):
 
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
-    rule = "kind of key whose edge, cut,"
-    beside = "cuts of another (layer, key) in each prompt"
+    rule = "kind of key whose knocked-out edge changes"
+    beside = "knockouts of another (layer, key) edge in each prompt"
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
         """`read_place` for the query and key of the settings."""
         return self.read_place(self.settings.query, self.settings.key, window)
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """See `PlaceWorkflow`: each edge is cut separately, in every layer, in all heads."""
+        """See `PlaceWorkflow`: each edge is knocked out separately, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
         """See `PlaceWorkflow`; all edges of each fact serve as controls."""
         lost = self.measured_on_facts("kl")
         return CandidateEffects(lost[chosen_on][..., : len(ROLES)], lost[scored])
+
+    def by_key(self, experiments: Sequence[Experiment]) -> ResultNode:
+        """Node of experiments that differ in key position, one experiment per entry of `keys`."""
+        return self.on_model(experiments[0] if len(experiments) == 1 else AtOnce(tuple(experiments)))
+
+    def at_key(self, name: str, key: int) -> xr.Dataset:
+        """Result for one key of a node made by `by_key`, in memory.
+
+        Arguments:
+            name: name of the node.
+            key: position of the key.
+        """
+        result = self.result(name).load()
+        return result.isel(draw=self.keys.index(key)) if "draw" in result.dims else result
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
         """See `PlaceWorkflow`."""
@@ -440,8 +470,14 @@ class EdgeWorkflow(PlaceWorkflow):
         return self.doing(self.token_label(self.query), self.token_label(key), layer)
 
     def doing(self, query: str, key: str, layer: int) -> str:
-        """Cutting an edge, as the beginning of a claim."""
-        return f"cutting {query}'s attention to {key} in layer {layer}"
+        """Intervention on an edge, as the beginning of a claim.
+
+        Arguments:
+            query: description of the position that reads.
+            key: description of the position that is read.
+            layer: the layer.
+        """
+        return f"knocking out {query}'s attention to {key} in layer {layer}"
 
 
 def _subject_end(text: str) -> int:

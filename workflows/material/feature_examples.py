@@ -41,7 +41,7 @@ class ExampleNodes:
 def example_nodes(
     subject: Subject, dictionary: Dictionary, tokens: PackedTokens, *, most: int, zero_positions: int = 0
 ) -> ExampleNodes:
-    """Nodes that find the positions of a corpus at which each feature is most active.
+    """Nodes that search a corpus for the tokens with the largest activations of each feature.
 
     Arguments:
         subject: the model.

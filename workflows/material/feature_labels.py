@@ -23,18 +23,17 @@ import numpy as np
 from ...pipeline import StageNode
 from ...stages.features.effects.activity import FeatureTrace
 from ...stages.features.effects.words import feature_words, words_of_active, words_of_ranked
+from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
-from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ..workflow import Nodes
-from .answers import named
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
-    from ...store.upkeep.annotations import Annotation
+    from ...store.store import Store
     from ..subject import Subject
 
 __all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words", "writes_to_stream"]
@@ -47,18 +46,25 @@ class FeatureLabels:
     writes: Mapping[FeatureId, str] = field(default_factory=dict)
     """Token whose logit the feature raises most."""
     fires: Mapping[FeatureId, str | None] = field(default_factory=dict)
-    """Token of the prompt at which the feature is most active; None if it is inactive in the prompt."""
-    said: Mapping[FeatureId, str] = field(default_factory=dict)
+    """Token of the prompt with the feature's largest activation; None for a feature inactive in the
+    prompt."""
+    by_people: Mapping[FeatureId, str] = field(default_factory=dict)
     """Labels by people (stages/features/labels.py)."""
 
-    def called(self, labels: Mapping[FeatureId, Annotation]) -> FeatureLabels:
-        """A copy with labels by people."""
-        return replace(self, said={feature: label.text for feature, label in labels.items()})
+    def with_labels_by_people(self, store: Store | None, dictionary: Dictionary) -> FeatureLabels:
+        """A copy with the labels that people gave to features of a dictionary.
+
+        Arguments:
+            store: the store that holds the labels; None for no labels.
+            dictionary: the feature dictionary.
+        """
+        labels = labels_of(store, dictionary).items()
+        return replace(self, by_people={feature: label.text for feature, label in labels})
 
     @property
     def spoken(self) -> tuple[str, ...]:
         """Labels by people, as "feature label", in order of feature."""
-        return tuple(f"{feature} {text}" for feature, text in sorted(self.said.items()))
+        return tuple(f"{feature} {text}" for feature, text in sorted(self.by_people.items()))
 
     @classmethod
     def of(
@@ -83,7 +89,12 @@ class FeatureLabels:
 
     @classmethod
     def of_words(cls, subject: Subject, words: xr.Dataset | None) -> FeatureLabels:
-        """Labels without a prompt: written tokens only."""
+        """Labels without a prompt: written tokens only.
+
+        Arguments:
+            subject: the model.
+            words: result of a stage in words.py; None if features do not write to the stream.
+        """
         return cls(_written_tokens(subject, words))
 
     @classmethod
@@ -110,7 +121,7 @@ class FeatureLabels:
 
     def label(self, feature: FeatureId) -> str:
         """Label by people, written token and activating token, as far as known."""
-        parts = [f'"{self.said[feature]}"'] if feature in self.said else []
+        parts = [f'"{self.by_people[feature]}"'] if feature in self.by_people else []
         parts += [f"writes '{self.writes[feature]}'"] if feature in self.writes else []
         if feature in self.fires:
             fires = self.fires[feature]
@@ -119,8 +130,8 @@ class FeatureLabels:
 
     def short(self, feature: FeatureId) -> str:
         """The feature with its label by people, or else its written token, or else its activating token."""
-        if feature in self.said:
-            return f'{feature} ("{self.said[feature]}")'
+        if feature in self.by_people:
+            return f'{feature} ("{self.by_people[feature]}")'
         word = self.writes.get(feature, self.fires.get(feature))
         return str(feature) if word is None else f"{feature} ('{word}')"
 
@@ -135,7 +146,7 @@ class FeatureLabels:
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
         """Union of labels; those of `other` win."""
         writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
-        return FeatureLabels(writes, fires, {**self.said, **other.said})
+        return FeatureLabels(writes, fires, {**self.by_people, **other.by_people})
 
 
 def named_nodes(
@@ -179,7 +190,13 @@ def active_words(
 
 
 def ranked_words(subject: Subject, dictionary: Dictionary, ranked: ResultNode) -> StageNode:
-    """The node of written tokens for the features of a ranking."""
+    """The node of written tokens for the features of a ranking.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+        ranked: node of the ranking.
+    """
     return words_of_ranked.on(ranked=ranked, **_inputs(subject, dictionary))
 
 
@@ -191,8 +208,12 @@ def _inputs(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
 
 
 def writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
-    """Whether the dictionary writes to the residual stream, and logits are linear in the normalised
-    stream."""
+    """Whether the dictionary writes to the residual stream, and logits are linear in the normalised stream.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+    """
     return dictionary.d_out == subject.config.hidden_size and subject.config.transform is None
 
 
@@ -201,13 +222,13 @@ def _written_tokens(subject: Subject, words: xr.Dataset | None) -> dict[FeatureI
     if words is None:
         return {}
     pairs = zip(words["layer"].values.tolist(), words["feature"].values.tolist(), strict=True)
-    texts = named(subject, words["raised"].transpose("named", "rank").values[:, 0])
-    return {FeatureId(*pair): format_token(text) for pair, text in zip(pairs, texts, strict=True)}
+    labels = subject.token_labels(words["raised"].transpose("named", "rank").values[:, 0])
+    return {FeatureId(*pair): label for pair, label in zip(pairs, labels, strict=True)}
 
 
 def _peak_tokens(
     subject: Subject, ids: Sequence[int], peaks: Mapping[FeatureId, int | None]
 ) -> dict[FeatureId, str | None]:
     """Token of the prompt at the peak position of each feature."""
-    texts = [format_token(text) for text in named(subject, ids)]
+    texts = subject.token_labels(ids)
     return {feature: None if position is None else texts[position] for feature, position in peaks.items()}

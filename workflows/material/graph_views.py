@@ -63,11 +63,11 @@ def graph_views(
     )
     graph = Graph.of(
         pruned,
-        title="Tokens, features and errors that bring about the output",
-        caption="Point at a node for its numbers and its edges, click to pin it. An edge tells what its "
-        "target would gain if its source were added once more: pre-activation of a feature, or logit less "
-        "the mean of all logits. The sliders prune as AttributionGraph.prune does; pins and groups are "
-        "saved as circuit-tracer's viewer saves them.",
+        title="Direct effects of tokens, features and errors on the output",
+        caption="Point at a node to see its numbers and edges; click to pin it. The weight of an edge is the "
+        "change of its target if its source were added once more: of a feature's pre-activation, or of a "
+        "logit minus the mean of all logits. The sliders prune like AttributionGraph.prune; pins and groups "
+        "are saved in the format of circuit-tracer's viewer.",
         sources=sources,
         strongest=tuple(strongest),
         called=tuple((str(feature), text) for feature, text in sorted(called.items())),
@@ -77,7 +77,12 @@ def graph_views(
 
 
 def kept_of(pruned: PrunedGraph, kind: str) -> int:
-    """Number of nodes of a kind ("feature", "error", "token", "logit") that remain after pruning."""
+    """Number of nodes of a kind that remain after pruning.
+
+    Arguments:
+        pruned: the pruned graph.
+        kind: "feature", "error", "token" or "logit".
+    """
     return int(np.count_nonzero(pruned.nodes["kind"].values == kind))
 
 
@@ -108,7 +113,7 @@ def examples_of(
 
 
 def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
-    """Label of a feature by people, the token that it writes, and the token at which it is active."""
+    """Label of a feature: label by people, promoted token, and activating token."""
     writes = {strong.feature: strong.raised[0]} if strong.raised else {}
     return FeatureLabels(writes, {strong.feature: strong.token}, called).label(strong.feature)
 
@@ -124,7 +129,7 @@ def _table(
     )
     return Table.of(
         strongest,
-        ("feature", lambda strong: FeatureLabels(said=called).short(strong.feature)),
+        ("feature", lambda strong: FeatureLabels(by_people=called).short(strong.feature)),
         ("token", lambda strong: f"{strong.position} {strong.token}"),
         ("activation", lambda strong: strong.activation, ".3f"),
         ("influence", lambda strong: strong.influence, ".4f"),

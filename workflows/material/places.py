@@ -1,4 +1,4 @@
-"""Hook points of workflows that intervene at one place of a model at a time, and their names.
+"""Hook points for interventions on a single layer and position, and their titles.
 
 Border: names, and the kinds of hook points that an architecture has.
 """
@@ -29,28 +29,33 @@ NAMES = {
     "k": "Keys of each key/value head",
     "v": "Values of each key/value head",
     "pattern": "Pattern of each head",
-    "rwkv_state_seq": "State behind each token",
+    "rwkv_state_seq": "State after each token",
     "rwkv_r": "Receptance of each head",
     "rwkv_k": "Keys that each head writes",
     "rwkv_v": "Values that each head writes",
-    "rwkv_wkv_out": "What each head reads of its state",
-    "ssm_state_seq": "State behind each token",
+    "rwkv_wkv_out": "Output of each head, read from its state",
+    "ssm_state_seq": "State after each token",
     "ssm_x": "Values that each head writes",
-    "ssm_out": "What each head reads of its state",
-    "linear_state_seq": "State behind each token",
+    "ssm_out": "Output of each head, read from its state",
+    "linear_state_seq": "State after each token",
     "linear_v": "Values that each head writes",
-    "linear_out": "What each head reads of its state",
-    "mlstm_state_seq": "Memory behind each token",
-    "mlstm_q": "What each head reads its memory by",
+    "linear_out": "Output of each head, read from its state",
+    "mlstm_state_seq": "Memory after each token",
+    "mlstm_q": "Queries of each head, which read its memory",
     "mlstm_k": "Keys that each head writes",
     "mlstm_v": "Values that each head writes",
-    "mlstm_out": "What each head reads of its memory",
+    "mlstm_out": "Output of each head, read from its memory",
 }
 """Kind of hook point -> title of a grid of it."""
 
 
 def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ConfigError with the nearest name for a kind that is not allowed."""
+    """Raise ConfigError for a disallowed hook-point kind, and suggest the nearest name.
+
+    Arguments:
+        kinds: the kinds to check.
+        allowed: the kinds that are allowed.
+    """
     for kind in kinds:
         if kind not in allowed:
             near = nearest(kind, allowed) or allowed[0]
@@ -60,5 +65,10 @@ def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Kinds of hook points that exist in all layers of a model, of those given."""
+    """Kinds of hook points that exist in all layers of a model.
+
+    Arguments:
+        config: configuration of the model.
+        kinds: the kinds to choose from.
+    """
     return tuple(kind for kind in kinds if len(config.layers_with(kind)) == config.num_layers)

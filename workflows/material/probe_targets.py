@@ -1,8 +1,7 @@
 """Targets of probes: tokenised texts, and a value or label for each token that is predicted from its state.
 
 Targets of wrapped prose: `character_count`, the number of characters between the start of the line and the
-token; `line_break`, a label, whether the next token contains a line break. Each stretch of prose is wrapped
-at a single width, so that no words of the test prompts occur in training at another width.
+token; `line_break`, a label, whether the next token contains a line break (line_corpus.py wraps the prose).
 
 Targets from a file: a JSON list, or JSON lines, of {"text", "label"}, for the last token, or {"text",
 "spans": [{"start", "end", "label"}, …]}, for every token that overlaps a span of characters. Labels are
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.corpus.text import pack_lines, token_counts, wrap
+from ...stages.corpus.text import token_counts
 from ...store.errors import ConfigError, PromptError, TokenizerError
 from ...store.exchange.outside import json_value, read_outside
 
@@ -30,12 +29,10 @@ if TYPE_CHECKING:
     from ...store import PackedTokens
     from ..subject import Subject
 
-__all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_prose", "wrapped_targets"]
+__all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_targets"]
 
 TARGETS = ("character_count", "line_break")
 """Targets of wrapped prose."""
-STRETCH = 400
-"""Number of words that are wrapped at one width before the next width."""
 FEWEST = 10
 """Smallest number of examples per label for balancing."""
 
@@ -57,32 +54,14 @@ class Target:
         return "label" if self.classes else "number"
 
 
-def wrapped_prose(
-    subject: Subject, texts: Sequence[str], widths: Sequence[int], context: int
-) -> PackedTokens:
-    """Wrap texts and cut them at line starts into prompts.
-
-    Arguments:
-        subject: the model, for its tokenizer.
-        texts: the texts.
-        widths: line widths in characters; stretches of text use them in turn.
-        context: largest number of tokens per prompt.
-    """
-    pieces: list[str] = []
-    room = context - subject.special_tokens
-    stretches = []
-    for text in texts:
-        words = text.split()
-        stretches += [words[start : start + STRETCH] for start in range(0, len(words), STRETCH)]
-    for i, stretch in enumerate(stretches):
-        wrapped = wrap(" ".join(stretch), widths[i % len(widths)])
-        pieces += pack_lines(wrapped, subject.starts(wrapped), room)
-    return subject.pack(pieces)
-
-
 def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
     """Targets of wrapped prose by name. Special tokens, line breaks and, for `line_break`, last tokens have
-    no value."""
+    no value.
+
+    Arguments:
+        tokens: tokens of the prose.
+        names: names of the targets.
+    """
     counts = token_counts(tokens, line_breaks=False).astype(np.float64)
     targets = []
     for name in names:
@@ -139,8 +118,8 @@ def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, T
                     f"found {start}..{end}; are these byte offsets?"
                 )
             labels |= {row.start + at: span["label"] for at in encoding.char_range_to_tokens(start, end)}
-    known = {at: label for at, label in labels.items() if label is not None}
-    return tokens, _target(Path(path).stem, known, tokens.n_tokens, kind)
+    labelled_tokens = {at: label for at, label in labels.items() if label is not None}
+    return tokens, _target(Path(path).stem, labelled_tokens, tokens.n_tokens, kind)
 
 
 def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Target:
@@ -171,19 +150,19 @@ def _entries(path: str) -> list[dict[str, Any]]:
     try:
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
         is_list = bool(lines) and lines[0].lstrip().startswith("[")
-        found = json_value(data) if is_list else [json_value(line.encode()) for line in lines]
+        entries = json_value(data) if is_list else [json_value(line.encode()) for line in lines]
     except ValueError as error:
         raise ConfigError(
             f"expected labelled texts as JSON, or JSON lines, at {path!r}, found {error}"
         ) from error
-    for i, entry in enumerate(found):
+    for i, entry in enumerate(entries):
         if not _is_sound(entry):
             form = '{"text": …, "label": …}, or "spans" of start, end and label'
-            said = json.dumps(entry, ensure_ascii=False)[:60]
-            raise ConfigError(f"entry {i} of {path!r}: expected {form}, found {said}")
-    if not found:
+            entry_text = json.dumps(entry, ensure_ascii=False)[:60]
+            raise ConfigError(f"entry {i} of {path!r}: expected {form}, found {entry_text}")
+    if not entries:
         raise PromptError(f"expected labelled texts in {path!r}, found none")
-    return list(found)
+    return list(entries)
 
 
 def _is_sound(entry: Any) -> bool:
@@ -226,6 +205,7 @@ def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Targe
     most = min(len(group) for group in groups)
     share = min(most, examples // len(groups)) if examples else most
     selected = np.concatenate([rng.permutation(group)[:share] for group in groups])
+    # Tokens that were not drawn get NaN, which means "no value": probes leave them out.
     values = np.full_like(target.values, np.nan)
     values[selected] = target.values[selected]
     return Target(target.name, values, target.classes)

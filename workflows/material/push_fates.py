@@ -24,10 +24,10 @@ __all__ = ["PushFates"]
 
 @dataclass(frozen=True, eq=False)
 class PushFates:
-    """Steering pushes of one prompt, and random pushes of equal length."""
+    """Steering pushes of one prompt, and random pushes of the same norm."""
 
-    what: str
-    """The pushes in words, as the beginning of a claim."""
+    text: str
+    """The pushes in words, as the beginning of a claim: "pushes from 'A' away from 'B'"."""
     similarity: xr.DataArray
     """Cosine similarity of pushed and original states, [layer, strength, read_layer]."""
     vectors: xr.Dataset
@@ -36,9 +36,9 @@ class PushFates:
     """Strengths that are compared with random pushes."""
     drawn: xr.Dataset | None
     """Result of `RandomPushes` along `draw`; None if none were run."""
-    first: Mapping[int, int | None]
-    """Pushed layer -> first layer after which the push can be seen."""
-    of: str = "random directions as long, at the same place"
+    reachable_from: Mapping[int, int | None]
+    """Pushed layer -> first layer after which the push can reach the last position; None if it cannot."""
+    of: str = "random directions of the same norm, at the same position"
     """Name of the random pushes in claims."""
 
     @cached_property
@@ -53,7 +53,7 @@ class PushFates:
         pushed_similarity = [
             [cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in range(len(layers))
         ]
-        return fates(self.similarity, grid.copy(data=np.array(pushed_similarity)), self.first)
+        return fates(self.similarity, grid.copy(data=np.array(pushed_similarity)), self.reachable_from)
 
     @property
     def held(self) -> dict[tuple[int, float], Fate]:
@@ -62,13 +62,14 @@ class PushFates:
 
     @cached_property
     def claim(self) -> Claim | None:
-        """Claim on the share of their largest distance that the pushes keep to the end; None without a
-        verdict."""
+        """Claim about the share of their largest distance that pushes keep until the last layer; None without
+        a verdict."""
         layers = sorted({layer for (layer, _), fate in self.held.items() if fate.is_verdict})
         drawn = self.drawn
         draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]
         shares = [
-            share_left(fates(draw["similarity"], draw["pushed"], self.first).values()) for draw in draws
+            share_left(fates(draw["similarity"], draw["pushed"], self.reachable_from).values())
+            for draw in draws
         ]
         verdicts = [share for share in shares if not np.isnan(share)]
         if not layers or (draws and not verdicts):
@@ -76,7 +77,8 @@ class PushFates:
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
         text = (
-            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end"
+            f"{self.text} after {after}, at strength {times}, keep this share of their largest distance from "
+            "the undisturbed run until the last layer"
         )
         return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
 

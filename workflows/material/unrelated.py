@@ -54,6 +54,7 @@ class Unrelated:
             for ids, target in self._facts
             if len(ids) == size and ids != tuple(prompt) and target not in targets
         ]
+        # A dict removes duplicates and keeps the order of the draw. Windows of prose fill the number up.
         prompts = dict.fromkeys(facts[i] for i in random.permutation(len(facts))[:count])
         special = tuple(prompt[: self._special])
         starts = random.permutation(max(1, len(self._prose) - size))

@@ -95,7 +95,7 @@ class PlacedPair:
         return (early, ()), (between, ()), (self.roles[END], between)
 
     def patched(self, word: str, seed: int | None = None) -> LinePatching:
-        """The experiment that patches states of the couplet with another end of line 1 into this one.
+        """Experiment that patches states of a couplet with a different end of line 1 into this couplet.
 
         Arguments:
             word: other end of line 1.
@@ -201,7 +201,7 @@ class CoupletPatches:
         ):
             return None
         roles = ([at], range(at + 1, line_2[0]), *([i] for i in line_2[:2]), line_2[2:-2])
-        same, third = (
+        same_rhyme, third = (
             self._donor_words(pair, ids, at, candidates, draw)
             for draw, candidates in enumerate((pair.same, pair.third))
         )
@@ -209,7 +209,7 @@ class CoupletPatches:
         groups = tuple(
             tuple(self._tokens[word] for word in FAMILIES[family_of(end)] if word in words) for end in ends
         )
-        if not same or not third or not all(groups):
+        if not same_rhyme or not third or not all(groups):
             return None
         return PlacedPair(
             pair=pair,
@@ -217,7 +217,7 @@ class CoupletPatches:
             at=at,
             roles=(*map(tuple, roles), *((i,) for i in line_2[-2:])),
             ends=self._tokens,
-            same=same,
+            same=same_rhyme,
             third=third,
             groups=groups,
         )
@@ -323,6 +323,6 @@ class CoupletEffects:
         """Increase of P(rhymes with line 1) over that after the other line 1, mean of both couplets, pp
         [draw]."""
         # Each group of words is compared with itself, as some rhymes have more words than others.
-        own, other = (self._change("unpatched", group)[:, 1] for group in (OWN, OTHER))
-        increase: Floats = (other - own) / 2
+        own_change, other_change = (self._change("unpatched", group)[:, 1] for group in (OWN, OTHER))
+        increase: Floats = (other_change - own_change) / 2
         return increase

@@ -36,10 +36,9 @@ from typing import Any
 import numpy as np
 
 from ...stages.causal.controls import CHANCE
-from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..claim import Claim
-from ..material.answers import KNOWN, named, require_next
+from ..material.answers import KNOWN, require_next
 from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Heatmap, Note, Table, Text, Tokens, View, together
@@ -214,21 +213,23 @@ class CoupletPlanning(ModelWorkflow):
         raises = "raises the probability of its rhyme at the end of line 2"
         return (
             self.rhymes,
-            self.strictest(f"{cause} {raises}", _effect(layer, role)),
+            self.strictest(f"{cause} {raises}", _pick("effects", layer, role)),
             *(
                 self.strictest(
                     f"patching the other couplet's states at {WAYS[index]}, in every layer, {raises}",
-                    _way(index),
+                    _pick("ways", index),
                 )
                 for index in (BEFORE, BETWEEN)
             ),
             self.strictest(
                 "patching the other couplet's end of line 1, with all tokens between it and the last token "
                 f"held at their states, {raises}",
-                _way(DIRECT),
+                _pick("ways", DIRECT),
             ),
             self.strictest(
-                f"{cause} changes next-token distributions within line 2 (KL)", _kl(layer, role), **ON_THE_WAY
+                f"{cause} changes next-token distributions within line 2 (KL)",
+                _pick("kl", layer, role),
+                **ON_THE_WAY,
             ),
         )
 
@@ -285,7 +286,7 @@ class CoupletPlanning(ModelWorkflow):
             self._map("scored", "States of the other couplet", "mean over pairs"),
             self._map("third", "Control: states with a third rhyme", "mean over pairs and donors"),
         )
-        title = f"Where {self.subject.name} holds the rhyme of a couplet"
+        title = f"Positions and layers of {self.subject.name} that change the rhyme of a couplet"
         caption = "Effect of patching one state on the rhyme at the end of line 2"
         yield from together("couplet_planning", title, *maps, caption=caption)
         yield from self._roles_tables()
@@ -300,7 +301,7 @@ class CoupletPlanning(ModelWorkflow):
                 "end": placed.pair.end,
                 "other": placed.pair.other,
                 "is_scored": name == "scored",
-                "ends_on": named(self.subject, tops),
+                "ends_on": self.subject.token_texts(tops),
                 "counts": bool(counts),
             }
             for name in ("choice", "scored")
@@ -354,7 +355,7 @@ class CoupletPlanning(ModelWorkflow):
             "interval_95": finding.spread,
             "own": float(self.values("scored", pick_own).mean()),
             **{kind: float(self.values(kind, pick).mean()) for kind in KINDS},
-            "p": finding.null.share_as_large(finding.effect),
+            "p": finding.p_value,
             "is_beyond_chance": finding.is_beyond_chance,
         }
 
@@ -365,7 +366,7 @@ class CoupletPlanning(ModelWorkflow):
             return dict.fromkeys((*values, "p"))
         finding = self.strictest("", pick, **ON_THE_WAY)
         means = {kind: float(kl.mean()) for kind, kl in values.items()}
-        return means | {"p": finding.null.share_as_large(finding.effect)}
+        return means | {"p": finding.p_value}
 
     def _roles_tables(self) -> Iterator[Table]:
         """Tables by role, each at the layer chosen on other pairs: change of P(rhymes) at the end, and KL of
@@ -374,8 +375,8 @@ class CoupletPlanning(ModelWorkflow):
             {
                 "role": name,
                 "layer": (layer := self.layer(role)),
-                **self._record(_effect(layer, role), _own_effect(layer, role)),
-                "kl": self._on_the_way(_kl(layer, role)),
+                **self._record(_pick("effects", layer, role), _pick("own_effects", layer, role)),
+                "kl": self._on_the_way(_pick("kl", layer, role)),
             }
             for role, name in enumerate(ROLES)
         ]
@@ -411,7 +412,7 @@ class CoupletPlanning(ModelWorkflow):
     def _ways_table(self) -> Table:
         """Table of the effect of patching each set of positions in every layer."""
         records = [
-            {"heard_by": name, **self._record(_way(index), _own_way(index))}
+            {"heard_by": name, **self._record(_pick("ways", index), _pick("own_ways", index))}
             for index, name in enumerate(WAYS)
         ]
         return Table.of(
@@ -433,13 +434,13 @@ class CoupletPlanning(ModelWorkflow):
         total = np.where(read.is_known, read.total, np.nan)
         row = int(np.nanargmin(np.abs(total - np.nanmean(total))))
         placed, effects = self.patches.scored[row], read.effects[row]
-        tokens = tuple(format_token(text) for text in named(self.subject, placed.ids))
+        tokens = tuple(self.subject.token_labels(placed.ids))
         shown = np.full((len(effects), len(tokens)), np.nan)
         for role, positions in enumerate(placed.roles):
             shown[:, list(positions)] = effects[:, [role]]
         layer, role = self.site
-        own_end, other_end = named(self.subject, read.unpatched_top[row])
-        (patched,) = named(self.subject, read.top[row, layer, [role]])
+        own_end, other_end = self.subject.token_texts(read.unpatched_top[row])
+        (patched,) = self.subject.token_texts(read.top[row, layer, [role]])
         ends = {"own": own_end, "other": other_end, "patched": patched}
         return Tokens(
             title=f"One couplet, token by token: {placed.pair.end!r} becomes {placed.pair.other!r}",
@@ -469,21 +470,11 @@ COLUMNS: tuple[tuple[Any, ...], ...] = (
 """Columns of tables of the records that `_record` returns."""
 
 
-def _effect(layer: int, role: int) -> Pick:
-    return lambda read: read.effects[:, layer, role]
+def _pick(measure: str, *index: int) -> Pick:
+    """Selects one entry of a measure of `CoupletEffects` in every draw.
 
-
-def _own_effect(layer: int, role: int) -> Pick:
-    return lambda read: read.own_effects[:, layer, role]
-
-
-def _kl(layer: int, role: int) -> Pick:
-    return lambda read: read.kl[:, layer, role]
-
-
-def _way(index: int) -> Pick:
-    return lambda read: read.ways[:, index]
-
-
-def _own_way(index: int) -> Pick:
-    return lambda read: read.own_ways[:, index]
+    Arguments:
+        measure: "effects", "own_effects" or "kl" by (layer, role), "ways" or "own_ways" by set of positions.
+        index: indices of the entry.
+    """
+    return lambda read: getattr(read, measure)[:, *index]

@@ -28,12 +28,13 @@ import numpy as np
 
 from ...pipeline import run
 from ...pipeline.nodes import one_look
-from ...stages.corpus.text import pack_lines, token_counts, wrap
+from ...stages.corpus.text import token_counts
 from ...stages.geometry.character_count import count_geometry, count_sums, decodability
 from ...store.errors import ConfigError
 from ..labelled import column, records, stacked
+from ..material.line_corpus import line_corpus
 from ..settings import AtLeastTwo, Count, ModelSettings, Natural, preset_of, setting
-from ..subject import Subject, read_texts
+from ..subject import read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
 from ..workflow import ModelWorkflow, Nodes, loaded
 
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...stages.forward.models.model import Model
-    from ...store import PackedTokens, Store
+    from ...store import Store
 
-__all__ = ["CharacterCountHelix", "CharacterCountHelixSettings", "line_corpus"]
+__all__ = ["CharacterCountHelix", "CharacterCountHelixSettings"]
 
 
 CHARACTERS = 24_000
@@ -106,30 +107,6 @@ def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSet
         settings,
         **{name: value for name, value in preset.items() if getattr(settings, name) == defaults[name]},
     )
-
-
-def line_corpus(subject: Subject, texts: list[str], widths: tuple[int, ...], context: int) -> PackedTokens:
-    """Tokens of texts that are wrapped at every width and cut at line starts into prompts.
-
-    Arguments:
-        subject: model whose tokenizer encodes the texts.
-        texts: texts to wrap.
-        widths: line widths in characters.
-        context: largest number of tokens of a prompt, special tokens included.
-
-    Returns:
-        Packed prompts in random order, the same in every call.
-    """
-    pieces: list[str] = []
-    room = context - subject.special_tokens
-    for text in texts:
-        for width in widths:
-            wrapped = wrap(text, width)
-            pieces += pack_lines(wrapped, subject.starts(wrapped), room)
-    # The control shuffles counts within a segment of the corpus. With one width per segment, shuffled counts
-    # would still be large where lines are wide.
-    order = np.random.default_rng(0).permutation(len(pieces))
-    return subject.pack([pieces[i] for i in order])
 
 
 class CharacterCountHelix(ModelWorkflow):

@@ -415,8 +415,8 @@ def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
 
 
 def _bars(part: xr.Dataset) -> Bars:
-    """Bars of the shares of embedding, layers and biases and of their sum, mean over the prompts of `part`,
-    with the 10 % and 90 % quantiles if there are several."""
+    """Bars of mean shares of embedding, layers and biases, and of their sum, over the prompts of `part`; 10 %
+    and 90 % quantiles for several prompts."""
     layers = part["layer"].values.tolist()
     after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
     after["sum"] = part["total"].values

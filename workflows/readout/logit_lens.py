@@ -43,7 +43,7 @@ __all__ = ["LogitLens", "LogitLensSettings"]
 TOP = 10
 """Rank up to which an answer counts as readable at a layer (candle-mi's `first_appearance`)."""
 ROWS = 12
-"""Number of prompts in the table of answers, and of those to choose from on a page."""
+"""Number of prompts listed in the table of answers and selectable on a page."""
 TOKENS = 10
 """Length of a fact in tokens, about, for the estimate of what the lens costs."""
 LINES = 60
@@ -209,6 +209,7 @@ class LogitLens(ModelWorkflow):
         shares = tuple(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1))
         median = np.median(probability, axis=1)
         if len(words) <= LINES:
+            # More names than three would overlap at the right end.
             best = np.argsort(-probability[-1])[:3].tolist()
             ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
             lines = [Line(ends.get(i, ""), row, faint=True) for i, row in enumerate(probability.T)]

@@ -6,8 +6,8 @@ Captures the residual stream (or another hook point) of every layer and fits a l
 regression for labels, ridge regression for numbers, scored on held-out prompts (stages/geometry/probe.py).
 
 Defaults: two targets of prose wrapped at several widths, the number of characters between the line start and
-the token, and whether the line breaks next (probe_targets.py). The model can infer both from the text before
-the token alone. The user's own labels are read from a file.
+the token, and whether the line breaks next (material/probe_targets.py). The model can infer both from the
+text before the token alone. The user's own labels are read from a file.
 
 A probe shows that a label can be decoded from the states, not that the model uses it.
 """
@@ -25,7 +25,8 @@ from ...stages.forward.text.prompts import check_prompts
 from ...stages.geometry.probe import FEWEST, PENALTIES, probe
 from ...store.errors import ConfigError, PromptError, nearest
 from ..labelled import column, records
-from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
+from ..material.line_corpus import wrapped_prose
+from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_targets
 from ..settings import AtLeastTwo, ModelSettings, Natural, setting
 from ..subject import read_texts
 from ..views import Data, Line, Lines, Table, View, together
@@ -154,7 +155,7 @@ class Probe(ModelWorkflow):
         return {target.name: self.result(target.name).load() for target in self.targets}
 
     def best(self, name: str) -> int:
-        """The layer with the largest score of a target on held-out prompts."""
+        """Layer with the largest held-out score of a target."""
         score = self.results_by_target[name]["score"].sel(targets="true")
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 

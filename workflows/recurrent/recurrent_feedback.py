@@ -156,7 +156,7 @@ class RecurrentFeedback(ModelWorkflow):
         """The preset's condition, with block, strength and `sustained` of the settings where they are set."""
         settings, preset = self.settings, self.preset
         published = conditions_of(preset.blocks, preset.strengths, preset.sustained, settings.depth)
-        default = next(condition for condition in published if condition.name == preset.chosen)
+        default = next(condition for condition in published if condition.name == preset.condition)
         if not settings.block and settings.strength is None and settings.sustained is None:
             return default
         block = settings.block or "{}-{}".format(*default.block)
@@ -281,7 +281,7 @@ class RecurrentFeedback(ModelWorkflow):
         # Feedback at every token makes lines run on; their last word is scored all the same, as in candle-mi.
         n_lines = len(self.lines)
         n_unfinished = n_lines - self.records[self.row]["ended"]
-        choice = self.preset.found if self._is_presets else "set by the user"
+        choice = self.preset.selection if self._is_presets else "set by the user"
         return (
             f"The selected condition: {choice}. {n_unfinished} of its {n_lines} second lines run on for "
             f"{self.settings.max_tokens} tokens; they are cut there, and the word at the cut is scored."
@@ -290,7 +290,7 @@ class RecurrentFeedback(ModelWorkflow):
     @property
     def _is_presets(self) -> bool:
         """Whether the selected condition is the one that the preset names."""
-        return self.condition.name == self.preset.chosen
+        return self.condition.name == self.preset.condition
 
     def _claim(self, text: str, effects: Floats, drawn: Any, plain: Any) -> Claim:
         """Claim about the share of lines with an outcome, compared with feedback of random directions.
@@ -476,10 +476,10 @@ class RecurrentFeedback(ModelWorkflow):
             "line1": line.text,
             "baseline_word": before,
             "baseline_rhymes": line.rhymes(before),
-            "baseline_rhymes_without_target": line.rhymes_anew(before),
+            "baseline_rhymes_without_target": line.rhymes_without_target(before),
             "recurrent_word": after,
             "recurrent_rhymes": line.rhymes(after),
-            "recurrent_rhymes_without_target": line.rhymes_anew(after),
+            "recurrent_rhymes_without_target": line.rhymes_without_target(after),
             "recurrent_line": str(fed["generated_text"].values[row]).split("\n", 1)[0],
             "result": results[line.rhymes(before), line.rhymes(after)],
             "foreign_word": self.control_ends[0][row],
@@ -504,7 +504,7 @@ class RecurrentFeedback(ModelWorkflow):
 
 def _score(line: FirstLine, word: str) -> int:
     """Score of a second line's last word: a key of `WORDS`."""
-    return 2 if line.rhymes_anew(word) else int(line.rhymes(word))
+    return 2 if line.rhymes_without_target(word) else int(line.rhymes(word))
 
 
 def _numbers(ids: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ..claim import CandidateEffects, Claim
 from ..labelled import records, values_of
-from ..material.answers import named, target_json, top_changed_json
+from ..material.answers import target_json, top_changed_json
 from ..material.edge_choice import ROLES, Indices, PlaceWorkflow
 from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Natural, setting
 from ..views import (
@@ -84,7 +84,7 @@ class RwkvInference(PlaceWorkflow):
     needs = "state of RWKV"
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
-    rule = "kind of position at which a write of random values, when left out,"
+    rule = "kind of position at which leaving out a write of random values changes"
     beside = "random values of equal norm, written in place of the writes and left out in the same way"
 
     writes = loaded("writes")
@@ -262,7 +262,7 @@ class RwkvInference(PlaceWorkflow):
             caption="Effective attention: the contribution of the value that a position wrote to the output "
             "of a head, as a share of all positive contributions; negative ones are left out. Point at a "
             "token, or move with the arrow keys.",
-            tokens=tuple(map(format_token, named(self.subject, self.encoding.ids))),
+            tokens=tuple(self.subject.token_labels(self.encoding.ids)),
             layers=tuple(pattern["layer"].values.tolist()),
             pattern=pattern.values,
             overview=weights,
@@ -335,7 +335,7 @@ class RwkvInference(PlaceWorkflow):
             **self.subject.about,
             **target_json(self.subject, self.target, self.pieces),
             "prompt": self.prompt,
-            "tokens": named(self.subject, self.encoding.ids),
+            "tokens": self.subject.token_texts(self.encoding.ids),
             "target_layer": self.layer,
             "knockout_position": self.position,
             "kl_divergence": selected["kl"],

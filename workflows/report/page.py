@@ -64,6 +64,7 @@ def write_whole(path: Path, text: bytes) -> Path:
     if path.is_file() and path.read_bytes() == text:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, as a file is only replaced atomically within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(text)
@@ -155,7 +156,7 @@ def _content(view: View) -> str:
 
 
 def _cells(values: Array) -> str:
-    """Numbers of a grid in the form in which a page embeds them."""
+    """Numbers of a grid, encoded for embedding in a page."""
     return str(block(values))
 
 
@@ -165,6 +166,7 @@ def _pictures(workflow: Reported) -> tuple[list[View], str]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             drawn = workflow.draw(Path(folder))
+        # Without matplotlib the page still has its interactive charts.
         except MissingExtra as error:
             return [], str(error)
         return [

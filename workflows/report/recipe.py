@@ -61,7 +61,12 @@ def asked(settings: Any) -> list[Asked]:
 
 
 def command(workflow: Reported, verb: str = "report") -> str:
-    """Command line that reproduces the results; verb: subcommand of mizarr."""
+    """Command line that reproduces the results.
+
+    Arguments:
+        workflow: The workflow.
+        verb: Subcommand of mizarr.
+    """
     words = ["mizarr", verb, workflow.name]
     for setting in asked(workflow.settings):
         if not setting.is_default:
@@ -71,14 +76,14 @@ def command(workflow: Reported, verb: str = "report") -> str:
 
 @dataclass(frozen=True)
 class Made:
-    """One node of the graph of the results."""
+    """A node of the computation graph: its stage, key, inputs and provenance."""
 
     name: str
-    """Name of the result in the workflow, or else name of the node, with a number if it is not unique."""
+    """Result name in the workflow, or else node name, numbered if several nodes share it."""
     stage: str
     """Name and version of the stage, "forward passes" or "given values"."""
     is_result: bool
-    """Whether the workflow names this node as a result, not only as a stage on the way."""
+    """Whether this node is a result of the workflow, not an intermediate stage."""
     key: str
     """Digest of its key; for forward passes that of their run (DATA of `mizarr ls`), for constants that of
     their content."""
@@ -168,6 +173,7 @@ def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
 
 def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
     """Entry of the activations: the run itself, or a larger run that contains these prompts."""
+    # Not found under its own key: the prompts may be part of a larger run.
     with contextlib.suppress(EntryNotFound):
         entry = store.entry(node.run_key, node.dtype)
         if all(entry.record(*cell) for cell in node.cells):
@@ -189,7 +195,12 @@ def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[t
 
 
 def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
-    """Provenance of a record to show: model, content, time, duration, memory, bytes, device and versions."""
+    """Provenance of a record to show: model, content, time, duration, memory, bytes, device and versions.
+
+    Arguments:
+        store: The store of the results.
+        record: Provenance of the result.
+    """
     notes = store.provenance(record)
     timed = [note for note in notes if "seconds" in note]
     note = (timed or notes or [{}])[0]

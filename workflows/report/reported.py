@@ -23,7 +23,7 @@ class Reported(Protocol):
     settings: Any
     """Dataclass of its settings."""
     store: Store | None
-    """Store of its results; None for a workflow without one."""
+    """Store of the results; None for a workflow without results."""
 
     @property
     def nodes(self) -> Mapping[str, ResultNode]:

@@ -42,12 +42,12 @@ from ...stages.causal.draws import Draws
 from ...stages.causal.random_pushes import RandomPushes
 from ...stages.corpus.positions import first_difference, position_of
 from ...stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.errors import ConfigError, MizarrError
 from ..claim import Claim
-from ..features.sae_features import dictionary_of
-from ..material.answers import answer_pieces, counterpart, encoded, fact, named, target_json
+from ..material.answers import answer_pieces, counterpart, encoded, fact, target_json
 from ..material.convergence_batch import FIELDS, read_batch
+from ..material.dictionaries import fitting_dictionary
 from ..material.push_fates import PushFates
 from ..settings import ControlSettings, Count, FactSettings, Positive, setting
 from ..views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
@@ -203,6 +203,7 @@ class PushedStatesCases(ModelWorkflow):
             try:
                 cases.append(self._case(*(entry[name] for name in FIELDS)))
             except MizarrError as error:
+                # One pair that does not fit the model must not end a batch of hundreds.
                 self.skipped.append({"group": entry["group"], "prompt": entry["prompt"], "error": str(error)})
         if not cases:
             raise ConfigError(
@@ -248,9 +249,7 @@ class PushedStatesCases(ModelWorkflow):
     @cached_property
     def dictionary(self) -> Dictionary:
         """Dictionary of the feature. Raises ConfigError or DictionaryError if none fits the model."""
-        dictionary = dictionary_of(self.settings.dictionary, self.settings.model, "clt")
-        dictionary.require_fit(self.subject.config, self.subject.name)
-        return dictionary
+        return fitting_dictionary(self.subject, self.settings.dictionary, self.settings.model, "clt")
 
     def _along_feature(self, prompt: str, target: str) -> Case:
         """A case that pushes a prompt along a feature, at every layer that the feature writes to."""
@@ -344,7 +343,7 @@ class PushedStatesCases(ModelWorkflow):
             "baseline_p_target": float(np.exp(effects["baseline_target_logprob"])),
             "baseline_top5": [
                 {"token": token, "token_id": token_id, "probability": p}
-                for token, token_id, p in zip(named(self.subject, ids), ids, probabilities, strict=True)
+                for token, token_id, p in zip(self.subject.token_texts(ids), ids, probabilities, strict=True)
             ],
             "convergence_matrix": matrix,
             "label": fates.label,
@@ -383,19 +382,19 @@ class PushedStatesCases(ModelWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: cases without a verdict, and why."""
         return "; ".join(
-            f"no verdict on {fates.what}: {' or '.join(fates.words)}"
+            f"no verdict on {fates.text}: {' or '.join(fates.words)}"
             for fates in self.fates
             if fates.claim is None
         )
 
     def _pushed(self, case: Case, suffix: str = "") -> str:
         """Title of a case: model, direction and position, then a suffix."""
-        token = named(self.subject, case.experiment.tokens)[case.position]
+        (token,) = self.subject.token_labels([case.experiment.tokens[case.position]])
         prompt, contrastive = format_text(case.prompt), format_text(case.contrastive)
         vector = (
             f"{prompt!r} minus {contrastive!r}" if case.feature is None else f"{case.feature} in {prompt!r}"
         )
-        return f"{self.subject.name}: {vector}, added at {format_token(token)!r}{suffix}"
+        return f"{self.subject.name}: {vector}, added at {token!r}{suffix}"
 
     def _matrix(self, i: int, label: str) -> Choice:
         """Heatmaps of the cosines of case `i` by layer pushed and layer read, one per strength."""

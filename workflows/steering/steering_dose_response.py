@@ -34,7 +34,7 @@ from ...store.arrays import Floats
 from ...store.errors import InterventionError
 from ..claim import CandidateEffects, Claim
 from ..labelled import records
-from ..material.answers import named, target_json, top_changed_json
+from ..material.answers import target_json, top_changed_json
 from ..material.edge_choice import ROLES, EdgeWorkflow, Indices
 from ..settings import ChosenEdgeSettings, Count, Positive, setting
 from ..views import Data, Line, Lines, Table, View, dash, points, together
@@ -73,21 +73,21 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings
 
-    rule = "kind of key whose edge, at the largest dose,"
-    beside = "other (layer, key) edges of each prompt, nearest in attention"
+    rule = "kind of key whose edge, scaled by the largest dose, changes"
+    beside = "other (layer, key) edges of each prompt with the nearest attention weights"
 
     def plan(self) -> Nodes:
         """Candidate edges at every dose, controls and edges of other facts at the largest dose."""
         settings = self.settings
         shared = self.read_edge(settings.window) | {"window": settings.window}
         layers = None if settings.sweep or settings.layer is None else (settings.layer,)
-        responses = tuple(
+        responses = [
             DoseResponse(edges=((self.query, key),), doses=settings.doses, layers=layers, **shared)
             for key in self.keys
-        )
+        ]
         for response in responses:
             response.cells(self.subject.config)  # raises for wrong settings before anything runs
-        nodes = {"response": self.on_model(responses[0] if len(responses) == 1 else AtOnce(responses))}
+        nodes = {"response": self.by_key(responses)}
         if not settings.controls:
             return nodes
         controls = tuple(
@@ -109,19 +109,14 @@ class SteeringDoseResponse(EdgeWorkflow):
     @cached_property
     def response(self) -> xr.Dataset:
         """Dose-response of the selected edge in every layer that is shown, [layer, dose], in memory."""
-        response = self._response_of(self.edge[1])
+        response = self.at_key("response", self.edge[1])
         return response if self.settings.sweep else response.sel(layer=[self.layer])
-
-    def _response_of(self, key: int) -> xr.Dataset:
-        """Dose-response of the edge to one candidate key, [layer, dose]."""
-        response = self.result("response").load()
-        return response.isel(draw=self.keys.index(key)) if "draw" in response.dims else response
 
     def lost_here(self, key: int) -> Floats:
         """See `PlaceWorkflow`: KL of one edge at the largest dose, [layer]; NaN for layers that are not
         steered."""
         largest_dose = int(np.argmax(self.settings.doses))
-        kl = self._response_of(key)["kl"].isel(dose=largest_dose)
+        kl = self.at_key("response", key)["kl"].isel(dose=largest_dose)
         by_layer: Floats = np.full(self.last_layer + 1, np.nan)
         by_layer[kl["layer"].values] = kl.values
         return by_layer
@@ -194,15 +189,14 @@ class SteeringDoseResponse(EdgeWorkflow):
     def views(self) -> Iterator[View]:
         """Table of the doses in the selected layer, and curves of attention and KL of every layer."""
         selected, baseline = self.selected, self.calibration.target_baseline
-        tokens = named(self.subject, self.encoding.ids)
-        reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
+        reads, is_read = map(self.token_label, self.edge)
         yield Data(
             json={
                 **self.choice_json(),
                 **{name: self.subject.about[name] for name in ("model_id", "n_layers", "n_heads")},
                 **target_json(self.subject, self.target, self.pieces),
                 "prompt": self.prompt,
-                "tokens": tokens,
+                "tokens": self.subject.token_texts(self.encoding.ids),
                 "target_layer": self.layer,
                 "edge": self.edge,
                 "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
@@ -229,7 +223,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         linear = Line("without renormalisation", baseline * np.array(weights.x), control=True)
         weights = replace(weights, lines=(*weights.lines, linear))
         answer = Lines.of(kl, "Effect on the next-token distribution", f"thick: layer {self.layer}", **shared)
-        query, key = (repr(format_token(tokens[place])) for place in self.edge)
+        query, key = map(repr, self.subject.token_labels(self.encoding.ids[place] for place in self.edge))
         title = f"{self.subject.name}: attention of {query} to {key} scaled in '{format_text(self.prompt)}'"
         beside = [self.findings]
         yield from together("steering_dose_response", title, weights, answer, beside=beside, columns=2)
@@ -300,8 +294,13 @@ def _or(factor: float | None, otherwise: str) -> str:
 
 
 def weight_distance(weights: Floats, edge: int) -> Floats:
-    """Distance |ln ratio| of each attention weight [..., edge] from that of one edge; inf for this edge
-    itself."""
+    """Distance |ln ratio| of each attention weight from that of one edge, [..., edge]; inf for this edge
+    itself.
+
+    Arguments:
+        weights: attention weights, [..., edge].
+        edge: index of the edge.
+    """
     # ln 0 is -inf, and a weight of 0 cannot be scaled: clipped, it is farther than all that can be.
     log_weights = np.log(np.maximum(weights, 1e-12))
     distance: Floats = np.abs(log_weights - log_weights[..., [edge]])

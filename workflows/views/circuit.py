@@ -55,6 +55,7 @@ class CircuitDrawing(View):
         """Draw the edges, the strongest last and therefore on top, then the names of the nodes."""
         from matplotlib.patches import FancyArrowPatch
 
+        # `or 1.0`: a circuit without edges, or of zeros only, is divided by 1.
         largest = float(np.abs(self.weights).max(initial=0.0)) or 1.0
         for edge in np.argsort(np.abs(self.weights), kind="stable").tolist():
             node, _, kind = self.downstream[edge].partition("<")

@@ -22,7 +22,7 @@ RIM = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Cones(View):
-    """Cones with their apex at the origin, each coloured by its class, some of them marked.
+    """Cones with apex at the origin, coloured by class, optionally marked.
 
     In 2 dimensions a cone is a sector of a disc. In 3 dimensions two discs show the half spaces on both sides
     of the plane x + y + z = 0, seen along the diagonal, which is their centre. Areas on the discs are
@@ -126,7 +126,7 @@ def _disc_outlines(rays: Array) -> list[Array]:
 
 
 def _clipped(outline: Array, normal: Array) -> Array:
-    """The part of an outline on the unit sphere on one side of a plane through the origin.
+    """Clip an outline on the unit sphere by a plane through the origin.
 
     Arguments:
         outline: Points of a closed curve, float [point, 3].

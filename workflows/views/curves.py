@@ -125,6 +125,7 @@ class Lines(View):
         """
         curve_dim, x_dim = map(str, array.dims)
         x = array[x_dim].values.tolist()
+        # Labels keep the order of the array; numbers must increase along an axis.
         order = np.argsort(x, kind="stable") if not isinstance(x[0], str) else np.arange(len(x))
         is_named = array[curve_dim].dtype.kind in "UOT"
         is_emphasised = array[curve_dim].values == strong
@@ -219,6 +220,7 @@ class Lines(View):
     def _smallest_positive(self) -> float:
         """The smallest positive value of all curves and bands; infinity if there is none."""
         arrays = [array for line in self.lines for array in (line.values, line.band) if array is not None]
+        # Curves and bands have different shapes, so that they are joined as flat arrays.
         values = np.concatenate(list(map(np.ravel, arrays)))
         return float(np.min(values[values > 0], initial=np.inf))
 
@@ -306,7 +308,14 @@ class Bars(View):
 
     @classmethod
     def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **view_fields: Any) -> Bars:
-        """Build bars from a labelled array [series, x]; arguments as in `Lines.of`."""
+        """Build bars from a labelled array; see `Lines.of`.
+
+        Arguments:
+            array: The values, [series, x].
+            title: Title of the panel.
+            caption: Caption of the panel.
+            view_fields: Other fields of the view.
+        """
         lines = Lines.of(array)
         shared = {name: getattr(lines, name) for name in ("lines", "x_name", "y_name", "unit")}
         return cls(title=title, caption=caption, **{**shared, "x": tuple(map(str, lines.x)), **view_fields})

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Findings"]
 
 # The legend of report/assets/parts.html in short.
-STROKES = "Dot: the effect, its line 95 % over prompts; grey: random causes of equal size; thin: zero."
+STROKES = (
+    "Dot: the effect; its line: 95 % interval over prompts; grey: random causes of equal size; thin line: "
+    "zero."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,12 @@ class Findings(View):
 
     @classmethod
     def none(cls, reason: str, sources: tuple[str, ...] = ()) -> Findings:
-        """A view without claims. reason: a sentence that says why; `not_claimed` in the JSON document."""
+        """A view without claims.
+
+        Arguments:
+            reason: A sentence that says why; `not_claimed` in the JSON document.
+            sources: Results that the reason is read from.
+        """
         document = {"findings": [], "not_claimed": reason}
         return cls(findings=(), title="What was found", caption=reason, json=document, sources=sources)
 
@@ -57,7 +65,7 @@ class Findings(View):
         return 9.0, 0.6 + 0.55 * len(self.findings)
 
     def panel(self) -> Findings:
-        """The view with the legend of the drawing appended to its caption, as on a page."""
+        """View with the drawing's legend appended to its caption, like on a page."""
         return replace(self, caption=f"{self.caption} {STROKES}".strip())
 
     def draw(self, axes: Any) -> None:

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def along(array: xr.DataArray, dim: str) -> tuple[str, ...]:
-    """Coordinate labels along a dim, as text; floats in short form (`%g`)."""
+    """Coordinate labels along a dim, as text; floats in short form (`%g`).
+
+    Arguments:
+        array: The array.
+        dim: Its dimension.
+    """
     return tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in array[dim].values.tolist())
 
 
@@ -33,6 +38,12 @@ def unit(array: xr.DataArray) -> str:
 
 
 def expect(label: str, values: Array, shape: tuple[int, ...]) -> None:
-    """Raise ShapeError unless `values` has this shape. label: names the array in the message."""
+    """Raise ShapeError unless an array has the expected shape.
+
+    Arguments:
+        label: Name of the array in the message.
+        values: The array.
+        shape: The expected shape.
+    """
     if values.shape != shape:
         raise ShapeError(f"expected {label} of shape {shape}, as its labels say, found {values.shape}")

@@ -136,7 +136,12 @@ def compose(
 
 
 def png(panels: Sequence[Panel], *, dpi: int = 100) -> bytes:
-    """Panels drawn as a PNG, as bytes, for a notebook or a page. dpi: pixels per inch."""
+    """Panels drawn as a PNG, as bytes, for a notebook or a page.
+
+    Arguments:
+        panels: The panels.
+        dpi: Pixels per inch.
+    """
     file = io.BytesIO()
     with warnings.catch_warnings():
         # Fonts lack glyphs of many scripts in vocabularies: a missing one is drawn as a box.
@@ -192,7 +197,12 @@ def style() -> Any:
 
 
 def blank(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches, with constrained layout."""
+    """An empty figure with constrained layout.
+
+    Arguments:
+        width: Width in inches.
+        height: Height in inches.
+    """
     # Not pyplot.figure, which registers the figure globally and keeps it in memory.
     from matplotlib.figure import Figure
 
@@ -207,7 +217,12 @@ def ramp(name: str) -> Any:
 
 
 def wrapped(panel: Panel, width: float) -> tuple[list[str], list[str]]:
-    """(lines of the title, lines of the caption) of a panel, wrapped to a width in inches."""
+    """(lines of the title, lines of the caption) of a panel, wrapped to a width.
+
+    Arguments:
+        panel: The panel.
+        width: Width in inches.
+    """
     # Characters per inch at the font sizes of `entitle`.
     title = textwrap.wrap(panel.title, max(20, int(10.5 * width)))
     return title, textwrap.wrap(panel.caption, max(20, int(14 * width)))
@@ -241,13 +256,25 @@ def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> Non
 
 
 def footer(figure: Any, text: str) -> None:
-    """Write a small text into the lower right corner of a figure."""
+    """Write a small text into the lower right corner of a figure.
+
+    Arguments:
+        figure: The figure.
+        text: The text.
+    """
     text = "\n".join(textwrap.wrap(text, int(20 * figure.get_figwidth())))
     figure.supxlabel(text, x=0.99, ha="right", fontsize=6.5, color=FAINT)
 
 
 def frame(column: float, row: float, last_column: float, last_row: float) -> Any:
-    """A rectangle around the cells between two corner cells, given as columns and rows, both inclusive."""
+    """A rectangle around the cells between two corner cells.
+
+    Arguments:
+        column: First column.
+        row: First row.
+        last_column: Last column, inclusive.
+        last_row: Last row, inclusive.
+    """
     from matplotlib.patches import Rectangle
 
     corner = (min(column, last_column) - 0.47, min(row, last_row) - 0.45)
@@ -280,7 +307,7 @@ def integers(axis: Any) -> None:
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis logarithmic, with the ticks of `log_ticks` and the labels of `mark`, as on a page."""
+    """Make an axis logarithmic, with the ticks of `log_ticks` and labels of `mark`."""
     # Own labels: matplotlib's are formulas such as $10^3$, and STYLE switches formulas off.
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -331,6 +358,7 @@ def mark(value: float) -> str:
     >>> mark(0.02), mark(1.0), mark(131072.0), mark(5e-07), mark(1e6), mark(1.5e8)
     ('0.02', '1', '131,072', '5e-7', '1e6', '1.5e8')
     """
+    # 11 digits: rounding errors of a computed tick, such as 0.30000000000000004, are cut off.
     if value and not 1e-3 <= abs(value) < 1e6:
         digits, _, power = f"{value:.11e}".partition("e")
         return f"{float(digits):.12g}e{int(power)}"
@@ -351,6 +379,7 @@ def _in_equal_steps(low: float, high: float, count: int) -> list[float]:
     smallest_step = (high - low) / count
     power = 10.0 ** math.floor(math.log10(smallest_step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= smallest_step * 0.999)
+    # Rounding errors of the division must not drop a tick at either end.
     start, stop = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(start, stop + 1)]
 
@@ -363,7 +392,13 @@ def bare(axes: Any) -> None:
 
 
 def bar(axes: Any, image: Any, label: str) -> None:
-    """Add a colour bar with a label to the axes of an image."""
+    """Add a colour bar with a label to the axes of an image.
+
+    Arguments:
+        axes: Axes with the image.
+        image: The image.
+        label: The label.
+    """
     colour_bar = axes.figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
     colour_bar.set_label(even(label, 32))
     colour_bar.outline.set_visible(False)
@@ -384,7 +419,12 @@ def shades(count: int, *, in_order: bool) -> list[Any]:
 
 
 def tints(colour: str, count: int) -> list[Any]:
-    """`count` tints of a colour: the colour itself, then lighter ones."""
+    """Tints of a colour: the colour itself, then lighter ones.
+
+    Arguments:
+        colour: The colour.
+        count: Number of tints.
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
     pale = LinearSegmentedColormap.from_list(colour, [colour, "white"])
@@ -392,7 +432,12 @@ def tints(colour: str, count: int) -> list[Any]:
 
 
 def baselines(axes: Any, names: Sequence[str]) -> None:
-    """Draw a baseline for each curve, 2.2 below the previous one, with the curve's name as tick label."""
+    """Draw a baseline for each curve, 2.2 below the previous one, with the curve's name as tick label.
+
+    Arguments:
+        axes: Axes of the curves.
+        names: Names of the curves, from the top.
+    """
     for i in range(len(names)):
         axes.axhline(-2.2 * i, color="#e3e5ea", lw=0.8, zorder=0)
     axes.set_yticks([-2.2 * i for i in range(len(names))], names)
@@ -450,7 +495,12 @@ def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:
 
 
 def even(text: str, width: int) -> str:
-    """Wrap a text into the fewest lines of at most `width` characters, of nearly equal length."""
+    """Wrap a text into the fewest lines, of nearly equal length.
+
+    Arguments:
+        text: The text.
+        width: Largest number of characters of a line.
+    """
     lines = textwrap.wrap(text, width, break_on_hyphens=False)
     # The smallest width that needs no further line gives the most even lines.
     while width > 1:
@@ -463,7 +513,12 @@ def even(text: str, width: int) -> str:
 
 
 def fit(text: str, width: int) -> str:
-    """A text shortened to `width` characters; "…" marks the cut."""
+    """A text shortened to a width; "…" marks the cut.
+
+    Arguments:
+        text: The text.
+        width: Largest number of characters.
+    """
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -471,16 +526,26 @@ def fit(text: str, width: int) -> str:
 
 
 def rich_table(title: str, caption: str, **options: Any) -> RichTable:
-    """An empty terminal table in the common style; `options` are further arguments of `rich.table.Table`."""
+    """An empty terminal table in the common style.
+
+    Arguments:
+        title: Title of the table.
+        caption: Caption of the table.
+        options: Further arguments of `rich.table.Table`.
+    """
     from rich.table import Table
 
     return Table(title=literal(title), caption=literal(caption), box=None, pad_edge=False, **options)
 
 
 def fitted(table: RichTable, width: int) -> RichTable:
-    """The table for a terminal `width` characters wide.
+    """The table, fitted to a terminal.
 
     If text columns of LEAST characters do not fit beside unwrapped numbers, numbers may be wrapped, too.
+
+    Arguments:
+        table: The table.
+        width: Width of the terminal in characters.
     """
     if sum((column.min_width or LEAST) + 2 for column in table.columns) > width:
         for column in table.columns:

@@ -42,7 +42,7 @@ class Tokens(View):
     kind: ClassVar[str] = "tokens"
     is_drawn: ClassVar[bool] = True
     texts: tuple[Text, ...]
-    """The texts, all on the same colour scale."""
+    """Texts that share a colour scale."""
     value_name: str
     """Name of the number."""
     unit: str = ""

@@ -115,6 +115,7 @@ def pass_times(name: str, revision: str | None = None, *, tokens: int = 16, pass
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
     """Calls a function; returns its result and the seconds it took."""
+    # `perf_counter` is monotonic: a corrected system clock does not change it.
     started = time.perf_counter()
     return work(), time.perf_counter() - started
 

@@ -26,7 +26,7 @@ from ..labelled import labelled
 from ..material.answers import number
 from ..settings import FileSettings, setting
 from ..subject import Subject
-from ..views import Data, Lines, Table, View, bold, paper, together
+from ..views import Data, Lines, Table, View, bold, dash, paper, together
 from ..workflow import Workflow
 from .inspect_model import BLOCK, TensorFacts, tensor_facts
 
@@ -92,7 +92,11 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
     data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in columns.items()}
     data["layer"] = ("tensor", np.array([layer for layer, _ in places], np.int64))
     data["shape"] = (("tensor", "axis"), shapes)
-    for name, unit in (("norm", "Frobenius norm"), ("mean", "mean of the entries"), ("std", "their spread")):
+    for name, unit in (
+        ("norm", "Frobenius norm"),
+        ("mean", "mean of the entries"),
+        ("std", "standard deviation of the entries"),
+    ):
         values = [getattr(fact, name) for fact in facts]
         column = np.array([np.nan if value is None else value for value in values])
         data[name] = ("tensor", column, {"units": "1", "long_name": unit})
@@ -236,7 +240,7 @@ class InspectWeights(Workflow):
         yield Table.of(
             [{"layer": layer, **dict(enumerate(row))} for layer, row in zip(layers, norms, strict=True)],
             ("layer", "layer", lambda layer: bold(str(layer))),
-            *((short, partial(_cell, i), str) for i, short in enumerate(self.short)),
+            *((short, lambda row, i=i: dash(row[i], ".3g"), str) for i, short in enumerate(self.short)),
             title="Frobenius norm by layer",
             caption=f"tensors with NaN or infinite entries: {', '.join(broken[:3])}{more}" if broken else "",
         )
@@ -257,14 +261,14 @@ class InspectWeights(Workflow):
             ("tensor", "name"),
             ("shape", lambda fact: _shape(fact["shape"])),
             ("dtype", "dtype"),
-            *((statistic, partial(_cell, statistic), str) for statistic in ("norm", "mean", "std")),
+            *((key, lambda fact, key=key: dash(fact[key], ".3g"), str) for key in ("norm", "mean", "std")),
             title="Tensors of no layer",
             caption="the embedding is also the unembedding (tied)" if config.tie_word_embeddings else "",
         )
 
     def _in_families(self, curves: Lines) -> Lines:
-        """The curves with a family each, if there are more curves than colours: those of one module of a
-        layer ("mlp") get shades of one colour."""
+        """Curves grouped by module of a layer ("mlp"), which get shades of one colour, if there are more
+        curves than colours."""
         if len(curves.lines) <= len(paper.SHADES):
             return curves
         modules = {
@@ -293,12 +297,6 @@ class InspectWeights(Workflow):
 def _shape(shape: Sequence[int]) -> str:
     """Shape as text: "768 x 3072", or "number" for a scalar."""
     return " x ".join(map(str, shape)) or "number"
-
-
-def _cell(name: Any, row: dict[Any, Any]) -> str:
-    """A number of a row with three significant digits; a dash for None or NaN."""
-    value = row[name]
-    return "–" if value is None or np.isnan(value) else f"{value:.3g}"
 
 
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import largest, records
-from ..material.answers import named
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import ModelWorkflow, Nodes, loaded
@@ -116,6 +115,7 @@ class OvQk(ModelWorkflow):
         """Largest and smallest copying score of all heads, compared with the extremes of every draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
+        # A head whose matrices are zero, as in a pruned model, has no score.
         heads = int(np.isfinite(scores).sum())
 
         def claim(extreme: Any, pick: Any, effect: str, rank: str, side: Side) -> Claim:
@@ -197,7 +197,7 @@ class OvQk(ModelWorkflow):
         layer, head = int(result["told_layer"]), int(result["told_head"])
         columns = {"read": "read_token", "written": "written_token"}
         directions = [
-            row | {side: named(self.subject, row[side]) for side in columns}
+            row | {side: self.subject.token_texts(row[side]) for side in columns}
             for row in records(result, "direction", "share", "singular_value", **columns)
         ]
         apart = (

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.logits.lens import format_probability, format_text, format_token
-from ..material.answers import named
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ STEPS, PLACES = 24, 24
 def denoising_views(
     subject: Subject, texts: Sequence[str], found: xr.Dataset, unchanged: xr.Dataset | None, without: str
 ) -> Iterator[View]:
-    """The texts with masks filled in, and a trace of the first one: the most likely token at every mask in
-    every pass.
+    """Views of texts with filled masks, and the first text's most likely token at every mask by pass.
 
     Arguments:
         subject: model and tokenizer.
@@ -46,7 +44,7 @@ def denoising_views(
         document["unchanged_text"] = _text(subject, baseline["token_id"].values)
     shown = [
         Text(
-            tuple(map(format_token, named(subject, filled["token_id"].values))),
+            tuple(subject.token_labels(filled["token_id"].values)),
             np.exp(filled["logprob"].values),
             f"{prefix}{_short(text)}",
         )
@@ -97,7 +95,7 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
     shown = positions[:PLACES]
     cells = filled.isel(position=shown, step=slice(STEPS)).transpose(..., "position", "step")
     ids = cells["best_id"].values
-    words = [["" if i < 0 else format_token(named(subject, [i])[0]) for i in row] for row in ids]
+    words = [["" if i < 0 else subject.token_labels([i])[0] for i in row] for row in ids]
     panel = Heatmap(
         values=np.exp(cells["best_logprob"].values),
         rows=tuple(f"position {position}" for position in shown),

@@ -31,9 +31,9 @@ from ...stages.forward.generation.stopping import end_ids
 from ...stages.forward.hooks.interventions import Zero
 from ...stages.forward.hooks.spec import HookSpec
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_text, format_token
+from ...stages.logits.lens import format_probability, format_text
 from ...store.errors import ConfigError
-from ..material.answers import FRANCE, encoded, named
+from ..material.answers import FRANCE, encoded
 from ..settings import ModelSettings, Natural, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
@@ -262,10 +262,10 @@ class Generate(ModelWorkflow):
 
     def _generated_texts(self, row: int) -> Iterator[Text]:
         """Generated text of a prompt and, if hook points are set to zero, that of the unchanged model."""
-        for prefix, found in (("", self.generation), ("unchanged: ", self.unchanged)):
-            if found is not None:
-                continuation = _of_prompt(found, row)
-                tokens = tuple(map(format_token, named(self.subject, continuation["token_id"].values)))
+        for prefix, generated in (("", self.generation), ("unchanged: ", self.unchanged)):
+            if generated is not None:
+                continuation = _of_prompt(generated, row)
+                tokens = tuple(self.subject.token_labels(continuation["token_id"].values))
                 probabilities = np.exp(continuation["logprob"].values)
                 yield Text(tokens, probabilities, f"{prefix}{_tail(self.texts[row])}")
 
@@ -285,7 +285,7 @@ class Generate(ModelWorkflow):
             "total_tokens": count + len(ids),
             "prompt_token_ids": continuation["prompt_id"].values[:count].tolist(),
             "token_ids": ids,
-            "tokens": named(self.subject, ids),
+            "tokens": self.subject.token_texts(ids),
             "probabilities": np.exp(continuation["logprob"].values).tolist(),
             "finish_reason": str(continuation["finish_reason"].values),
         }
@@ -306,7 +306,12 @@ class _Printer:
         self._console, self._texts = EscapingConsole(stderr=True, highlight=False), texts
 
     def show(self, prompt: tuple[int, ...], new: NewToken) -> None:
-        """Prints a token; the prompt before the first token, an empty line after the last."""
+        """Prints a token; the prompt before the first token, an empty line after the last.
+
+        Arguments:
+            prompt: token ids of the prompt.
+            new: the new token.
+        """
         if new.step == 0:
             self._print(self._texts[prompt], style="dim")
         self._print(new.text)
@@ -323,6 +328,7 @@ def default_prompts(model: str) -> tuple[str, ...]:
     if model not in SHIPPED:
         return (FRANCE[0],)
     facts = tuple(fact["prompt"] for fact in shipped_facts()[:FACTS])
+    # The first line is the title.
     lines = wrap(shipped_prose().partition("\n")[2], LINE).split("\n")
     unfinished = lines[LINES][: lines[LINES].rindex(" ")]
     return (*facts, "\n".join([*lines[:LINES], unfinished]))

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ...stages.logits.lens import format_text, format_token
-from ...store.errors import ConfigError, PromptError
+from ...store.errors import ConfigError
 from ...store.reading.characters import words
-from ..material.answers import encoded, named
+from ..material.answers import encoded
 from ..settings import FileSettings, setting
 from ..subject import Subject
 from ..views import Data, Figure, Strip, Table, View, dash
@@ -61,8 +61,9 @@ class TokenPositions(Workflow):
     """Tokens of one text, and conversions between characters and token positions.
 
     Raises:
-        ConfigError, PromptError, TokenizerError: for an empty text, or a range that is not "name=start-end",
-            empty or outside the text.
+        ConfigError: a range that is not written as "name=start-end".
+        PromptError: a text without tokens, or with more than the model reads.
+        TokenizerError: a range that is empty or outside the text.
     """
 
     name = "token_positions"
@@ -74,8 +75,6 @@ class TokenPositions(Workflow):
     def __init__(self, settings: TokenPositionsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.subject = Subject(settings.reference(model))
-        if not settings.text:
-            raise PromptError("expected a text, found an empty one")
         self.encoding = encoded(self.subject, settings.text)
         is_default = settings.text == TEXT
         word_ranges = words(settings.text)
@@ -98,7 +97,7 @@ class TokenPositions(Workflow):
         """Tables of tokens, of characters to tokens, of ranges and of converted positions; the text with its
         tokens."""
         encoding, text, name = self.encoding, self.settings.text, self.subject.name
-        pieces = named(self.subject, encoding.ids)
+        pieces = self.subject.token_texts(encoding.ids)
         digest = self.subject.tokenizer.digest
         yield Data(json={"model_id": name, "tokenizer": digest, "text": text, "unit": "characters"})
         tokens = [

@@ -145,7 +145,8 @@ def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(name, tiny_model
     place, layer = np.unravel_index(lost.argmax(), lost.shape)
     assert choice["lost"] == lost.max() and choice["layer"] == layer == done.to_json()["target_layer"]
     assert done.edge[1] == done.keys[place]
-    assert "moves this prompt most" in choice["rule"] and "moves this prompt most" in told.caption
+    rule = "the prediction of this prompt most"
+    assert rule in choice["rule"] and rule in told.caption
     without = compute(name, store=tmp_path, controls=0, **given)
     assert "known" not in without.nodes
     assert without.to_json()["choice"] == choice

@@ -18,7 +18,7 @@ from mizarr.workflows.browse.finding import find_news, find_page
 from mizarr.workflows.browse.lineage import Lineage
 from mizarr.workflows.browse.opened import open_run
 from mizarr.workflows.browse.page import HarvestProgress, PageLinks, TokenLinks
-from mizarr.workflows.browse.pages.search import search_prompts
+from mizarr.workflows.browse.pages.search import match_range, search_prompts
 from mizarr.workflows.browse.render import render
 from mizarr.workflows.browse.similar import most_similar, stretches
 from mizarr.workflows.holdings import Holdings
@@ -233,6 +233,28 @@ def test_a_search_finds_words_whatever_their_case_and_goes_on_where_it_stopped(m
     prompts = [hit.prompt for part in (first, second, third) for hit in part.hits]
     assert prompts == [0, *range(2, 70)] and third.resume_at is None
     assert search_prompts(held, "script").hits[0].prompt == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "match"),
+    [
+        ("Die Straße ist lang", "IST", "ist"),
+        ("Die Straße ist lang", "strasse", "Straße"),
+        ("Die Straße ist lang", "ras", "raß"),
+        ("a Straße, then GRASS", "Grass", "GRASS"),
+        ("ﬁne Straße", "ine str", "ﬁne Str"),
+        ("İstanbul and Ankara", "ankara", "Ankara"),
+        ("plain words", "WORDS", "words"),
+        ("Straße", "", ""),
+    ],
+)
+def test_a_match_covers_the_words_even_if_case_folding_lengthens_the_text(text, words, match):
+    start, stop = match_range(text, words.casefold())
+    assert text[start:stop] == match
+
+
+def test_words_that_are_not_in_a_text_match_nothing():
+    assert match_range("Die Straße ist lang", "gasse") is None
 
 
 def test_a_harvest_in_progress_tells_what_stands(made, tmp_path):

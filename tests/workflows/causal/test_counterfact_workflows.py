@@ -16,7 +16,7 @@ from mizarr.stages.causal.counterfact import position_map
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_told, pairs_of_facts
+from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_label, pair_records, pairs_of_facts
 from mizarr.workflows.subject import Subject, shipped_facts
 from tests.known_facts import compute_as_known
 
@@ -64,7 +64,7 @@ def test_tokens_are_labelled_by_the_text_before_the_first_blank_line(patching, t
         encoding = tokenizer.encode(record["original_prompt"])
         end = record["original_prompt"].index("\n\n")
         fact = [i for i, (start, stop) in enumerate(encoding.offsets) if stop > start and start < end]
-        assert pair.pair.fact == tuple(fact)
+        assert pair.tokens.fact == tuple(fact)
         assert [i for i, label in enumerate(pair.labels) if label == "fact_final"] == fact[-1:]
         assert pair.labels[0] == "other", "BOS states nothing"
 
@@ -89,7 +89,7 @@ def test_json_has_the_fields_of_the_protocol(patching):
     for patch in first["patches"]:
         assert patch["is_different"] == (patch["ablated_continuation"] != first["original_continuation"])
         assert patch["layer"] in ([0, 1], [2])
-        assert patch["cf_pos"] == position_map(patching.pairs[0].pair)[patch["orig_pos"]]
+        assert patch["cf_pos"] == position_map(patching.pairs[0].tokens)[patch["orig_pos"]]
     last = [p for p in first["patches"] if p["layer"] == [2]][-1]
     assert last["ablated_continuation"] == first["cf_continuation"]
 
@@ -175,7 +175,7 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
     effects, nulls = [], []
     donors = controls_of(patching)
     for each, unrelated in zip(patching.pairs, donors, strict=True):
-        pair = each.pair
+        pair = each.tokens
         says = int(model.forward(pair.counterfactual).logits[0, -1].argmax())
         for prompt, kept in ((pair.counterfactual, effects), *((d, nulls) for d in unrelated)):
             result = subject_patched(model, pair.original, pair.subject, prompt, block)
@@ -187,7 +187,9 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
     assert (ours == said).tolist() == nulls
     assert found["null"]["draws"] == 50
     least = patching.blocks[int(np.flatnonzero(taken == taken.min())[-1])]
-    assert quiet["claim"].startswith("for comparison, ") and f"layers {layers_told(least)} " in quiet["claim"]
+    assert (
+        quiet["claim"].startswith("for comparison, ") and f"layers {layers_label(least)} " in quiet["claim"]
+    )
     said = [
         int(
             subject_patched(model, pair.original, pair.subject, pair.counterfactual, least)
@@ -195,7 +197,7 @@ def test_the_finding_of_patching_is_what_the_other_subject_makes_it_say(patching
             .argmax()
         )
         == int(model.forward(pair.counterfactual).logits[0, -1].argmax())
-        for pair in (each.pair for each in patching.pairs)
+        for pair in (each.tokens for each in patching.pairs)
     ]
     assert quiet["effect"] == pytest.approx(np.mean(said))
 
@@ -205,7 +207,7 @@ def controls_of(done) -> list[list[tuple[int, ...]]]:
     (experiment,) = done.nodes["controls"].experiment.experiments
     prompts = [pair.counterfactual for pair in experiment.pairs]
     for prompt, pair in zip(prompts, np.repeat(range(2), 3), strict=True):
-        own = done.pairs[pair].pair
+        own = done.pairs[pair].tokens
         assert len(prompt) == len(own.counterfactual) and prompt not in (own.counterfactual, own.original)
     return [prompts[:3], prompts[3:]]
 
@@ -226,7 +228,7 @@ def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(r
     assert f"head {still[1]} of layer {still[0]}" in quiet["claim"]
     effects, nulls = [], []
     for each, unrelated in zip(routing.pairs, controls_of(routing), strict=True):
-        pair = each.pair
+        pair = each.tokens
 
         def attention(result, fact=pair.fact) -> np.ndarray:
             patterns = [result[f"blocks.{i}.attn.hook_pattern"][0, :, -1, list(fact)] for i in range(3)]
@@ -298,7 +300,7 @@ def test_claims_are_about_the_pairs_that_the_model_knows(settings):
     done.is_known = lambda group: np.arange(done.groups[group]) < 2
     told = done.run(open_store(settings["store"])).to_json()["findings"][0]
     moved = np.abs(done.routing["delta"].values)
-    block = next(b for b in range(2) if f"layers {layers_told(done.blocks[b])} " in told["claim"])
+    block = next(b for b in range(2) if f"layers {layers_label(done.blocks[b])} " in told["claim"])
     assert told["prompts"] == 2 and whole["prompts"] == 3
     assert told["effect"] == pytest.approx(moved[:2, block].sum((1, 2)).mean())
 
@@ -307,9 +309,11 @@ def test_pairs_of_several_files_are_read_in_order_and_the_rest_is_chosen_on(data
     given = {"model": str(tiny_model), "limit": 1, "others": 2}
     own = build("factual_routing", data=str(data), **given)
     both = build("factual_routing", data=[str(data), "shipped"], **given | {"limit": 3})
-    assert [each.original for each in own.pairs] == [RECORDS[0]["original_prompt"]]
-    shipped = [record["original_prompt"] for record in pairs_of_facts(own.subject, shipped_facts())[:1]]
-    assert [each.original for each in both.pairs] == [each["original_prompt"] for each in RECORDS] + shipped
+    assert [each.texts.original for each in own.pairs] == [RECORDS[0]["original_prompt"]]
+    shipped = [record.original for record in pair_records(own.subject, ["shipped"])[:1]]
+    assert [each.texts.original for each in both.pairs] == [
+        each["original_prompt"] for each in RECORDS
+    ] + shipped
     (chosen_on,) = own.nodes["choice"].experiment.experiments[0].pairs
     assert list(chosen_on.original) == own.subject.tokenizer.encode(RECORDS[1]["original_prompt"]).ids
 
@@ -339,10 +343,10 @@ def test_published_records_are_read_and_labelled(tiny_model: Path):
     pairs = fact_pairs(subject, (str(path),), 0)
     assert len(pairs) == len(json.loads(path.read_text()))
     for each in pairs:
-        positions, sources = zip(*each.pair.subject, strict=True)
-        assert {*positions} <= {*each.pair.fact}, "the subject is in the fact, not in the instruction"
+        positions, sources = zip(*each.tokens.subject, strict=True)
+        assert {*positions} <= {*each.tokens.fact}, "the subject is in the fact, not in the instruction"
         assert each.labels.count("fact_final") == 1
-        assert min(sources) >= 0 and max(sources) < len(each.pair.counterfactual)
+        assert min(sources) >= 0 and max(sources) < len(each.tokens.counterfactual)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_kin_of_a_fact_are_the_other_facts_of_its_relation_and_answer():
     assert FACT not in dict(kin.texts) and {span for _, span in kin.texts} == {None}
     more = [fact for fact in shipped_facts() if fact["prompt"].startswith("The mother tongue")]
     assert len(kin.texts) == sum(fact["target"] == "French" for fact in more if fact["prompt"] != FACT)
-    assert kin.where == "other facts that end on 'French', as far from their end"
+    assert kin.where == "other facts with the answer 'French', at the same distance from the end"
 
 
 @pytest.mark.parametrize("word", ["light", "run", "before"])

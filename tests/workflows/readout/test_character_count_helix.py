@@ -15,7 +15,7 @@ from mizarr.stages.geometry import character_count
 from mizarr.store import open_store
 from mizarr.store.errors import MizarrError
 from mizarr.workflows import build, compute
-from mizarr.workflows.readout.character_count_helix import line_corpus
+from mizarr.workflows.material.line_corpus import line_corpus
 from mizarr.workflows.subject import Subject
 
 WIDTHS = (20, 27)

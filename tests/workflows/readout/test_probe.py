@@ -15,11 +15,11 @@ from mizarr.stages.geometry.probe import probe
 from mizarr.store import PackedTokens
 from mizarr.store.errors import ConfigError, HookPointNotFound, MizarrError, PromptError, TokenizerError
 from mizarr.workflows import build, compute
+from mizarr.workflows.material.line_corpus import wrapped_prose
 from mizarr.workflows.material.probe_targets import (
     Target,
     read_labels,
     thinned,
-    wrapped_prose,
     wrapped_targets,
 )
 from mizarr.workflows.subject import Subject

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from mizarr.store.errors import ConfigError, MizarrError, TokenizerError
+from mizarr.store.errors import ConfigError, MizarrError, PromptError, TokenizerError
 from mizarr.workflows import build, compute
 from mizarr.workflows.writing.token_positions import TEXT, read_span
 
@@ -76,6 +76,7 @@ def test_a_span_is_written_with_or_without_a_name():
     ("given", "error", "message"),
     [
         ({"text": ""}, ConfigError, "expected text that is not empty"),
+        ({"text": "a " * 9000}, PromptError, "positions"),
         ({"spans": ["Paris"]}, ConfigError, "name=start-end"),
         ({"spans": ["x=40-60"]}, TokenizerError, "within the text's 45 characters"),
         ({"spans": ["x=5-5"]}, TokenizerError, "found 5..5"),

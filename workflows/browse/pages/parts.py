@@ -76,7 +76,12 @@ def moment(seconds: float) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """A text on one line, shortened to `most` characters."""
+    """Text on a single line; "…" marks characters cut from its end.
+
+    Arguments:
+        text: The text.
+        most: Largest number of characters.
+    """
     # A long text is cut before its whitespace is normalised, which would read all of it.
     line = " ".join(text[: 4 * most].split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
@@ -109,7 +114,14 @@ def page_of(
 
 
 def runs_table(runs: Sequence[HeldFolder], address: str, *, title: str = "", caption: str = "") -> Table:
-    """Table of runs, one row per run, with links from the page at `address` to their pages."""
+    """Table of runs, one row per run, with links to their pages.
+
+    Arguments:
+        runs: Folders of the runs.
+        address: Address of the page that shows the table.
+        title: Title of the table.
+        caption: Caption of the table.
+    """
     return Table.of(
         [folder for folder in runs if folder.run is not None],
         ("run", lambda folder: linked(folder.run.run[:12], address, addresses.run(digest_of(folder)))),

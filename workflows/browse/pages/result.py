@@ -46,6 +46,7 @@ def result_page(snapshot: Snapshot, folder: HeldFolder) -> Page:
     try:
         dataset = snapshot.store.open_result(record)
         views += [_variables(dataset), *report(dataset)]
+    # A damaged result has a page too: its provenance may still be readable.
     except MizarrError as error:
         views.append(Note(title="Cannot be read", text=str(error)))
     views += [*_recipe(snapshot, folder), lineage(snapshot, folder, entry_links(address))]

@@ -64,7 +64,12 @@ def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None
 
 
 def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
-    """Progress of the capture of a run; no view for a complete run."""
+    """Progress of the capture of a run; no view for a complete run.
+
+    Arguments:
+        folder: Folder of the run.
+        state: Its committed segments and claims.
+    """
     if not state.is_whole or state.is_live:
         yield HarvestProgress(
             name=digest_of(folder)[:12],

@@ -15,7 +15,7 @@ from .. import addresses
 from ..page import Link, Links, Page, SearchForm
 from .parts import cut, digest_of, home, linked
 
-__all__ = ["Hit", "SearchResult", "search_page", "search_prompts"]
+__all__ = ["Hit", "SearchResult", "match_range", "search_page", "search_prompts"]
 
 MOST = 100
 """Largest number of matching prompts per page."""
@@ -106,6 +106,7 @@ def search_prompts(
         folder = runs[run_index]
         try:
             texts = read_texts(snapshot.store.files, folder.data)
+        # A damaged run is counted as one without texts: it must not hide the matches in other runs.
         except MizarrError:
             texts = None
         if texts is None:
@@ -118,22 +119,35 @@ def search_prompts(
                 return SearchResult(tuple(hits), (run_index, prompt), n_runs, n_prompts, n_without_texts)
             text = texts[prompt]
             n_prompts += 1
-            offset = _match_offset(text, pattern)
-            if offset >= 0:
+            match = match_range(text, pattern)
+            if match is not None:
                 assert folder.run is not None
-                stop = offset + len(words)
-                hits.append(Hit(digest_of(folder), folder.run.model, prompt, text, offset, stop))
+                hits.append(Hit(digest_of(folder), folder.run.model, prompt, text, *match))
     return SearchResult(tuple(hits), None, len(runs) - start[0], n_prompts, n_without_texts)
 
 
-def _match_offset(text: str, pattern: str) -> int:
-    """Character offset of the first match in a text, -1 for none. pattern: case-folded text.
+def match_range(text: str, pattern: str) -> tuple[int, int] | None:
+    """Character offsets (start, stop) of the first match in a text, ignoring case; None without a match.
 
-    Case folding can change the length of a text ("ß" becomes "ss"), which shifts offsets: then it is 0.
+    A character of which only a part matches, such as the first "s" of "ß", belongs to the match.
+
+    Arguments:
+        text: Text to search in.
+        pattern: Case-folded text to search for.
+
+    >>> match_range("Die Straße ist lang", "ist")
+    (11, 14)
     """
     folded = text.casefold()
-    offset = folded.find(pattern)
-    return offset if offset < 0 or len(folded) == len(text) else 0
+    start = folded.find(pattern)
+    if start < 0:
+        return None
+    stop = start + len(pattern)
+    # Folding lengthens some characters ("ß" becomes "ss") and shortens none: equal lengths, equal offsets.
+    if len(folded) == len(text) or not pattern:
+        return start, stop
+    source = [i for i, character in enumerate(text) for _ in character.casefold()]
+    return source[start], source[stop - 1] + 1
 
 
 def _result_views(result: SearchResult, address: str, words: str, *, is_static: bool) -> Iterator[View]:

@@ -279,6 +279,7 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
         "Descriptive: it shows what can be read from a layer, not what later layers use. "
         f"{_next_token_sentence(run, token)}"
     )
+    # The last layer is on top, as in a logit lens.
     return Table.of(rows[::-1], ("layer", lambda row: row[0], "d"), *columns, title=title, caption=caption)
 
 
@@ -301,6 +302,7 @@ def _predictions(states: Any, layers: list[int], readout: xr.Dataset) -> list[tu
     shares /= shares.sum(axis=1, keepdims=True)
     words, rows = readout["token"].values, []
     for layer, probabilities in zip(layers, shares, strict=True):
+        # A stable sort lists equal probabilities by token id, so that a page is always the same.
         best = np.argsort(-probabilities, kind="stable")[:LISTED]
         cells = [
             (f"'{format_token(str(words[i]))}'", dim(f"  {format_probability(float(probabilities[i]))}"))
@@ -336,6 +338,7 @@ def _readout_of(snapshot: Snapshot, folder: HeldFolder) -> HeldFolder | None:
     return min(candidates)[2] if candidates else None
 
 
+# The table may have a gigabyte: only one is kept.
 @lru_cache(maxsize=1)
 def _read_readout(address: str, key: str) -> xr.Dataset:
     """Load a stored readout into memory; the last one is cached. address: of the store."""

@@ -144,7 +144,7 @@ def _names(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _prompts(source: str | None) -> tuple[Any, Any]:
-    """(token ids, texts) read from a file of prompts: one is None; both are None without a file."""
+    """(token ids, texts) of a file of prompts: exactly one is set; both are None without a file."""
     if source is None:
         return None, None
     from ..prompts import read_prompts

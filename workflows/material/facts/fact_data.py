@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Fact(NamedTuple):
-    """A prompt, the word that completes it, and the other prompt of its pair."""
+    """A factual prompt, its completing word, and optionally a counterfactual prompt."""
 
     prompt: str
     """The prompt."""
@@ -93,7 +93,12 @@ def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
 
 def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
     """Prompt and target of the settings; without them the first fact of their `data`, or the default of
-    `answers.fact`."""
+    `answers.fact`.
+
+    Arguments:
+        subject: the model.
+        settings: settings with model, prompt, target and data.
+    """
     if settings.data and not (settings.prompt or settings.target):
         return facts_of(subject, settings.data)[0][:2]
     return fact(settings.model, settings.prompt, settings.target)
@@ -151,7 +156,7 @@ def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list
         source, more = "general facts", ", or give others: data=FILE"
     raise ConfigError(
         f"expected {2 if data else count} {source} to choose {choice} on, found {len(facts)} that fit the "
-        f"model; ask for fewer: facts=…{more}, or ask for no claim: controls=0"
+        f"model; ask for fewer: facts=…{more}, or set controls=0 to make no claims"
     )
 
 

@@ -5,11 +5,10 @@ Border: texts and token ids; loads no model and never imports torch.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....stages.causal.answer_ranks import AskedPrompt
 from ....stages.causal.counterfact import FactTokens, blocks_of, differing_span, position_map
@@ -18,7 +17,7 @@ from ....stages.causal.factual_routing import FactualRouting
 from ....store.errors import ConfigError
 from ...settings import PairSettings, SubjectRule
 from ...workflow import Nodes
-from ..answers import named, require_next
+from ..answers import require_next
 from ..relations import relation_of
 from ..unrelated import Unrelated
 from .fact_data import FIELDS, SHIPPED_DATA, default_data, read_records, single_facts
@@ -31,17 +30,17 @@ if TYPE_CHECKING:
 __all__ = [
     "SUBJECTS",
     "FactPair",
+    "PairTexts",
     "PairWorkflow",
     "fact_pairs",
-    "layers_told",
+    "layers_label",
     "pair_records",
     "pairs_of_facts",
 ]
 
 
-@dataclass(frozen=True)
-class FactPair:
-    """One record of CounterFact, tokenised."""
+class PairTexts(NamedTuple):
+    """A record of CounterFact: two prompts that differ in their subject, and their answers."""
 
     original: str
     """Original prompt."""
@@ -51,7 +50,15 @@ class FactPair:
     """Answer to the original prompt."""
     counterfactual_target: str
     """Answer to the counterfactual prompt."""
-    pair: FactTokens
+
+
+@dataclass(frozen=True)
+class FactPair:
+    """One record of CounterFact, tokenised."""
+
+    texts: PairTexts
+    """Both prompts and their answers."""
+    tokens: FactTokens
     """Token ids of both prompts, and positions of the subject."""
     labels: tuple[str, ...]
     """Label of each token of the original prompt: fact, fact_final or other."""
@@ -59,7 +66,8 @@ class FactPair:
     @property
     def label(self) -> str:
         """Title of the pair: the fact and the two targets."""
-        return f"{self.original.split(chr(10))[0]} {self.target} -> {self.counterfactual_target}"
+        texts = self.texts
+        return f"{texts.original.split(chr(10))[0]} {texts.target} -> {texts.counterfactual_target}"
 
 
 SUBJECTS: Mapping[SubjectRule, str] = {
@@ -85,16 +93,19 @@ def fact_pairs(
     return [_tokenised(subject, record, rule) for record in pair_records(subject, data)[: limit or None]]
 
 
-def pair_records(subject: Subject, data: Sequence[str]) -> list[dict[str, str]]:
-    """Records of pairs from files and named sources, in their order; if none is named, those of
-    `default_data`."""
-    named_sources = (SHIPPED_DATA, GENERAL)
+def pair_records(subject: Subject, data: Sequence[str]) -> list[PairTexts]:
+    """Pairs of facts from files and named sources, in their order.
+
+    Arguments:
+        subject: the model, whose tokenizer decides which shipped and general facts are paired.
+        data: files, SHIPPED_DATA or GENERAL; empty for those of `default_data`.
+    """
     return [
-        record
+        PairTexts(*(record[name] for name in FIELDS))
         for path in default_data(subject, data) or (SHIPPED_DATA,)
         for record in (
             pairs_of_facts(subject, single_facts(subject, path))
-            if path in named_sources
+            if path in (SHIPPED_DATA, GENERAL)
             else read_records(path)
         )
     ]
@@ -138,11 +149,11 @@ def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[di
     ]
 
 
-def _tokenised(subject: Subject, record: dict[str, str], rule: SubjectRule) -> FactPair:
-    texts = [record[name] for name in FIELDS[:2]]
-    encodings = subject.tokenizer.encode_batch(texts)
-    end = texts[0].find("\n\n")
-    labels = encodings[0].label_spans([("fact", (0, end if end > 0 else len(texts[0])))])
+def _tokenised(subject: Subject, texts: PairTexts, rule: SubjectRule) -> FactPair:
+    encodings = subject.tokenizer.encode_batch([texts.original, texts.counterfactual])
+    # In CounterFact an instruction follows the fact after a blank line.
+    end = texts.original.find("\n\n")
+    labels = encodings[0].label_spans([("fact", (0, end if end > 0 else len(texts.original)))])
     ids = [tuple(encoding.ids) for encoding in encodings]
     fact = tuple(i for i, label in enumerate(labels) if label != "other")
     pair = FactTokens(ids[0], ids[1], fact)
@@ -152,9 +163,7 @@ def _tokenised(subject: Subject, record: dict[str, str], rule: SubjectRule) -> F
     else:
         span = differing_span(*ids)
         places = span if rule == "whole" else span[-1:]
-    pair = FactTokens(ids[0], ids[1], fact, places)
-    targets = [record[name] for name in FIELDS[2:]]
-    return FactPair(texts[0], texts[1], targets[0], targets[1], pair, tuple(labels))
+    return FactPair(texts, replace(pair, subject=places), tuple(labels))
 
 
 class PairWorkflow(KnownWorkflow):
@@ -172,7 +181,7 @@ class PairWorkflow(KnownWorkflow):
         self.pairs = fact_pairs(self.subject, settings.data, settings.limit, rule=settings.subject)
         self.block_size = settings.block_size or max(1, min(4, layers // 3))
         self.blocks = blocks_of(layers, self.block_size)
-        return {"pairs": tuple(pair.pair for pair in self.pairs), "block_size": self.block_size}
+        return {"pairs": tuple(pair.tokens for pair in self.pairs), "block_size": self.block_size}
 
     def control_nodes(self) -> Nodes:
         """Nodes "choice" (the subject patched in other pairs, to select a block), "controls" (patched from
@@ -180,21 +189,22 @@ class PairWorkflow(KnownWorkflow):
         settings = self.settings
         if not settings.controls:
             return {}
-        shown = {pair.pair.original for pair in self.pairs}
+        shown = {pair.tokens.original for pair in self.pairs}
         candidates = (_tokenised(self.subject, record, settings.subject) for record in self._other_records())
-        chosen_on = [pair for pair in candidates if pair.pair.original not in shown][: settings.others]
+        chosen_on = [pair for pair in candidates if pair.tokens.original not in shown][: settings.others]
         if not chosen_on:
             raise ConfigError(
                 "expected other pairs of facts to choose the block on, found none that fit the model; give "
-                "more in data=…, or ask for no claim: controls=0"
+                "more in data=…, or set controls=0 to make no claims"
             )
         unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
         for number, fact_pair in enumerate(self.pairs):
-            pair, targets = fact_pair.pair, (fact_pair.target, fact_pair.counterfactual_target)
-            seed = settings.seed + number
-            donors = unrelated.to(pair.counterfactual, settings.donors, seed=seed, targets=targets)
+            pair, seed = fact_pair.tokens, settings.seed + number
+            donors = unrelated.to(
+                pair.counterfactual, settings.donors, seed=seed, targets=fact_pair.texts[2:]
+            )
             from_unrelated += [replace(pair, counterfactual=donor) for donor in donors]
-        experiments = {"choice": tuple(pair.pair for pair in chosen_on), "controls": tuple(from_unrelated)}
+        experiments = {"choice": tuple(pair.tokens for pair in chosen_on), "controls": tuple(from_unrelated)}
         self.only_claims = (*self.only_claims, *experiments)
         groups = {CHOSEN_ON: chosen_on, SCORED: self.pairs}
         return self.known_node(
@@ -206,17 +216,15 @@ class PairWorkflow(KnownWorkflow):
 
     def _asked(self, pair: FactPair) -> AskedPrompt:
         """The original prompt of a pair and the first token of its answer."""
-        return pair.pair.original, self.subject.answer_id(pair.original, pair.target), -1
+        return pair.tokens.original, self.subject.answer_id(pair.texts.original, pair.texts.target), -1
 
-    def _other_records(self) -> list[dict[str, str]]:
-        """Records of pairs that are not shown, a few more than needed: further pairs of `data`, or shipped
-        ones if there are none."""
-        limit, settings = self.subject.config.context_length, self.settings
-        start, count = len(self.pairs), 4 * settings.others
-        records = pair_records(self.subject, settings.data)[start : start + count]
-        records = records or pairs_of_facts(self.subject, self.subject.facts)[:count]
-        fits = (limit or sys.maxsize).__ge__
-        return [r for r in records if fits(len(self.subject.tokenizer.encode(r["original_prompt"])))]
+    def _other_records(self) -> list[PairTexts]:
+        """Records of further pairs for selection and scoring: of `data`, or shipped facts without `data`;
+        slightly more records than required."""
+        start, count = len(self.pairs), 4 * self.settings.others
+        records = pair_records(self.subject, self.settings.data)[start : start + count]
+        records = records or pair_records(self.subject, ())[:count]
+        return [r for r in records if self.subject.fits(self.subject.tokenizer.encode(r.original).ids)]
 
     def by_donor(self, values: Any) -> Any:
         """Values of the node "controls", [pair * donor, …] -> [pair, donor, …], for pairs that the model
@@ -224,10 +232,13 @@ class PairWorkflow(KnownWorkflow):
         by_pair = values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
         return by_pair[self.is_known(SCORED)]
 
-    def counted(self) -> str:
-        """Numbers of pairs that claims are based on, for captions."""
-        counts = [int(self.is_known(name).sum()) for name in (CHOSEN_ON, SCORED)]
-        return f"{counts[0]} other pairs whose answer the model says, scored on {counts[1]}"
+    def claimed_pairs(self) -> str:
+        """Numbers of pairs that a block is chosen and scored on, for captions of claims."""
+        counts, _ = self.known_counts
+        return (
+            f"{counts[CHOSEN_ON]} other pairs whose answer the model predicts; it is scored on the "
+            f"{counts[SCORED]} pairs of this page whose answer the model predicts"
+        )
 
     @property
     def about(self) -> dict[str, Any]:
@@ -240,16 +251,20 @@ class PairWorkflow(KnownWorkflow):
             "n_blocks": count,
         }
 
-    def pair_told(self, i: int, result: Any) -> dict[str, Any]:
-        """Fields of a document on pair `i`: its prompts, and their most likely next tokens from a result."""
+    def prompts_json(self, i: int, result: Any) -> dict[str, Any]:
+        """Fields of a document on a pair: its prompts, and their most likely next tokens.
+
+        Arguments:
+            i: index of the pair.
+            result: result that holds the most likely next tokens.
+        """
         pair = self.pairs[i]
         ids = [int(result[f"{name}_token_id"][i]) for name in ("original", "counterfactual")]
-        texts = (pair.original, pair.counterfactual, pair.target, pair.counterfactual_target)
         names = ("original_continuation", "cf_continuation")
-        continuations = zip(names, named(self.subject, ids), strict=True)
-        return {"label": pair.label, **dict(zip(FIELDS, texts, strict=True)), **dict(continuations)}
+        continuations = zip(names, self.subject.token_texts(ids), strict=True)
+        return {"label": pair.label, **dict(zip(FIELDS, pair.texts, strict=True)), **dict(continuations)}
 
 
-def layers_told(layers: Sequence[int]) -> str:
+def layers_label(layers: Sequence[int]) -> str:
     """A block of layers as text: "0-3"."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

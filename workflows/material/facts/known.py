@@ -53,9 +53,8 @@ class KnownWorkflow(ModelWorkflow):
     def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> Nodes:
         """The node that measures which prompts the model knows.
 
-        groups: prompts by the name of their group, which follows "8 facts" in messages: {"to choose on":
-            ...}. A
-        claim needs KNOWN known prompts in each group.
+        groups: prompts by the name of their group, which follows "8 facts" in messages: {"to choose on": …}.
+            A claim needs KNOWN known prompts in each group.
         """
         self.groups = {name: len(prompts) for name, prompts in groups.items()}
         return {NODE: self.on_model(AnswerRanks(tuple(chain.from_iterable(groups.values()))))}
@@ -92,8 +91,8 @@ class KnownWorkflow(ModelWorkflow):
         known = " and ".join(f"{counts[name]} of {total} {prompts} {name}" for name, total in totals.items())
         return (
             f"The model knows the answer of {known}; a claim needs {KNOWN}{of_each}. So no control was run "
-            f"and nothing is claimed: give {prompts} that it knows with data=FILE, or ask for what describes "
-            "the model alone with controls=0."
+            f"and nothing is claimed: give {prompts} that it knows with data=FILE, or get the "
+            "results without claims by controls=0."
         )
 
     def unclaimed(self) -> Findings:

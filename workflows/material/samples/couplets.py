@@ -61,7 +61,7 @@ class CoupletPair:
     """Alternative last word, of another rhyme family."""
 
     def text(self, end: str) -> str:
-        """Both lines, the first with a given last word, the second without one."""
+        """Couplet text: the first line completed by a word, the second line without its last word."""
         return f"{self.first} {end}\n{self.second}"
 
     @property

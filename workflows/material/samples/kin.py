@@ -18,7 +18,7 @@ from .couplets import COUPLETS, FAMILIES
 __all__ = ["COUPLET", "Kin", "kin_of", "strangers"]
 
 COUPLET = "couplet"
-"""The kind of prompt that is a couplet without its last word."""
+"""Prompt kind of couplets without their last word."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,8 @@ class Kin:
     texts: tuple[tuple[str, tuple[int, int] | None], ...]
     """(text, span in characters of the word that corresponds to the site in the prompt); None for the
     position as far from the end as the site."""
-    told: str
-    """Description of the texts."""
-    place: str
-    """Description of that position, for captions."""
-
-    @property
-    def where(self) -> str:
-        """Description of texts and position."""
-        return f"{self.told}, {self.place}"
+    where: str
+    """Description of texts and position, as claims name them."""
 
 
 def kin_of(prompt: str, kind: str, word: str) -> Kin:
@@ -48,15 +41,16 @@ def kin_of(prompt: str, kind: str, word: str) -> Kin:
         word: answer to the prompt.
     """
     if kind == COUPLET:
-        description = f"other couplets whose first line ends on a rhyme of {word!r}"
-        return Kin(tuple(_couplets(prompt, word)), description, "at that end")
+        where = f"other couplets, at the end of a first line that rhymes with {word!r}"
+        return Kin(tuple(_couplets(prompt, word)), where)
     relation = _relation(prompt)
     texts = tuple(
         (fact["prompt"], None)
         for fact in shipped_facts()
         if fact["target"] == word and fact["prompt"] != prompt and _relation(fact["prompt"]) == relation
     )
-    return Kin(texts, f"other facts that end on {word!r}", "as far from their end")
+    where = f"other facts with the answer {word!r}, at the same distance from the end"
+    return Kin(texts, where)
 
 
 def strangers(prompt: str) -> list[str]:
@@ -76,6 +70,7 @@ def _couplets(prompt: str, word: str) -> Iterator[tuple[str, tuple[int, int]]]:
     for number, pair in enumerate(frames):
         end = ends[number % len(ends)]
         text = pair.text(end)
+        # A couplet with the same second line would measure the prompt itself again.
         if text.partition("\n")[2] != prompt.partition("\n")[2]:
             start = len(pair.first) + 1
             yield text, (start, start + len(end))

@@ -65,7 +65,7 @@ class Conversion:
     total_samples: int = 0
     """Samples converted."""
     successful_conversions: int = 0
-    """Samples whose marker and at least one target have a token."""
+    """Usable samples: their marker and at least one target have a token."""
     failed_conversions: int = 0
     """Samples whose marker has no token."""
     fuzzy_matches: int = 0
@@ -138,7 +138,8 @@ def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample
 
 
 def place(sample: Sample, encoding: Encoding, counts: Conversion) -> Placed | None:
-    """Convert a sample to token positions; None if its marker or all of its targets have no token.
+    """Convert the characters of a sample to token positions; None if its marker, or every target, lacks a
+    token.
 
     Arguments:
         sample: the sample.
@@ -189,9 +190,9 @@ def _read(record: Any, condition: str, unit: str) -> Sample:
     if unit == "bytes":
         positions = [byte_to_char(code, position) for position in positions]
     if pattern and not code.startswith(pattern, positions[0]):
-        stands = code[positions[0] : positions[0] + len(pattern)]
+        text_at_marker = code[positions[0] : positions[0] + len(pattern)]
         raise PromptError(
             f"sample {name!r} of {condition!r}: expected its marker {pattern!r} at character "
-            f"{positions[0]}, found {stands!r}; if positions count bytes, set unit=bytes"
+            f"{positions[0]}, found {text_at_marker!r}; if positions count bytes, set unit=bytes"
         )
     return Sample(name, code, positions[0], pattern, tuple(positions[1:]))

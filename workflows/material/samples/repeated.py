@@ -100,6 +100,7 @@ def _ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = [token for token in map(tokenizer.special_id, roles) if token is not None]
     ids = np.setdiff1d(np.arange(n_tokens), special)
+    # Tokenizers number tokens by frequency: rare ids, which models hardly saw in training, are left out.
     common = ids[(ids >= COMMON[0]) & (ids < COMMON[1])]
     return common if len(common) >= least else ids
 

@@ -36,14 +36,14 @@ class FirstLine:
         """Whether a word is in the rhyme family."""
         return word in self.family
 
-    def rhymes_anew(self, word: str) -> bool:
+    def rhymes_without_target(self, word: str) -> bool:
         """Whether a word is in the rhyme family and differs from the line's last word."""
         return word in self.family and word != self.target
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of the experiment: a block of layers that is repeated, and feedback into it."""
+    """An experimental condition: a repeated block of layers, with or without feedback."""
 
     name: str
     """Name of the condition, as published."""
@@ -76,9 +76,9 @@ class Condition:
             return "a plain pass"
         layers = f"layers {start} to {end}" if end > start else f"layer {start}"
         if self.strength is None:
-            return f"{layers} gone through {self.depth} times"
-        often = "at every step" if self.sustained else "at the first line's end"
-        return f"{layers} fed at strength {self.strength:g} {often}"
+            return f"{layers} run {self.depth} times"
+        often = "at every token" if self.sustained else "at the first line's end"
+        return f"{layers} with feedback of strength {self.strength:g} {often}"
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class RhymePreset:
     """Strengths of feedback at the first line's end."""
     sustained: tuple[str, tuple[float, ...]]
     """Block and strengths of feedback at every generated token."""
-    chosen: str
+    condition: str
     """Name of the selected condition."""
     looked_at: int
-    """Number of conditions that it was selected from on these lines."""
-    found: str
+    """Number of conditions compared on these lines when this condition was selected."""
+    selection: str
     """Sentence for captions that says how the condition was selected."""
 
 
@@ -214,9 +214,9 @@ PRESETS: Mapping[str, RhymePreset] = {
         blocks=("4-5", "2-5"),
         strengths=(50.0, 100.0, 200.0),
         sustained=("4-5", (50.0, 100.0)),
-        chosen="sustained_4-5_s=100.0",
+        condition="sustained_4-5_s=100.0",
         looked_at=1,
-        found="block and strength were chosen on other lines, for what the rhyme of another line does",
+        selection="block and strength were chosen on other lines, for what the rhyme of another line does",
     ),
     "anacrousis": RhymePreset(
         "meta-llama/Llama-3.2-1B",
@@ -224,8 +224,8 @@ PRESETS: Mapping[str, RhymePreset] = {
         blocks=("12-15", "10-15", "8-15", "14-15"),
         strengths=(1.0, 2.0, 5.0, 10.0, 20.0),
         sustained=("14-15", (0.5, 1.0, 2.0)),
-        chosen="unembed_8-15_s=2.0",
+        condition="unembed_8-15_s=2.0",
         looked_at=27,
-        found="published as the best of 27 conditions on these very lines, which the share counts",
+        selection="published as the best of 27 conditions on these very lines, which the share counts",
     ),
 }

@@ -134,6 +134,7 @@ class _Layout:
         self.x: dict[int, float] = {}
         self.y: dict[int, float] = {}
         for (column, layer_y), cell in cells.items():
+            # Rounded up twice: the fewest rows, then rows of nearly equal length.
             n_rows = -(-len(cell) // ACROSS)
             row_length = -(-len(cell) // n_rows)
             for i, node in enumerate(cell):

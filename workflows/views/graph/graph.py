@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["EDGES", "Graph"]
 
 KINDS = (FEATURE, ERROR, TOKEN, LOGIT)
-"""Names of the kinds of nodes; `Graph.kinds` holds indices into this tuple."""
+"""Node kinds by name; `Graph.kinds` indexes this tuple."""
 EDGES = 1 << 17
 """Largest number of embedded edges: about 1.4 MB of a page."""
 BLOCK_BYTES = 1 << 26
