@@ -199,7 +199,7 @@ class Workflow:
         return f"{subject.name}: {note}" if subject is not None and note else ""
 
     @property
-    def material(self) -> str:
+    def knowledge(self) -> str:
         """How many of the general facts the model knows, a sentence; empty if it was not asked about any."""
         return ""
 
@@ -225,7 +225,7 @@ class Workflow:
             **({"descriptive": self.descriptive} if self.descriptive else {}),
             **({"caution": self.caution} if self.caution else {}),
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
-            **({"material": self.material} if self.material else {}),
+            **({"knowledge": self.knowledge} if self.knowledge else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
             "peak_memory_bytes": self._memory,
@@ -378,8 +378,8 @@ class Workflow:
             console.print(self.caution, style="bold red", highlight=False)
         if self.trained_with_help:
             console.print(f"{self.trained_with_help}.", style="dim", highlight=False, markup=False)
-        if self.material:
-            console.print(self.material, style="dim", highlight=False, markup=False)
+        if self.knowledge:
+            console.print(self.knowledge, style="dim", highlight=False, markup=False)
         if self.descriptive:
             console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
         for table in self.tables():
@@ -441,7 +441,7 @@ class ModelWorkflow(Workflow):
         raise NotImplementedError
 
     @property
-    def material(self) -> str:
+    def knowledge(self) -> str:
         """See `Workflow`."""
         known = self.subject.known_facts
         if known is None or not self.subject.asks_general:

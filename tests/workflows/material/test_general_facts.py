@@ -54,10 +54,10 @@ def test_a_workflow_asks_about_the_facts_that_a_pass_of_the_model_answers(copied
     lens = compute("logit_lens", model=copied, store=store)
     assert set(lens.texts) <= set(known)
     assert (
-        lens.material
+        lens.knowledge
         == f"model knows {len(known)} of {len(general_facts())} general facts; it is asked about these."
     )
-    assert lens.to_json()["material"] == lens.material
+    assert lens.to_json()["knowledge"] == lens.knowledge
     again = build("logit_lens", model=copied)
     assert len(again.texts) > len(lens.texts), "before the ranks are read, all facts are planned"
     again.settle(store)
@@ -68,5 +68,5 @@ def test_a_model_that_knows_none_is_asked_about_all_and_told_so(tiny_model, tmp_
     traced = compute("causal_tracing", model=str(tiny_model), facts=2, store=tmp_path / "store")
     ranks = traced.result(GENERAL_NODE)["rank"].values
     assert np.sum(ranks == 0) < FEWEST_KNOWN
-    assert "it is asked about all of them" in traced.material
+    assert "it is asked about all of them" in traced.knowledge
     assert traced.not_claimed
