@@ -17,10 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ....store.errors import ConfigError, WeightsError
 from .points import BY_NAME, STATE_ROOMS, HookPoint
+
+if TYPE_CHECKING:
+    from .mixers import AttentionSpec
 
 __all__ = [
     "BESIDE",
@@ -28,7 +31,6 @@ __all__ = [
     "AttentionMixer",
     "AxisSizes",
     "ConvolutionMixer",
-    "Heads",
     "HeadTransform",
     "MixersInSequence",
     "Layer",
@@ -201,50 +203,11 @@ class Layer:
     """Whether mixer and channel mixer both read the stream that enters the layer."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Attention heads of a layer: how its tensors store their matrices, and which operations are between
-    these matrices and the scores or outputs. Analyses of QK and OV circuits read it."""
-
-    count: int
-    """Number of query heads."""
-    kv_count: int
-    """Number of key and value heads."""
-    size: int
-    """Entries of a head."""
-    mixer: AttentionMixer
-    layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
-    """Layout of the query, key and value projections (`AttentionSpec.layout`)."""
-    rope: Any = None
-    """`RopeConfig` of queries and keys; None for no rope."""
-    has_qk_norm: bool = False
-    """Whether queries and keys are normalised."""
-    clip: float | None = None
-    """Largest absolute entry of queries, keys and values; None for no clip."""
-    is_gated: bool = False
-    """Whether each head's output is multiplied by a gate."""
-    gates_in_queries: bool = False
-    """Whether the query projection also holds the gates: each head's gate rows follow its query rows."""
-    alibi_slopes: tuple[float, ...] = ()
-    """ALiBi slopes, one per head; () for no ALiBi."""
-    has_sinks: bool = False
-    """Whether heads have an attention sink, so that attention weights sum to less than 1."""
-    has_temperature_tuning: bool = False
-    """Whether queries are scaled by a factor that grows with log(position) (attention temperature tuning)."""
-    has_output_norm: bool = False
-    """Whether the outputs of all heads are normalised together before the output projection."""
-
-    @property
-    def shared_by(self) -> int:
-        """Number of query heads that share one key and value head."""
-        return self.count // self.kv_count
-
-
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
 """Weights that are stored once outside of the layers and are passed to every layer."""
 BESIDE = "beside."
 """Prefix of the names of weights outside of the layers that process further streams or per-layer inputs
-(carrying/tensors.py)."""
+(layer_parts.py)."""
 
 
 @dataclass(frozen=True)
@@ -650,9 +613,9 @@ class Architecture(ABC):
         """The hook points of this kind, ordered by layer."""
         return [point for point in self.hook_points if point.kind == kind]
 
-    def heads_of(self, layer: int) -> Heads | None:
-        """Attention heads of a layer; None if it has no attention with query, key and value matrices of its
-        own."""
+    def heads_of(self, layer: int) -> AttentionSpec | None:
+        """Attention of a layer, for analyses of the QK and OV circuits of its heads; None if it has no
+        attention with query, key and value matrices of its own."""
         return None
 
     @property

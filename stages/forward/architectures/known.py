@@ -15,9 +15,9 @@ from ....store.errors import ConfigError, nearest
 from .architecture import Architecture
 from .attending.families import ATTENDING
 from .attending.towers import TOWERS, read_tower, text_section
-from .carrying.families import CARRYING
 from .described import described_attending
 from .families import model_type_of
+from .gemma3n_gemma4_families import GEMMAS
 from .linear_families import KIN, LINEAR
 from .mamba_families import HYBRIDS, FamilyReader
 from .pairs.families import PAIRS, PairFamily
@@ -220,7 +220,7 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return row | {"attention": attention, "head": head}
 
 
-_MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
+_MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | GEMMAS
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _pair(family) for model_type, family in PAIRS.items()},

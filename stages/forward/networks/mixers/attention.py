@@ -14,7 +14,7 @@ from torch import Tensor
 from ...architectures.mixers import AttentionSpec
 from ...hooks.taps import Taps
 from ..attention import StreamRead, attention
-from ..history import History
+from ..history import Carried, History
 from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..relative import Relative
@@ -40,10 +40,17 @@ class SelfAttention:
         self.shape, self._mixer = shape, replace(shape.summary, sinks=tensors.get("sinks"), relative=relative)
 
     def __call__(
-        self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
+        self,
+        x: Tensor,
+        layer: int,
+        history: History,
+        taps: Taps,
+        source: StreamRead | None = None,
+        beside: Carried | None = None,
     ) -> Tensor:
-        """See `PositionMixer`; source: the stream before the norm (`attention`)."""
-        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, source=source)
+        """See `PositionMixer`; source: the stream before the norm; beside: keys and values that layers share
+        (`attention`)."""
+        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, None, source, beside)
 
 
 def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
@@ -80,9 +87,16 @@ class GatedAttention(SelfAttention):
         self._gate, self._gate_bias = tensors[gate], tensors.get(f"{gate}.bias")
 
     def __call__(
-        self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
+        self,
+        x: Tensor,
+        layer: int,
+        history: History,
+        taps: Taps,
+        source: StreamRead | None = None,
+        beside: Carried | None = None,
     ) -> Tensor:
-        """See `PositionMixer`; source: the stream before the norm (`attention`)."""
+        """See `PositionMixer`; source: the stream before the norm; beside: keys and values that layers share
+        (`attention`)."""
         gate = evenly(torch.sigmoid, product(history.needed(x), self._gate, self._gate_bias))
         gate = taps("attn_gate", layer, split_heads(gate, self.shape.head_dim))
-        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, gate, source)
+        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, gate, source, beside)

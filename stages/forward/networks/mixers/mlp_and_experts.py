@@ -5,7 +5,7 @@
 h is the normalised stream, x the stream before that norm. Router and experts read another RMS norm of x, with
 a separate gain each. Each expert has a learned factor of its routing weight.
 
-Axes: as in mixers/experts.py.
+Axes: as in experts.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...architectures.mixers import MlpAndExpertsSpec
 from ...hooks.taps import Taps
-from ..mixers.experts import ExpertOutput, Experts
-from ..mixers.mixer import LayerTensors, strip_prefix
-from ..mixers.mlp import Mlp
 from ..norms import apply_norm
 from ..weights import NormWeights
+from .experts import ExpertOutput, Experts
+from .mixer import LayerTensors, strip_prefix
+from .mlp import Mlp
 
 __all__ = ["MlpAndExperts"]
 
@@ -37,7 +37,7 @@ class MlpAndExperts:
         )
         self._unit = NormWeights(extra["experts"].new_ones(extra["experts"].shape))
 
-    def __call__(self, h: Tensor, x: Tensor, layer: int, taps: Taps) -> Tensor:
+    def __call__(self, h: Tensor, layer: int, taps: Taps, x: Tensor) -> Tensor:
         """Sum of both outputs [B, kept, D], from the MLP's input h and the stream x, each [B, kept, D]."""
         dense = apply_norm(self._mlp(h, layer, taps), self._mlp_post, "rms", self._eps)
         routed = self._experts(apply_norm(x, self._unit, "rms", self._eps), layer, taps)

@@ -18,12 +18,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..kernels.products import product
-from ..norms import apply_norm
-from ..weights import NormWeights
+from ..architectures.layer_parts import AltUpSpec
+from ..hooks.taps import Taps
+from .history import STREAM, Carried
+from .kernels.products import product
+from .mixers.mixer import merge_heads, split_heads
+from .norms import apply_norm
+from .weights import NormWeights
 
-__all__ = ["AltUp", "merged", "spread"]
+__all__ = ["STREAMS", "AltUp", "join_streams", "merged", "split_streams", "spread"]
 
+STREAMS = "streams"
+"""Name in `Carried` of all AltUp streams but the active one, concatenated along channels."""
 LEAST = 1e-5
 """Lower bound of the mean square of a stream that is rescaled."""
 
@@ -31,36 +37,53 @@ LEAST = 1e-5
 class AltUp:
     """Prediction and correction of streams in one layer."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], active: int, eps: float) -> None:
+    def __init__(self, spec: AltUpSpec, tensors: Mapping[str, Tensor], eps: float) -> None:
         """Prepare a layer.
 
         Arguments:
+            spec: number of streams, and the index of the one that the layer computes.
             tensors: weights by name: "norm", "router", "predicts", "corrects".
-            active: index of the stream that the layer computes.
             eps: epsilon of the router's norm.
         """
-        self._weights, self._active, self._eps = tensors, active, eps
+        self._weights, self._active, self._eps = tensors, spec.active, eps
 
-    def predicted(self, streams: Tensor) -> Tensor:
-        """Predicted streams [B, stream, token, D] before the layer."""
+    def predicted(self, stream: Tensor, inactive: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Predicted streams [B, stream, token, D] before the layer, from the active stream [B, token, D] and
+        the others as they are carried."""
+        streams = taps("altup_streams", layer, join_streams(stream, inactive, self._active))
         count = streams.shape[1]
         coefficients = product(self._routed(streams[:, self._active]), self._weights["predicts"])
         shares = coefficients.unflatten(-1, (count, count)).unsqueeze(-1)
         # Summed entry by entry: a matrix product of so few rows sums in an order that depends on the batch.
         rows = (sum(shares[:, :, j, i] * streams[:, i] for i in range(count)) for j in range(count))
-        return streams + torch.stack(list(rows), dim=1)
+        return taps("altup_predicted", layer, streams + torch.stack(list(rows), dim=1))
 
-    def corrected(self, predicted: Tensor, output: Tensor) -> Tensor:
+    def corrected(self, predicted: Tensor, output: Tensor, layer: int, taps: Taps) -> Tensor:
         """Streams after the layer, from the predicted ones and the layer's output [B, token, D]."""
         shares = product(self._routed(output), self._weights["corrects"]) + 1
         innovation = output - predicted[:, self._active]
-        return predicted + shares.transpose(1, 2).unsqueeze(-1) * innovation.unsqueeze(1)
+        streams = predicted + shares.transpose(1, 2).unsqueeze(-1) * innovation.unsqueeze(1)
+        return taps("altup_corrected", layer, streams)
 
     def _routed(self, stream: Tensor) -> Tensor:
         """Output of the router, from which coefficients are computed, [B, token, stream]."""
         w = self._weights
         normed = apply_norm(stream, NormWeights(w["norm"]), "rms", self._eps) * stream.shape[-1] ** -1.0
         return torch.tanh(product(normed, w["router"]).float()).to(stream.dtype)
+
+
+def join_streams(stream: Tensor, inactive: Tensor, active: int) -> Tensor:
+    """All streams [B, stream, token, D] from the tensors carried between layers: the active stream, of index
+    `active`, and the others."""
+    others = split_heads(inactive, stream.shape[-1])
+    return torch.cat([others[:, :active], stream.unsqueeze(1), others[:, active:]], dim=1)
+
+
+def split_streams(streams: Tensor, active: int) -> Carried:
+    """The active stream as the residual stream, and the other streams, as they are carried between layers."""
+    inactive = torch.cat([streams[:, :active], streams[:, active + 1 :]], dim=1)
+    # A copy, because interventions may write into the stream.
+    return {STREAM: streams[:, active].clone(), STREAMS: merge_heads(inactive)}
 
 
 def spread(embedded: Tensor, maps: Mapping[str, Tensor], count: int) -> Tensor:

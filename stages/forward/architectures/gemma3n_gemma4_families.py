@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .....store.errors import ConfigError
-from ..composed import LayerSpec
-from ..families import listed_windows, read_activation, read_rope
-from ..layer_tensors import LLAMA, ExpertNames
-from ..mamba_families import FamilyReader, TensorShapes, checked
-from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
-from ..transformer import ConfigReader, RopeConfig
-from .config import CarryingConfig
+from ....store.errors import ConfigError
+from .composed import ComposedArchitecture, LayerSpec
+from .families import listed_windows, read_activation, read_rope
+from .layer_parts import AltUpSpec, LayerInputSpec
+from .layer_tensors import LLAMA, ExpertNames
+from .mamba_families import FamilyReader, TensorShapes, checked
+from .mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
+from .transformer import ConfigReader, RopeConfig
 
-__all__ = ["CARRYING"]
+__all__ = ["GEMMAS"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SPELLING = replace(
@@ -42,7 +42,7 @@ _SPELLING = replace(
 )
 
 
-def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
+def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier layers."""
     layers = reader.integer("num_hidden_layers", 35)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 5 else FULL for n in range(layers)]
@@ -63,20 +63,33 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
     defaults = _Defaults(shared_layers=15, hidden=2048, heads=8, context=32768)
     ropes = _two_ropes(reader)
     model = _config(reader, types, [sizes] * layers, channels, ropes=ropes, defaults=defaults)
+    layer_input = LayerInputSpec(
+        reader.integer("hidden_size_per_layer_input", 256),
+        reader.integer("vocab_size_per_layer_input", 262144),
+        activation,
+    )
+    altup = AltUpSpec(
+        reader.integer("altup_num_inputs", 4),
+        reader.integer("altup_active_idx", 0, least=0),
+        reader.flag("altup_correct_scale", True),
+    )
     return replace(
         model,
         vocab_size=reader.integer("vocab_size", 262400),
+        blocks=_with_parts(model, layer_input, laurel_rank=reader.integer("laurel_rank", 64)),
         final_logit_softcapping=reader.optional_number("final_logit_softcapping", 30.0),
-        input_size=reader.integer("hidden_size_per_layer_input", 256),
-        input_rows=reader.integer("vocab_size_per_layer_input", 262144),
-        streams=reader.integer("altup_num_inputs", 4),
-        active=reader.integer("altup_active_idx", 0, least=0),
-        scales_corrected=reader.flag("altup_correct_scale", True),
-        laurel_rank=reader.integer("laurel_rank", 64),
+        altup=altup if altup.streams > 1 else None,
     )
 
 
-def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
+def _with_parts(
+    model: ComposedArchitecture, layer_input: LayerInputSpec | None, **parts: Any
+) -> tuple[LayerSpec, ...]:
+    """Layers of a model with a per-layer input, or none for None, and other fields of `LayerSpec`."""
+    return tuple(replace(block, layer_input=layer_input, **parts) for block in model.blocks)
+
+
+def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values of earlier
     layers, values from the key projection, experts parallel to the MLP."""
     layers = reader.integer("num_hidden_layers", 30)
@@ -107,7 +120,9 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
             f"{reader.source}: expected inputs of layers for all {model.vocab_size} tokens, found "
             f"vocab_size_per_layer_input={rows}; this model cannot run here"
         )
-    return replace(model, has_scalars=True, input_size=width, input_rows=rows if width else 0)
+    activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
+    layer_input = LayerInputSpec(width, rows, activation) if width else None
+    return replace(model, blocks=_with_parts(model, layer_input, has_scalar=True))
 
 
 def _with_key_values(block: LayerSpec) -> LayerSpec:
@@ -210,7 +225,7 @@ def _config(
     *,
     ropes: Ropes,
     defaults: _Defaults,
-) -> CarryingConfig:
+) -> ComposedArchitecture:
     """Parts of the architecture that Gemma 3n and Gemma 4 have in common.
 
     Arguments:
@@ -255,7 +270,7 @@ def _config(
         )
         return checked(reader, LayerSpec((attention,), channels[layer], "around"))
 
-    return CarryingConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size", 262144),
@@ -371,7 +386,7 @@ def _by_layer(reader: ConfigReader, key: str, default: Any, layers: int) -> list
     return list(listed)
 
 
-CARRYING: dict[str, FamilyReader] = {
+GEMMAS: dict[str, FamilyReader] = {
     "gemma3n_text": FamilyReader(
         _gemma3n,
         "Gemma 3n E2B and E4B, text",
