@@ -26,17 +26,13 @@ from .architecture import (
     Architecture,
     AxisSizes,
     HeadTransform,
-    Layer,
-    Mixer,
-    MixersInSequence,
-    MixersSideBySide,
-    NoMixer,
     Reach,
     Tensors,
     WeightCounts,
     plain,
 )
 from .layer_parts import AltUpSpec, LayerInputSpec
+from .layer_summaries import Layer, Mixer, MixersInSequence, MixersSideBySide, NoMixer
 from .layer_tensors import Spelling, composed_tensors
 from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
 from .points import SPLIT_INPUTS, HookPoint

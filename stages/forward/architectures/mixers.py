@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
-from .architecture import AttentionMixer, ConvolutionMixer, RecurrentMixer
+from .layer_summaries import AttentionMixer, ConvolutionMixer, RecurrentMixer
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import InterventionError
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.mixers import AttentionSpec, TemperatureTuning
 from ..architectures.points import SPLIT_INPUTS
 from ..architectures.transformer import RopeConfig

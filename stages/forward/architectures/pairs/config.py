@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .....store.digest import digest
-from ..architecture import Architecture, AttentionMixer, AxisSizes, Layer, Reach, Tensors, plain
+from ..architecture import Architecture, AxisSizes, Reach, Tensors, plain
+from ..layer_summaries import AttentionMixer, Layer
 from ..mixers import AttentionSpec, RelativeSpec
 from ..points import HookPoint
 from ..rwkv import UNLIMITED
