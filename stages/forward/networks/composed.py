@@ -147,10 +147,10 @@ def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
         norms,
         shared,
         strip_prefix(tensors, "carry."),
-        None if altup is None else AltUp(altup, strip_prefix(tensors, "altup."), eps),
-        Laurel(strip_prefix(tensors, "laurel."), eps) if spec.laurel_rank else None,
-        None if spec.layer_input is None else LayerInput(spec.layer_input, tensors, layer, eps),
-        tensors.get("scalar"),
+        altup=None if altup is None else AltUp(altup, strip_prefix(tensors, "altup."), eps),
+        laurel=Laurel(strip_prefix(tensors, "laurel."), eps) if spec.laurel_rank else None,
+        layer_input=None if spec.layer_input is None else LayerInput(spec.layer_input, tensors, layer, eps),
+        scalar=tensors.get("scalar"),
     )
 
 
