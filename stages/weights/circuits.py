@@ -29,8 +29,7 @@ from .factored import BLOCK, FactoredMatrix
 from .matrices import attending, heads_in
 
 if TYPE_CHECKING:
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.architectures.mixers import AttentionSpec
+    from ..forward.architectures.architecture import Architecture, AttentionSpec
     from .matrices import Matrices
 
 __all__ = [

@@ -23,8 +23,7 @@ from ...store.errors import ConfigError
 from ..logits.readout import read_weight
 
 if TYPE_CHECKING:
-    from ..forward.architectures.architecture import Architecture, Stored
-    from ..forward.architectures.mixers import AttentionSpec
+    from ..forward.architectures.architecture import Architecture, AttentionSpec, Stored
     from ..forward.checkpoints.checkpoint import Checkpoint
 
 __all__ = [

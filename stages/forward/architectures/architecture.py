@@ -27,6 +27,7 @@ from .points import BY_NAME, STATE_ROOMS, HookPoint
 __all__ = [
     "BESIDE",
     "Architecture",
+    "AttentionSpec",
     "AxisSizes",
     "HeadTransform",
     "Reach",

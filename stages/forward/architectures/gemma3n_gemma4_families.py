@@ -15,9 +15,9 @@ from typing import Any
 from ....store.errors import ConfigError
 from .composed import ComposedArchitecture, LayerSpec
 from .families import listed_windows, read_activation, read_rope
+from .hybrids.mamba_families import FamilyReader, TensorShapes, checked
 from .layer_parts import AltUpSpec, LayerInputSpec
 from .layer_tensors import LLAMA, ExpertNames
-from .mamba_families import FamilyReader, TensorShapes, checked
 from .mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
 from .transformer import ConfigReader, RopeConfig
 

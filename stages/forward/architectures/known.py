@@ -1,6 +1,7 @@
 """KNOWN: table of all supported families, by model_type, with a reader of config.json for each.
 
-It joins the tables of all kinds of architecture (attending/families.py and the …_families.py of this folder).
+It joins the tables of all kinds of architecture (attending/families.py, hybrids/, and the …_families.py of
+this folder).
 
 Border: never imports torch.
 """
@@ -18,13 +19,13 @@ from .attending.towers import TOWERS, read_tower, text_section
 from .described import described_attending
 from .families import model_type_of
 from .gemma3n_gemma4_families import GEMMAS
-from .linear_families import KIN, LINEAR
-from .mamba_families import HYBRIDS, FamilyReader
+from .hybrids.linear_families import KIN, LINEAR
+from .hybrids.mamba_families import HYBRIDS, FamilyReader
+from .hybrids.recurrent_families import RECURRENT
+from .hybrids.zamba_families import ZAMBA
 from .pairs.families import PAIRS, PairFamily
-from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
-from .zamba_families import ZAMBA
 
 __all__ = ["KNOWN", "SECOND_NAMES", "KnownFamily", "from_hf_config"]
 

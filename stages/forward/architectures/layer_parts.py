@@ -13,10 +13,10 @@ mixers.
 * *LAuReL*: the input of attention, plus a low-rank projection of it, is also added to the stream (Menghani et
   al., LAuReL, 2024, section 2).
 
-Weights are named as networks/layer_parts.py and networks/altup.py look them up. In layers: "input."
-(per-layer inputs), "laurel.", "altup." and "scalar". Outside of layers, with the prefix `BESIDE`: "table",
-"projection" and "norm" of per-layer inputs; "in.{i}" and "out.{i}", which map the embedding to stream i, and
-that stream back at the end.
+Weights are named as networks/layer_parts.py looks them up. In layers: "input." (per-layer inputs), "laurel.",
+"altup." and "scalar". Outside of layers, with the prefix `BESIDE`: "table", "projection" and "norm" of
+per-layer inputs; "in.{i}" and "out.{i}", which map the embedding to stream i, and that stream back at the
+end.
 
 Border: specs, names and shapes; never imports torch.
 """

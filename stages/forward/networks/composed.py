@@ -3,10 +3,10 @@
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
-AltUp predicts several streams before ln1, of which the layer computes one, and corrects all of them after the
-channel mixer; LAuReL adds to the stream together with attention; a per-layer input is added last (altup.py,
-layer_parts.py). Per-layer inputs and further streams are computed from the embedding when it enters the first
-layer, that is after interventions at its hook point.
+AltUp predicts several streams before ln1, of which the layer computes one, and corrects all of them after
+the channel mixer; LAuReL adds to the stream together with attention; a per-layer input is added last
+(layer_parts.py). Per-layer inputs and further streams are computed from the embedding when it enters the
+first layer, that is after interventions at its hook point.
 
 In layers with a shared block (mixers/shared_block.py), ln1 normalises the sum of stream and block output.
 
@@ -33,15 +33,27 @@ from ..architectures.architecture import LENT
 from ..architectures.composed import ComposedArchitecture
 from ..checkpoints.source import Take
 from ..hooks.taps import Taps
-from .altup import STREAMS, AltUp, join_streams, merged, split_streams, spread
 from .attention import StreamRead
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
-from .layer_parts import INPUTS, TABLE_INPUTS, Laurel, LayerInput, layer_inputs, table_inputs
+from .layer_parts import (
+    INPUTS,
+    STREAMS,
+    TABLE_INPUTS,
+    AltUp,
+    Laurel,
+    LayerInput,
+    join_streams,
+    layer_inputs,
+    merged,
+    split_streams,
+    spread,
+    table_inputs,
+)
 from .mixers.attention import GatedAttention, SelfAttention
 from .mixers.differential_attention import DifferentialAttention
-from .mixers.experts import Experts
+from .mixers.experts import Experts, MlpAndExperts
 from .mixers.gated_delta import GatedDelta
 from .mixers.latent_attention import LatentAttention
 from .mixers.lightning import Lightning
@@ -51,7 +63,6 @@ from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
 from .mixers.mixer import ChannelMixer, LayerTensors, PositionMixer, strip_prefix
 from .mixers.mlp import Mlp
-from .mixers.mlp_and_experts import MlpAndExperts
 from .mixers.mlstm import Mlstm
 from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
