@@ -52,8 +52,6 @@ TABLE_INPUTS = "table_inputs"
 INPUTS = "inputs"
 """Name in `Carried` of per-layer inputs [B, token, layer * input]: token embeddings plus a map of the
 embedding."""
-
-
 STREAMS = "streams"
 """Name in `Carried` of all AltUp streams but the active one, concatenated along channels."""
 LEAST = 1e-5
