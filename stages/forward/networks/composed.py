@@ -51,7 +51,7 @@ from .layer_parts import (
     spread,
     table_inputs,
 )
-from .mixers.attention import GatedAttention, SelfAttention
+from .mixers.attention import SelfAttention
 from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts, MlpAndExperts
 from .mixers.gated_delta import GatedDelta
@@ -75,7 +75,7 @@ __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "attention": SelfAttention,
     "differential_attention": DifferentialAttention,
-    "gated_attention": GatedAttention,
+    "gated_attention": SelfAttention,
     "gated_delta": GatedDelta,
     "latent_attention": LatentAttention,
     "lightning": Lightning,
