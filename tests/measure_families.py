@@ -23,8 +23,8 @@ from tests.stages.forward import test_towers
 from tests.stages.forward.compared import LENGTHS, draw_ids, outputs_of
 from tests.stages.forward.literal_fla import MIXERS
 from tests.stages.forward.random_attending import ATTENDING
-from tests.stages.forward.random_carrying import CARRYING
 from tests.stages.forward.random_encoders import ENCODERS, save_random_encoder
+from tests.stages.forward.random_gemmas import GEMMAS
 from tests.stages.forward.random_hub_code import MADE, save_random_hub_code
 from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
@@ -65,7 +65,7 @@ def reference_of(family: str) -> Callable[[Path, int], Any] | None:
     """What saves a random model of a family and gives the reference; None where there is none."""
     if family in FAMILIES:
         return lambda folder, seed: save_random_model(folder, family, seed, tokenizer=False)
-    if family in (*ATTENDING, *CARRYING, *HYBRIDS) and family not in MIXERS:
+    if family in (*ATTENDING, *GEMMAS, *HYBRIDS) and family not in MIXERS:
         return lambda folder, seed: save_random_hybrid(folder, family, seed, tokenizer=False)
     if family in ENCODERS:
         return lambda folder, seed: save_random_encoder(folder, family, seed, tokenizer=False)

@@ -29,7 +29,7 @@ from .factored import BLOCK, FactoredMatrix
 from .matrices import attending, heads_in, vocabulary_blocks
 
 if TYPE_CHECKING:
-    from ..forward.architectures.architecture import Architecture, Heads
+    from ..forward.architectures.architecture import Architecture, AttentionSpec
     from .matrices import Matrices
 
 __all__ = [
@@ -68,7 +68,7 @@ def key_queries(
             f"of {weights.config.model_type}; such heads have no QK circuit, use OV circuits"
         )
     query, key = (weights.projection(part, layer, head).matrix for part in ("q", "k"))
-    return turned_queries(heads, query, offset, length), key
+    return turned_queries(heads.rope, query, offset, length), key
 
 
 def has_scores(config: Architecture) -> bool:
@@ -76,12 +76,12 @@ def has_scores(config: Architecture) -> bool:
     return not any(_between(heads_in(config, layer)) for layer in attending(config))
 
 
-def _between(heads: Heads) -> str:
+def _between(heads: AttentionSpec) -> str:
     """Operation on queries and keys between projections and scores, besides rope; empty for none."""
     # Both depend on more than the stream at one position, so no fixed matrix gives the score.
-    return (
-        "normed" if heads.has_qk_norm else "scaled by their positions" if heads.has_temperature_tuning else ""
-    )
+    if heads.qk_norm is not None:
+        return "normed"
+    return "" if heads.temperature_tuning is None else "scaled by their positions"
 
 
 def qk_circuit(
@@ -89,7 +89,7 @@ def qk_circuit(
 ) -> FactoredMatrix:
     """QK circuit of a head, W_Q W_K^T [query, key]: the score as a bilinear form of two stream states.
 
-    Scores are this form times the head's scale (`Heads.mixer.scale`), before a soft cap; ALiBi is added to
+    Scores are this form times the head's scale (`AttentionMixer.scale`), before a soft cap; ALiBi is added to
     them.
 
     Arguments:

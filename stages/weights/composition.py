@@ -77,7 +77,7 @@ def composition_scores(
     if unknown := [mode for mode in modes if mode not in MODES] or not modes:
         raise ConfigError(f"expected modes among {', '.join(MODES)}, found {unknown or 'none'}")
     layers = attending(weights.config)
-    heads = heads_in(weights.config, layers[0]).count
+    heads = heads_in(weights.config, layers[0]).num_attention_heads
     reads = [_reads(weights, layer, modes) for layer in layers]
     shape = (len(modes), len(layers), heads, len(layers), heads)
     score, control_sums, n_as_large = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
@@ -120,7 +120,7 @@ def _reads(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
     Each is the reading matrix times the transposed triangle of the rest of the circuit, divided by the
     circuit's norm.
     """
-    heads = range(heads_in(weights.config, layer).count)
+    heads = range(heads_in(weights.config, layer).num_attention_heads)
     by_mode: dict[str, Floats] = {}
     if {"Q", "K"} & set(modes):
         pairs = [key_queries(weights, layer, head) for head in heads]
@@ -167,12 +167,12 @@ def _scores(written: Floats, reads: Sequence[Floats], modes: int) -> Floats:
 
 
 def _values(weights: Matrices, layer: int) -> Floats:
-    heads = range(heads_in(weights.config, layer).count)
+    heads = range(heads_in(weights.config, layer).num_attention_heads)
     return np.stack([weights.projection("v", layer, head).matrix for head in heads]).astype(np.float64)
 
 
 def _outputs(weights: Matrices, layer: int) -> Floats:
-    heads = range(heads_in(weights.config, layer).count)
+    heads = range(heads_in(weights.config, layer).num_attention_heads)
     return np.stack([weights.output(layer, head) for head in heads]).astype(np.float64)
 
 

@@ -64,7 +64,7 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
     import xarray as xr
 
     layers = attending(weights.config)
-    heads = heads_in(weights.config, layers[0]).count
+    heads = heads_in(weights.config, layers[0]).num_attention_heads
     gram = vocabulary_gram(weights)
     copying, norm, top = (np.zeros((len(layers), heads)) for _ in range(3))
     control = np.zeros((len(layers), heads, controls))

@@ -88,7 +88,7 @@ class FoldedMatrices:
         """
         bias = self.plain.output_bias(layer).astype(np.float64)
         if self._folds_values(layer):
-            for head in range(heads_in(self.config, layer).count):
+            for head in range(heads_in(self.config, layer).num_attention_heads):
                 value = self._read_through("ln1", layer, self.plain.projection("v", layer, head))
                 bias += value.bias.astype(np.float64) @ self.plain.output(layer, head)
         added: Array = self._written("ln1_post", layer, bias[None])[0]
@@ -158,7 +158,7 @@ class FoldedMatrices:
 
     def _folds_values(self, layer: int) -> bool:
         # A sink takes a part of the attention weight, so the biases no longer add a constant.
-        return self.value_biases and not heads_in(self.config, layer).has_sinks
+        return self.value_biases and not heads_in(self.config, layer).attention_sinks
 
     @cached_property
     def _centres_writing(self) -> bool:

@@ -2,7 +2,7 @@
 
 Border: a checkpoint and an architecture; no forward pass, and no torch where files hold plain numbers. One
 head, or one block of rows, is read at a time. Operations that are no matrix (gates, clips, norms of queries)
-are refused by the functions whose results they would falsify (`Heads`).
+are refused by the functions whose results they would falsify (`AttentionSpec`).
 
 Matrices multiply row vectors, x W: reading matrices are [hidden, …], writing ones […, hidden], as in Elhage
 et al. 2021 and TransformerLens. Values are float32, rounded to the dtype in which the model computes.
@@ -23,7 +23,7 @@ from ...store.errors import ConfigError
 from ..logits.readout import effective_gain, read_weight
 
 if TYPE_CHECKING:
-    from ..forward.architectures.architecture import Architecture, Heads, Stored
+    from ..forward.architectures.architecture import Architecture, AttentionSpec, Stored
     from ..forward.checkpoints.checkpoint import Checkpoint
 
 __all__ = [
@@ -145,8 +145,10 @@ class PlainMatrices:
             head: index of the query head.
         """
         heads = heads_in(self.config, layer)
-        if not 0 <= head < heads.count:
-            raise ConfigError(f"expected a head in 0..{heads.count - 1} of layer {layer}, found {head}")
+        if not 0 <= head < heads.num_attention_heads:
+            raise ConfigError(
+                f"expected a head in 0..{heads.num_attention_heads - 1} of layer {layer}, found {head}"
+            )
         _require_linear(self.config, layer, heads)
         weight, rows = _rows(heads, part, head, fused="qkv" in self.config.tensors.layers[layer])
         matrix = self._in_layer(layer, weight, rows=rows)
@@ -167,7 +169,7 @@ class PlainMatrices:
         heads = heads_in(self.config, layer)
         _require_ungated(self.config, layer, heads)
         # The output projection reads the heads side by side: its columns, as stored, are ordered by head.
-        columns = slice(head * heads.size, (head + 1) * heads.size)
+        columns = slice(head * heads.head_dim, (head + 1) * heads.head_dim)
         matrix = self._in_layer(layer, "o", columns=columns)
         assert matrix is not None  # every layer that attends has one
         return matrix.T
@@ -355,16 +357,16 @@ def require_embedding(config: Architecture) -> None:
         )
 
 
-def _require_linear(config: Architecture, layer: int, heads: Heads) -> None:
-    if heads.clip is not None:
+def _require_linear(config: Architecture, layer: int, heads: AttentionSpec) -> None:
+    if heads.clip_qkv is not None:
         raise ConfigError(
             f"expected queries, keys and values that are linear in the stream, found them held within "
-            f"{heads.clip:g} in layer {layer} of {config.model_type}; clipped heads have no circuits"
+            f"{heads.clip_qkv:g} in layer {layer} of {config.model_type}; clipped heads have no circuits"
         )
 
 
-def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
-    if heads.is_gated or heads.has_output_norm:
+def _require_ungated(config: Architecture, layer: int, heads: AttentionSpec) -> None:
+    if heads.is_gated or heads.inner_norm_eps is not None:
         found = "multiplied by gates" if heads.is_gated else "normed together"
         raise ConfigError(
             f"expected heads whose output is linear in their values, found them {found} in layer {layer} of "
@@ -372,8 +374,8 @@ def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
         )
 
 
-def heads_in(config: Architecture, layer: int) -> Heads:
-    """Heads of a layer, and where their matrices lie in its tensors.
+def heads_in(config: Architecture, layer: int) -> AttentionSpec:
+    """Attention of a layer, and where the matrices of its heads lie in its tensors.
 
     Arguments:
         config: architecture of the model.
@@ -397,28 +399,28 @@ def _in_range(config: Architecture, layer: int) -> int:
     return layer
 
 
-def _rows(heads: Heads, part: Part, head: int, *, fused: bool) -> tuple[str, Array]:
+def _rows(heads: AttentionSpec, part: Part, head: int, *, fused: bool) -> tuple[str, Array]:
     """Name of the tensor with a head's matrix, and the head's rows in it.
 
     Fused tensors are split as in forward/networks/mixers/attention.py.
     """
     # With grouped queries, query head h reads key/value head h // (query heads per group).
-    head_index = head if part == "q" else head // heads.shared_by
+    head_index = head if part == "q" else head // heads.queries_per_key
     if not fused:
         # Some families interleave each head's gate with its queries.
         parts_per_head = 2 if part == "q" and heads.gates_in_queries else 1
-        return part, head_index * parts_per_head * heads.size + np.arange(heads.size)
+        return part, head_index * parts_per_head * heads.head_dim + np.arange(heads.head_dim)
     # Row numbers take the place of weights: slicing and reshaping them finds the rows of one head.
-    rows = np.arange((heads.count + 2 * heads.kv_count) * heads.size)
+    rows = np.arange((heads.num_attention_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     if heads.layout == "by head":
         # GPT-NeoX, Falcon: for each key/value head its query heads, its key and its value follow each other.
-        grouped = rows.reshape(heads.kv_count, -1, heads.size)
+        grouped = rows.reshape(heads.num_kv_heads, -1, heads.head_dim)
         parts = {"q": grouped[:, :-2], "k": grouped[:, -2], "v": grouped[:, -1]}
     elif heads.layout == "by fourths":
         # CodeGen: four shards for the four TPU cores of its training, each with queries, values, keys.
         fourths = rows.reshape(4, 3, -1)
         parts = {"q": fourths[:, 0], "v": fourths[:, 1], "k": fourths[:, 2]}
     else:
-        cuts = np.cumsum([heads.count, heads.kv_count]) * heads.size
+        cuts = np.cumsum([heads.num_attention_heads, heads.num_kv_heads]) * heads.head_dim
         parts = dict(zip("qkv", np.split(rows, cuts), strict=True))
-    return "qkv", parts[part].reshape(-1, heads.size)[head_index]
+    return "qkv", parts[part].reshape(-1, heads.head_dim)[head_index]

@@ -74,12 +74,12 @@ def position_scores(*, weights: Matrices, length: int = 64, offsets: int = 8) ->
     _require_sum(config)
     # Encoders add a token type to every position; zeros elsewhere.
     stream = table + _mean_embedding(weights) + weights.token_type()
-    heads = heads_in(config, layers[0]).count
+    heads = heads_in(config, layers[0]).num_attention_heads
     distances = np.arange(-offsets if config.looks_ahead else 0, offsets + 1)
     mean_weights = np.zeros((len(layers), heads, len(distances)))
     for i, layer in enumerate(layers):
         normed = _normed(stream, weights.norm("ln1", layer), config.norm_eps)
-        scale = heads_in(config, layer).mixer.scale
+        scale = heads_in(config, layer).summary.scale
         for head in range(heads):
             pattern = _pattern(weights, layer, head, normed, scale)
             # diagonal(-d) holds the weights at distance d, of exactly the queries that have such a key.
@@ -101,12 +101,12 @@ def _pattern(weights: Matrices, layer: int, head: int, normed: Floats, scale: fl
     """Attention pattern of a head on the normalised stream, [query position, key position]."""
     query, key = key_queries(weights, layer, head)
     query_bias, key_bias = (weights.projection(part, layer, head).bias for part in ("q", "k"))
-    heads = heads_in(weights.config, layer)
-    scores = heads.mixer.capped(scale * (normed @ query + query_bias) @ (normed @ key + key_bias).T, np)
+    mixer = heads_in(weights.config, layer).summary
+    scores = mixer.capped(scale * (normed @ query + query_bias) @ (normed @ key + key_bias).T, np)
     distance = np.subtract.outer(np.arange(len(normed)), np.arange(len(normed)))
-    is_visible = np.full_like(distance, heads.mixer.is_bidirectional, dtype=bool) | (distance >= 0)
-    if heads.mixer.window is not None:
-        is_visible &= np.abs(distance) < heads.mixer.window
+    is_visible = np.full_like(distance, mixer.is_bidirectional, dtype=bool) | (distance >= 0)
+    if mixer.window is not None:
+        is_visible &= np.abs(distance) < mixer.window
     # After the soft cap: capped, -inf would become a finite score.
     scores = np.where(is_visible, scores, -np.inf)
     # The row maximum is subtracted so that exp cannot overflow.

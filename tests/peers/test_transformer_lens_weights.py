@@ -52,7 +52,7 @@ def test_composition_scores_are_theirs(both):
 def test_circuits_have_their_singular_values_eigenvalues_and_norms(both):
     _, weights, bridge = both
     for layer in range(weights.config.num_layers):
-        for head in range(weights.config.heads_of(layer).count):
+        for head in range(weights.config.heads_of(layer).num_attention_heads):
             pairs = (
                 (ov_circuit(weights, layer, head), bridge.OV[layer, head]),
                 (qk_circuit(weights, layer, head), bridge.QK[layer, head]),
@@ -77,8 +77,13 @@ def test_folded_weights_and_what_they_give_are_theirs(both, tmp_path):
     named = {name: getattr(bridge, f"W_{name.upper()}").detach().numpy() for name in "qkvo"}
     for layer in range(config.num_layers):
         heads = config.heads_of(layer)
-        for head in range(heads.count):
-            shared = {"q": head, "o": head, "k": head // heads.shared_by, "v": head // heads.shared_by}
+        for head in range(heads.num_attention_heads):
+            shared = {
+                "q": head,
+                "o": head,
+                "k": head // heads.queries_per_key,
+                "v": head // heads.queries_per_key,
+            }
             for part in "qkv":
                 near(folded.projection(part, layer, head).matrix, _of(named[part], layer, shared[part], head))
             near(folded.output(layer, head), named["o"][layer, head])

@@ -88,7 +88,7 @@ class OvQk(ModelWorkflow):
         if settings.layer is None:
             selection["copying"] = copying["copying"]
         else:
-            count = heads_in(config, settings.layer).count
+            count = heads_in(config, settings.layer).num_attention_heads
             if settings.head >= count:
                 raise ConfigError(
                     f"expected a head in 0..{count - 1} of layer {settings.layer}, found {settings.head}"

@@ -15,29 +15,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ....store.errors import ConfigError, WeightsError
+from .layer_summaries import Layer
+from .mixers import AttentionSpec
 from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
     "BESIDE",
     "Architecture",
-    "AttentionMixer",
+    "AttentionSpec",
     "AxisSizes",
-    "ConvolutionMixer",
-    "Heads",
     "HeadTransform",
-    "MixersInSequence",
-    "Layer",
-    "Mixer",
-    "NoMixer",
-    "OpaqueMixer",
     "Reach",
-    "RecurrentMixer",
-    "MixersSideBySide",
     "Stored",
     "Tensors",
     "WeightCounts",
@@ -53,198 +46,11 @@ Reach = Literal["here", "later", "all"]
 ("here"), also later ones, or all."""
 
 
-@dataclass(frozen=True)
-class AttentionMixer:
-    """Attention: how the scores of a layer are scaled, masked and capped."""
-
-    kind: ClassVar[str] = "attention"
-    scale: float
-    """Factor of q k^T."""
-    window: int | None = None
-    """Number of keys that a query sees backwards, itself included; None for all."""
-    soft_cap: float | None = None
-    """c in c tanh(scores / c), applied before the mask; None for no cap."""
-    sinks: Any = field(default=None, compare=False, repr=False)
-    """Learned logits of the attention sink, [head], set by the network; None without sinks."""
-    is_bidirectional: bool = False
-    """Whether a query also sees later keys, within a window as far forwards as backwards."""
-    relative: Any = field(default=None, compare=False, repr=False)
-    """Relative position terms of the scores (`networks.relative.Relative`), set by the network; None for no
-    such terms."""
-    is_chunked: bool = False
-    """Whether `window` is the length of fixed chunks, and a query only sees keys of its own chunk."""
-    part: Literal["source", "target", "cross"] | None = None
-    """In encoder-decoders: attention within the source, within the target, or from target to source; None
-    for models of single sequences."""
-    source: int | None = None
-    """Number of the earlier layer whose keys and values are reused; None if the layer has its own."""
-
-    @property
-    def room(self) -> str:
-        """Prefix of the kinds of its hook points: "cross_" or ""."""
-        return "cross_" if self.part == "cross" else ""
-
-    @property
-    def is_capped(self) -> bool:
-        """Whether scores have a soft cap, which fused attention kernels do not support."""
-        return self.soft_cap is not None
-
-    def capped(self, scores: Any, xp: Any) -> Any:
-        """Scores after the soft cap and before the mask, elementwise.
-
-        Arguments:
-            scores: Array of scaled scores, of any shape.
-            xp: The module of that array: numpy or torch.
-        """
-        return scores if self.soft_cap is None else self.soft_cap * xp.tanh(scores / self.soft_cap)
-
-
-@dataclass(frozen=True)
-class RecurrentMixer:
-    """A mixer with a recurrent state, which each token decays, writes to and reads."""
-
-    kind: ClassVar[str] = "recurrence"
-    is_bidirectional: ClassVar[bool] = False
-    window: ClassVar[None] = None
-    """None: a state can depend on all earlier tokens."""
-    recurrence: str
-    """Name of the recurrence, such as "rwkv7" or "mamba2"."""
-
-
-@dataclass(frozen=True)
-class ConvolutionMixer:
-    """A short causal convolution over positions."""
-
-    kind: ClassVar[str] = "convolution"
-    is_bidirectional: ClassVar[bool] = False
-    window: int
-    """Kernel size in tokens, the current one included."""
-
-
-@dataclass(frozen=True)
-class NoMixer:
-    """Placeholder for the mixer of a layer that has a channel mixer only."""
-
-    kind: ClassVar[str] = "none"
-    is_bidirectional: ClassVar[bool] = False
-    window: ClassVar[int] = 1
-    """1: outputs depend on the current token only."""
-
-
-@dataclass(frozen=True)
-class OpaqueMixer:
-    """Unknown mixer of a layer that transformers computes (bridge); the least favourable case is assumed."""
-
-    kind: ClassVar[str] = "unknown mixer"
-    is_bidirectional: ClassVar[bool] = True
-    """True: it may depend on later positions."""
-    window: ClassVar[None] = None
-    """None: outputs may depend on tokens at any distance."""
-
-
-@dataclass(frozen=True)
-class MixersSideBySide:
-    """Parallel mixers of one layer: they read the same normalised stream, and their outputs are summed."""
-
-    kind: ClassVar[str] = "side by side"
-    is_bidirectional: ClassVar[bool] = False
-    mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer, ...]
-
-    @property
-    def window(self) -> int | None:
-        """Largest window of the mixers, in tokens; None if one of them is unbounded."""
-        windows = [mixer.window for mixer in self.mixers]
-        return None if None in windows else max(window for window in windows if window is not None)
-
-
-@dataclass(frozen=True)
-class MixersInSequence:
-    """Sequential mixers of one layer: each one reads the output of the mixer before it, position by
-    position."""
-
-    kind: ClassVar[str] = "in turn"
-    is_bidirectional: ClassVar[bool] = False
-    mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer | MixersSideBySide, ...]
-
-    @property
-    def window(self) -> int | None:
-        """Window of the whole sequence, in tokens: 1 + the sum of (window - 1); None if a mixer is
-        unbounded."""
-        windows = [mixer.window for mixer in self.mixers]
-        return None if None in windows else 1 + sum(window - 1 for window in windows if window is not None)
-
-
-Mixer = (
-    AttentionMixer
-    | RecurrentMixer
-    | ConvolutionMixer
-    | MixersSideBySide
-    | MixersInSequence
-    | NoMixer
-    | OpaqueMixer
-)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Torch-free summary of one layer."""
-
-    mixer: Mixer
-    """Attention, recurrence or convolution: the part that mixes positions."""
-    channel_mixer: Literal["MLP", "gated MLP", "token-shifted MLP", "experts"] | None
-    """The part that works on each position (token-shifted MLPs of RWKV also read the previous one); None for
-    a layer without."""
-    norms: Literal["before", "after", "around", "of stream"]
-    """Norms before each part's input, after its output, or both. "of stream": the residual stream is not the
-    sum of the embedding and all outputs, as it is itself normalised or multiplied on its way."""
-    is_parallel: bool = False
-    """Whether mixer and channel mixer both read the stream that enters the layer."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Attention heads of a layer: how its tensors store their matrices, and which operations are between
-    these matrices and the scores or outputs. Analyses of QK and OV circuits read it."""
-
-    count: int
-    """Number of query heads."""
-    kv_count: int
-    """Number of key and value heads."""
-    size: int
-    """Entries of a head."""
-    mixer: AttentionMixer
-    layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
-    """Layout of the query, key and value projections (`AttentionSpec.layout`)."""
-    rope: Any = None
-    """`RopeConfig` of queries and keys; None for no rope."""
-    has_qk_norm: bool = False
-    """Whether queries and keys are normalised."""
-    clip: float | None = None
-    """Largest absolute entry of queries, keys and values; None for no clip."""
-    is_gated: bool = False
-    """Whether each head's output is multiplied by a gate."""
-    gates_in_queries: bool = False
-    """Whether the query projection also holds the gates: each head's gate rows follow its query rows."""
-    alibi_slopes: tuple[float, ...] = ()
-    """ALiBi slopes, one per head; () for no ALiBi."""
-    has_sinks: bool = False
-    """Whether heads have an attention sink, so that attention weights sum to less than 1."""
-    has_temperature_tuning: bool = False
-    """Whether queries are scaled by a factor that grows with log(position) (attention temperature tuning)."""
-    has_output_norm: bool = False
-    """Whether the outputs of all heads are normalised together before the output projection."""
-
-    @property
-    def shared_by(self) -> int:
-        """Number of query heads that share one key and value head."""
-        return self.count // self.kv_count
-
-
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
 """Weights that are stored once outside of the layers and are passed to every layer."""
 BESIDE = "beside."
 """Prefix of the names of weights outside of the layers that process further streams or per-layer inputs
-(carrying/tensors.py)."""
+(layer_parts.py)."""
 
 
 @dataclass(frozen=True)
@@ -650,9 +456,9 @@ class Architecture(ABC):
         """The hook points of this kind, ordered by layer."""
         return [point for point in self.hook_points if point.kind == kind]
 
-    def heads_of(self, layer: int) -> Heads | None:
-        """Attention heads of a layer; None if it has no attention with query, key and value matrices of its
-        own."""
+    def heads_of(self, layer: int) -> AttentionSpec | None:
+        """Attention of a layer, for analyses of the QK and OV circuits of its heads; None if it has no
+        attention with query, key and value matrices of its own."""
         return None
 
     @property

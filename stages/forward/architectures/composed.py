@@ -25,18 +25,14 @@ from ....store.errors import ConfigError
 from .architecture import (
     Architecture,
     AxisSizes,
-    Heads,
     HeadTransform,
-    Layer,
-    Mixer,
-    MixersInSequence,
-    MixersSideBySide,
-    NoMixer,
     Reach,
     Tensors,
     WeightCounts,
     plain,
 )
+from .layer_parts import AltUpSpec, LayerInputSpec
+from .layer_summaries import Layer, Mixer, MixersInSequence, MixersSideBySide, NoMixer
 from .layer_tensors import Spelling, composed_tensors
 from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
 from .points import SPLIT_INPUTS, HookPoint
@@ -45,8 +41,9 @@ from .transformer import RopeConfig
 
 __all__ = ["LayerSpec", "ComposedArchitecture"]
 
-_BEFORE_MIXERS = frozenset(("resid_pre", "ln1_scale", "ln1_normalized"))
+_BEFORE_MIXERS = frozenset(("resid_pre", "altup_streams", "altup_predicted", "ln1_scale", "ln1_normalized"))
 _FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
+_LAUREL = ("laurel_scale", "laurel_normalized", "laurel_out")
 _TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", "head_out")
 
 
@@ -80,6 +77,13 @@ class LayerSpec:
     """Whether pre-norms apply to the mixers' input; false in ModernBERT's first layer."""
     has_gains: bool = False
     """Whether the stream is multiplied by learned weights, [hidden], before each addition (Doge)."""
+    laurel_rank: int = 0
+    """Rank of LAuReL's projections, whose output is added to the stream with that of the mixers (Gemma 3n); 0
+    for no LAuReL."""
+    layer_input: LayerInputSpec | None = None
+    """Per-layer input, added after the channel mixer (Gemma 3n and 4); None for no such input."""
+    has_scalar: bool = False
+    """Whether the layer finally multiplies the stream by a learned number (Gemma 4)."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -93,6 +97,18 @@ class LayerSpec:
             raise ConfigError(
                 "expected a shared block only in layers with a pre-norm mixer, found another layer with one"
             )
+        for axis, size in (item for spec in self.shapes for item in spec.axis_sizes.items()):
+            if self.axis_sizes[axis] != size:
+                raise ConfigError(
+                    f"expected {axis} to be of one size in all parts of a layer, found {size} and "
+                    f"{self.axis_sizes[axis]}; such a model cannot run here"
+                )
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """Axis name -> size, for the axes of its hook points."""
+        sizes = {} if self.layer_input is None else {"layer_input": self.layer_input.size}
+        return sizes | {axis: size for spec in self.shapes for axis, size in spec.axis_sizes.items()}
 
     @cached_property
     def norm_names(self) -> tuple[str, ...]:
@@ -118,8 +134,9 @@ class LayerSpec:
     def summary(self) -> Layer:
         """Torch-free summary of this layer, as `Architecture.layers` shows it."""
         channel_mixer = None if self.channel_mixer is None else self.channel_mixer.summary
-        # In both cases the stream is no plain sum of outputs, which is what users of summaries need to know.
-        norms = "of stream" if self.norms == "of sums" or self.has_gains else self.norms
+        # In these cases the stream is no plain sum of outputs, which is what users of summaries need to know.
+        is_changed = self.has_gains or self.has_scalar or self.laurel_rank or self.layer_input is not None
+        norms = "of stream" if self.norms == "of sums" or is_changed else self.norms
         return Layer(self.mixer, channel_mixer, norms, self.is_parallel)
 
     @property
@@ -135,9 +152,9 @@ class LayerSpec:
             kinds += ["mlp_pre", "mlp_post", "mlp_out", *self.channel_mixer.points]
         if self.mixers and self.channel_mixer is not None and not self.is_parallel:
             kinds.append("resid_mid")
-        if self.shared is not None:
-            kinds += self.shared.points
-        return tuple(kinds)
+        for part in (self.shared, self.layer_input):
+            kinds += () if part is None else part.points
+        return (*kinds, *(_LAUREL if self.laurel_rank else ()))
 
     @cached_property
     def has_split_inputs(self) -> bool:
@@ -145,6 +162,12 @@ class LayerSpec:
         linear maps of the normalised stream only."""
         attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
         return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
+
+    @property
+    def mixes_positions(self) -> bool:
+        """Whether later positions depend on the stream that enters; they do not if the only mixer reads keys
+        and values of an earlier layer."""
+        return any(not isinstance(spec, AttentionSpec) or spec.source is None for spec in self.all_mixers)
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
@@ -220,17 +243,16 @@ class ComposedArchitecture(Architecture):
     has_final_norm: bool = True
     has_final_norm_bias: bool = True
     transform: HeadTransform | None = None
+    altup: AltUpSpec | None = None
+    """Parallel streams of all layers (Gemma 3n); None for a single stream."""
 
     def __post_init__(self) -> None:
-        for spec in (spec for block in self.blocks for spec in block.shapes):
-            # Stores and captures have one size per axis; only CarryingConfig allows several.
-            differing = {axis: n for axis, n in spec.axis_sizes.items() if self.axis_sizes[axis] != n}
-            if differing:
-                axis, size = next(iter(differing.items()))
-                raise ConfigError(
-                    f"expected {axis} to be of one size in all layers that have it, found "
-                    f"{self.axis_sizes[axis]} and {size}; such a model cannot run here"
-                )
+        # The table of all layers' inputs is divided evenly.
+        if len({block.layer_input for block in self.blocks}) > 1:
+            raise ConfigError(
+                "expected per-layer inputs that are alike in all layers, found several kinds; such a model "
+                "cannot run here"
+            )
 
     def under(self, root: str, head: str) -> ComposedArchitecture:
         """See `Architecture`."""
@@ -286,30 +308,50 @@ class ComposedArchitecture(Architecture):
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
-        """See `Architecture`; attention and state spaces have different axes for their heads."""
-        sizes = AxisSizes(hidden=self.hidden_size, one=1)
-        for spec in (spec for block in self.blocks for spec in block.shapes):
-            sizes.update({axis: size for axis, size in spec.axis_sizes.items() if axis not in sizes})
-        return sizes if self.transform is None else AxisSizes(sizes, embedding=self.transform.width)
+        """See `Architecture`; attention and state spaces have different axes for their heads. Axes whose size
+        differs between layers are in `AxisSizes.differing`."""
+        sizes: dict[str, set[int]] = {}
+        for axis, size in (item for block in self.blocks for item in block.axis_sizes.items()):
+            sizes.setdefault(axis, set()).add(size)
+        model = {"hidden": self.hidden_size, "one": 1}
+        model |= {} if self.transform is None else {"embedding": self.transform.width}
+        model |= {} if self.altup is None else {"stream": self.altup.streams}
+        fixed = {axis: size for axis, (size, *others) in sizes.items() if not others}
+        axis_sizes = AxisSizes(model | fixed)
+        axis_sizes.differing = {axis: values for axis, values in sizes.items() if len(values) > 1}
+        return axis_sizes
+
+    def sizes_in(self, layer: int | None) -> dict[str, int]:
+        """See `Architecture`."""
+        return self.axis_sizes | ({} if layer is None else self.blocks[layer].axis_sizes)
 
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
         """See `Architecture`; layers with different mixers have different hook points."""
         outside = _FINAL_NORM * self.has_final_norm + _TRANSFORM * (self.transform is not None)
-        points = [HookPoint(kind) for kind in ("embed", *outside)]
+        in_layers, merged = ((), ()) if self.altup is None else (self.altup.points, ("altup_merged",))
+        points = [HookPoint(kind) for kind in ("embed", *outside, *merged)]
         for layer, block in enumerate(self.blocks):
-            points += [HookPoint(kind, layer) for kind in block.kinds]
+            points += [HookPoint(kind, layer) for kind in (*block.kinds, *in_layers)]
         return tuple(sorted(points, key=lambda point: point.order))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """See `Architecture`."""
-        return tuple(block.summary for block in self.blocks)
+        """See `Architecture`; with AltUp, no stream is the plain sum of all outputs."""
+        layers = tuple(block.summary for block in self.blocks)
+        return layers if self.altup is None else tuple(replace(layer, norms="of stream") for layer in layers)
 
-    def heads_of(self, layer: int) -> Heads | None:
-        """See `Architecture`; None for latent attention and for attention in a shared block."""
+    def heads_of(self, layer: int) -> AttentionSpec | None:
+        """See `Architecture`; None for latent attention, for attention in a shared block, and if values are
+        normalised, so that head outputs are no linear maps of the stream."""
         specs = (spec for spec in self.blocks[layer].mixers if isinstance(spec, AttentionSpec))
-        return next((spec.heads for spec in specs), None)
+        return next((spec for spec in specs if not spec.has_v_norm), None)
+
+    @cached_property
+    def key_sources(self) -> frozenset[int]:
+        """Numbers of the layers whose keys and values later layers reuse."""
+        specs = (spec for block in self.blocks for spec in block.mixers if isinstance(spec, AttentionSpec))
+        return frozenset(spec.source for spec in specs if spec.source is not None)
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -323,13 +365,14 @@ class ComposedArchitecture(Architecture):
         spread: Reach = "all" if self.looks_ahead else "later"
         if point.kind in ("embed", "resid_post"):
             layer = 0 if point.layer is None else point.layer + 1
-            return spread if layer < self.num_layers and self.blocks[layer].mixers else "here"
+            return spread if layer < self.num_layers and self.blocks[layer].mixes_positions else "here"
         if point.layer is None:
             return "here"
         block = self.blocks[point.layer]
         mixers = block.all_mixers
         # With post-norms ("of sums"), mixers read resid_pre directly, and ln1 comes after them.
-        spreads = mixers and point.kind in (_BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",))
+        before = _BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",)
+        spreads = block.mixes_positions and point.kind in before
         return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
     @property
@@ -355,10 +398,17 @@ class ComposedArchitecture(Architecture):
         return replace(counts, in_layers=counts.in_layers - idle)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `Architecture`: stream and norms (six tensors of hidden size), and the largest layer."""
+        """See `Architecture`: stream and norms (six tensors of hidden size), and the largest layer; all AltUp
+        streams before and after their prediction; the inputs of all layers, and the keys and values that
+        later layers reuse."""
         inside = max(block.bytes_per_token(itemsize) for block in set(self.blocks))
         # A float32 stream takes 4 bytes per number in any dtype.
-        return (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size + inside
+        stream = (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size
+        beside = 0 if self.altup is None else 4 * (self.altup.streams - 1) * self.hidden_size
+        beside += 2 * sum(block.layer_input.size for block in self.blocks if block.layer_input is not None)
+        shared = (self.blocks[layer].axis_sizes for layer in self.key_sources)
+        beside += sum(4 * sizes["kv_head"] * sizes["d_head"] for sizes in shared)
+        return stream + inside + itemsize * beside
 
     @property
     def _ropes(self) -> set[RopeConfig]:

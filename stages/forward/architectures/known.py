@@ -1,6 +1,7 @@
 """KNOWN: table of all supported families, by model_type, with a reader of config.json for each.
 
-It joins the tables of all kinds of architecture (attending/families.py and the …_families.py of this folder).
+It joins the tables of all kinds of architecture (attending/families.py, hybrids/, and the …_families.py of
+this folder).
 
 Border: never imports torch.
 """
@@ -15,16 +16,16 @@ from ....store.errors import ConfigError, nearest
 from .architecture import Architecture
 from .attending.families import ATTENDING
 from .attending.towers import TOWERS, read_tower, text_section
-from .carrying.families import CARRYING
 from .described import described_attending
 from .families import model_type_of
-from .linear_families import KIN, LINEAR
-from .mamba_families import HYBRIDS, FamilyReader
+from .gemma3n_gemma4_families import GEMMAS
+from .hybrids.linear_families import KIN, LINEAR
+from .hybrids.mamba_families import HYBRIDS, FamilyReader
+from .hybrids.recurrent_families import RECURRENT
+from .hybrids.zamba_families import ZAMBA
 from .pairs.families import PAIRS, PairFamily
-from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
-from .zamba_families import ZAMBA
 
 __all__ = ["KNOWN", "SECOND_NAMES", "KnownFamily", "from_hf_config"]
 
@@ -220,7 +221,7 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return row | {"attention": attention, "head": head}
 
 
-_MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
+_MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | GEMMAS
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _pair(family) for model_type, family in PAIRS.items()},

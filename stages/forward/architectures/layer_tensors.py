@@ -3,7 +3,8 @@
 Checkpoints differ in module names (`Spelling`); below its module, a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ look them up: "q", "o.bias", "up" for
 attention and MLP; with a prefix for others: "ssm." (state spaces), "latent." (latent attention), "linear."
-(linear attention), "conv." (short convolutions), "experts.", "shared." (a block that layers share), "mlstm.".
+(linear attention), "conv." (short convolutions), "experts.", "shared." (a block that layers share), "mlstm.";
+parts of Gemma 3n and 4 as in layer_parts.py.
 Factors of a layer's outputs are multiplied into weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .architecture import HeadTransform, Stored, Tensors
+from .layer_parts import CORRECTED_SCALE, AltUpSpec, LayerInputSpec, laurel_tensors
 from .linear_mixers import (
     GatedDeltaSpec,
     LightningSpec,
@@ -47,6 +49,8 @@ Factors = tuple[tuple[int, float], ...]
 """`Stored.factors`."""
 CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
 """Routings with a correction bias, which is added to the scores for the choice of experts."""
+_OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
+"""Tensors of keys and values below the attention module (Gemma 3n and 4)."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,12 @@ class _Block(Protocol):
     def source(self) -> int | None: ...
     @property
     def has_gains(self) -> bool: ...
+    @property
+    def laurel_rank(self) -> int: ...
+    @property
+    def layer_input(self) -> LayerInputSpec | None: ...
+    @property
+    def has_scalar(self) -> bool: ...
 
 
 class HybridShapes(Protocol):
@@ -217,6 +227,8 @@ class HybridShapes(Protocol):
     def has_final_norm_bias(self) -> bool: ...
     @property
     def transform(self) -> HeadTransform | None: ...
+    @property
+    def altup(self) -> AltUpSpec | None: ...
 
 
 def composed_tensors(config: HybridShapes) -> Tensors:
@@ -246,11 +258,29 @@ def composed_tensors(config: HybridShapes) -> Tensors:
         head_dim = c.blocks[0].mixers[0].axis_sizes["d_head"]
         outside["frequencies"] = Stored(spelling.encoder.frequencies, (head_dim // 2,))
     outside |= _relative_table(c)
+    # These have the same prefix as the embedding, which differs in multimodal checkpoints.
+    root = spelling.embed.removesuffix("embed_tokens")
+    if c.altup is not None:
+        outside |= c.altup.outer_tensors(root, c.hidden_size)
+    if (layer_input := c.blocks[0].layer_input) is not None:
+        outside |= layer_input.outer_tensors(root, c.hidden_size, len(c.blocks))
     layers = [dict(_block(c, block)) for block in c.blocks]
     repeated, unread = _repeated(c)
     tensors = Tensors(outside, layers, spelling.layer, copies | repeated)
     unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
+    for layer, block in enumerate(c.blocks):
+        unread |= {spelling.layer.format(layer) + name for name in _unread(block, spelling, c.altup)}
     return replace(tensors, unread=unread - tensors.shapes.keys())
+
+
+def _unread(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Iterator[str]:
+    """Tensors that released checkpoints hold for a layer and that it does not read: keys and values of its
+    own, if it reuses those of an earlier layer, and the scale of AltUp's output, if that is off."""
+    mixers = (mixer for mixer in block.mixers if isinstance(mixer, AttentionSpec))
+    if any(mixer.source is not None for mixer in mixers):
+        yield from (f"{spelling.attention}{name}" for name in _OWN_KEYS)
+    if altup is not None and not altup.scales_corrected:
+        yield CORRECTED_SCALE
 
 
 def _embeddings(config: HybridShapes) -> dict[str, Stored]:
@@ -373,6 +403,14 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
         yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
     for half, name in zip("12", spelling.gains if block.has_gains else (), strict=False):
         yield f"carry.{half}", Stored(name, (hidden,))
+    if block.laurel_rank:
+        yield from laurel_tensors(block.laurel_rank, hidden)
+    if block.layer_input is not None:
+        yield from block.layer_input.tensors(hidden)
+    if block.has_scalar:
+        yield "scalar", Stored("layer_scalar", (1,))
+    if config.altup is not None:
+        yield from config.altup.tensors(hidden)
     for shape in block.mixers:
         yield from MIXERS[shape.kind](shape, spelling, hidden)
     if block.channel_mixer is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .architecture import ConvolutionMixer, RecurrentMixer
+from .layer_summaries import ConvolutionMixer, RecurrentMixer
 from .mixers import MixerSpec
 from .transformer import ActivationName, RopeConfig
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
-from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixer
+from .layer_summaries import AttentionMixer, ConvolutionMixer, RecurrentMixer
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
@@ -184,10 +184,15 @@ class AttentionSpec(MixerSpec):
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
     reaches_later: ClassVar[frozenset[str]] = frozenset(("k_input", "v_input", "k", "v", "rot_k"))
+    is_gated: ClassVar[bool] = False
+    """Whether each head's output is multiplied by a gate."""
 
     num_attention_heads: int
+    """Number of query heads."""
     num_kv_heads: int
+    """Number of key and value heads."""
     head_dim: int
+    """Entries of a head."""
     rope: RopeConfig | None = None
     """Rotary position embedding of queries and keys; None for no rope."""
     scale: float | None = None
@@ -239,6 +244,12 @@ class AttentionSpec(MixerSpec):
 
     def __post_init__(self) -> None:
         # Checked here, not in the readers, as autoconfig.py also builds specs.
+        if min(self.num_attention_heads, self.num_kv_heads, self.head_dim) < 1:
+            raise ConfigError(
+                "expected at least 1 query head, 1 key head and 1 entry per head, found num_attention_heads="
+                f"{self.num_attention_heads}, num_key_value_heads={self.num_kv_heads} and head_dim="
+                f"{self.head_dim}; correct config.json, or fetch it again"
+            )
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
                 f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
@@ -285,22 +296,14 @@ class AttentionSpec(MixerSpec):
         return tuple(kind for kind in self.points if kind not in reused)
 
     @property
-    def heads(self) -> Heads:
-        """Summary of its heads for analyses of their matrices (`Architecture.heads_of`)."""
-        return Heads(
-            self.num_attention_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.summary,
-            self.layout,
-            rope=self.rope,
-            has_qk_norm=self.qk_norm is not None,
-            clip=self.clip_qkv,
-            alibi_slopes=self.alibi_slopes,
-            has_sinks=self.attention_sinks,
-            has_temperature_tuning=self.temperature_tuning is not None,
-            has_output_norm=self.inner_norm_eps is not None,
-        )
+    def gates_in_queries(self) -> bool:
+        """Whether the query projection also holds gates: each head's gate rows follow its query rows."""
+        return False
+
+    @property
+    def queries_per_key(self) -> int:
+        """Number of query heads that share one key and value head."""
+        return self.num_attention_heads // self.num_kv_heads
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -319,15 +322,16 @@ class GatedAttentionSpec(AttentionSpec):
 
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
+    is_gated: ClassVar[bool] = True
 
     has_gate_projection: bool = False
     """Whether gates have a projection of their own; otherwise the query projection gives queries and gates,
     head by head."""
 
     @property
-    def heads(self) -> Heads:
+    def gates_in_queries(self) -> bool:
         """See `AttentionSpec`."""
-        return replace(super().heads, is_gated=True, gates_in_queries=not self.has_gate_projection)
+        return not self.has_gate_projection
 
 
 @dataclass(frozen=True)

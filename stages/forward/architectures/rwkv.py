@@ -18,7 +18,8 @@ from typing import ClassVar, Literal
 
 from ....store.digest import digest
 from ....store.errors import ConfigError
-from .architecture import Architecture, Layer, Reach, RecurrentMixer, Tensors
+from .architecture import Architecture, Reach, Tensors
+from .layer_summaries import Layer, RecurrentMixer
 from .points import ORDER, HookPoint, points_of
 from .rwkv_tensors import Spelling, rwkv_tensors
 

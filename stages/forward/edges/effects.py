@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ....pipeline.ambient import steps_in_plain_torch
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.wants import Logits
 from ..networks.attention import attend, causal

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..hooks.taps import PassTaps, Place
 from ..networks.history import STREAM
 from ..networks.loop import through_layers

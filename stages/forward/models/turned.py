@@ -11,19 +11,19 @@ from ....store.arrays import Array
 from ....store.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..architectures.architecture import Heads
+    from ..architectures.transformer import RopeConfig
 
 __all__ = ["turned_queries"]
 
 
-def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = None) -> Array:
+def turned_queries(rope: RopeConfig | None, rows: Array, offset: int, length: int | None = None) -> Array:
     """Rotate query vectors, so that their dot product with unrotated keys is the score at a distance.
 
     Attention scores depend on the difference of positions alone (Su et al. 2021, eq. 16):
     (R_p q)'(R_s k) = (R_{p - s} q)' k.
 
     Arguments:
-        heads: head sizes and RoPE of a layer.
+        rope: RoPE of a layer; None for a layer without.
         rows: [..., d_head], queries, or rows of a matrix that makes queries.
         offset: positions from the key to the query, 0 or more.
         length: length of the prompt, for RoPE schemes that depend on it; None for `offset + 1`.
@@ -38,19 +38,19 @@ def turned_queries(heads: Heads, rows: Array, offset: int, length: int | None = 
     if offset < 0:
         raise ConfigError(f"expected a key at or before its query, found it {-offset} positions after it")
     # At distance 0 the rotation is the identity; a magnitude stays.
-    if heads.rope is None or (offset == 0 and heads.rope.magnitude == 1):
+    if rope is None or (offset == 0 and rope.magnitude == 1):
         return rows
     import torch
 
     from ..networks.rope import rope_tables, rotate
 
     dtype = torch.float32
-    cos, sin = rope_tables(heads.rope, max(offset + 1, length or 0), torch.device("cpu"), dtype)
+    cos, sin = rope_tables(rope, max(offset + 1, length or 0), torch.device("cpu"), dtype)
     # Copied: weights are mapped read-only, and torch warns about such arrays.
     queries = torch.from_numpy(rows.copy()).float()
-    rotated = rotate(queries, cos[offset], sin[offset], interleaved=heads.rope.interleaved)
+    rotated = rotate(queries, cos[offset], sin[offset], interleaved=rope.interleaved)
     rotary_dim = 2 * cos.shape[-1]
     # The tables hold the magnitude of one side; keys, which stay unrotated, lack theirs.
-    rotated[..., :rotary_dim] *= heads.rope.magnitude
+    rotated[..., :rotary_dim] *= rope.magnitude
     values: Array = rotated.numpy()
     return values

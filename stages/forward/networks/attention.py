@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import InterventionError
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.mixers import AttentionSpec, TemperatureTuning
 from ..architectures.points import SPLIT_INPUTS
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
 from .gradients import is_recorded
-from .history import History
+from .history import Carried, History
 from .kernels.company import is_beside_others
 from .kernels.functions import evenly
 from .kernels.products import batched_product, product
@@ -129,6 +129,7 @@ def attention(
     taps: Taps,
     gate: Tensor | None = None,
     source: StreamRead | None = None,
+    beside: Carried | None = None,
 ) -> Tensor:
     """Self-attention of one layer, from the normalised stream to the output projection.
 
@@ -142,17 +143,31 @@ def attention(
         taps: hook points of the pass.
         gate: factors of the heads' outputs, [B, H, kept, dh]; None for no gate.
         source: the stream before the norm, if the layer has hook points for inputs of single heads.
+        beside: tensors carried in addition to the stream, if layers share keys and values: a layer with
+            `AttentionSpec.source` reads those of that layer, others write theirs, keys after RoPE.
 
     Returns:
         Output of the output projection [B, kept, D], before any post-norm.
     """
-    q, k, v = project(x, weights, sizes, layer, taps, source)
-    q, k = apply_rope(history.needed(q), k, sizes.rope, history)
-    if sizes.qk_norm is not None and sizes.qk_norm.after_rope:
-        q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
+    if sizes.source is not None:
+        assert beside is not None  # callers pass it to layers that share keys
+        q = history.needed(taps("q", layer, _by_heads(linear(x, weights.q), weights.q_norm, sizes)))
+        if sizes.rope is not None:
+            cos, sin = map(history.needed, history.rotation(sizes.rope, q.dtype))
+            q = rotate(q, cos, sin, interleaved=sizes.rope.interleaved)
+        k, v = (_by_heads(beside[name], None, sizes) for name in _carried_names(sizes.source))
+    else:
+        q, k, v = project(x, weights, sizes, layer, taps, source)
+        q, k = apply_rope(history.needed(q), k, sizes.rope, history)
+        if sizes.qk_norm is not None and sizes.qk_norm.after_rope:
+            q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
+        k = taps("rot_k", layer, k)
+        if beside is not None:
+            flat = (x.transpose(1, 2).flatten(2) for x in (k, v))
+            beside |= zip(_carried_names(layer), flat, strict=True)
     if sizes.temperature_tuning is not None:
         q = _temperature_tuned(q, sizes.temperature_tuning, history)
-    q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
+    q = taps("rot_q", layer, q)
     if sizes.alibi_slopes:
         q, k = _with_alibi(q, k, sizes, mixer.scale, history)
     if weights.rise is not None:
@@ -162,6 +177,11 @@ def attention(
         z = _normed_jointly(z, weights.z_norm, sizes.inner_norm_eps)
     z = taps("z", layer, z if gate is None else z * gate)
     return output(z, weights.o, layer, taps)
+
+
+def _carried_names(layer: int) -> tuple[str, str]:
+    """Names of a layer's keys and values in `Carried`, each [B, token, head * dh]."""
+    return f"keys.{layer}", f"values.{layer}"
 
 
 @dataclass(frozen=True)
@@ -193,13 +213,15 @@ def project(
     Returns:
         q [B, H, S, dh], k and v [B, Hk, S, dh], before RoPE.
     """
-    flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v))
+    queries, keys = linear(x, weights.q), linear(x, weights.k)
+    flat: tuple[Tensor, ...]
+    flat = (queries, keys, keys if sizes.values_from_keys else linear(x, weights.v))
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
         flat = _from_inputs(flat, source, weights, sizes, layer, taps)
     if (limit := sizes.clip_qkv) is not None:
         flat = tuple(part.clamp(-limit, limit) for part in flat)
     is_later = sizes.qk_norm is not None and sizes.qk_norm.after_rope
-    norms = (None,) * 3 if is_later else (weights.q_norm, weights.k_norm, None)
+    norms = (None,) * 3 if is_later else (weights.q_norm, weights.k_norm, weights.v_norm)
     q, k, v = (_by_heads(part, norm, sizes) for part, norm in zip(flat, norms, strict=True))
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
 

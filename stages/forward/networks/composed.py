@@ -3,6 +3,11 @@
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
+AltUp predicts several streams before ln1, of which the layer computes one, and corrects all of them after
+the channel mixer; LAuReL adds to the stream together with attention; a per-layer input is added last
+(layer_parts.py). Per-layer inputs and further streams are computed from the embedding when it enters the
+first layer, that is after interventions at its hook point.
+
 In layers with a shared block (mixers/shared_block.py), ln1 normalises the sum of stream and block output.
 
 This file maps kinds of mixers to the classes that compute them. A layer without a mixer, or without a channel
@@ -32,9 +37,23 @@ from .attention import StreamRead
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
-from .mixers.attention import GatedAttention, SelfAttention
+from .layer_parts import (
+    INPUTS,
+    STREAMS,
+    TABLE_INPUTS,
+    AltUp,
+    Laurel,
+    LayerInput,
+    join_streams,
+    layer_inputs,
+    merged,
+    split_streams,
+    spread,
+    table_inputs,
+)
+from .mixers.attention import SelfAttention
 from .mixers.differential_attention import DifferentialAttention
-from .mixers.experts import Experts
+from .mixers.experts import Experts, MlpAndExperts
 from .mixers.gated_delta import GatedDelta
 from .mixers.latent_attention import LatentAttention
 from .mixers.lightning import Lightning
@@ -56,7 +75,7 @@ __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "attention": SelfAttention,
     "differential_attention": DifferentialAttention,
-    "gated_attention": GatedAttention,
+    "gated_attention": SelfAttention,
     "gated_delta": GatedDelta,
     "latent_attention": LatentAttention,
     "lightning": Lightning,
@@ -69,7 +88,11 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "short_convolution": ShortConvolution,
 }
 """Kind of mixer (`MixerSpec.kind`) -> class that computes it, built from the spec and the layer's tensors."""
-CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
+CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer | MlpAndExperts]] = {
+    "mlp": Mlp,
+    "experts": Experts,
+    "mlp_and_experts": MlpAndExperts,
+}
 """Likewise for channel mixers."""
 KEPT_IN_TRAINING = 1 - 0.15 * 0.8
 """Share of tokens that were not masked in training of ESM: 15 % were selected, 80 % of these masked."""
@@ -83,7 +106,7 @@ class LayerModules:
 
     mixers: tuple[PositionMixer, ...]
     """Mixers that read the same input and whose outputs are added; mostly one."""
-    channel_mixer: ChannelMixer | None
+    channel_mixer: ChannelMixer | MlpAndExperts | None
     """MLP or experts; None if the layer has none."""
     norms: Mapping[str, NormWeights]
     """Norms by their names in architectures/layer_tensors.py, such as "ln1" and "ln2_post"."""
@@ -91,6 +114,14 @@ class LayerModules:
     """Block before the mixer, with weights that several layers share."""
     gains: Mapping[str, Tensor] = field(default_factory=dict)
     """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer)."""
+    altup: AltUp | None = None
+    """Update of several streams; None in families with one."""
+    laurel: Laurel | None = None
+    """Low-rank residual connection of attention's input."""
+    layer_input: LayerInput | None = None
+    """Per-layer input."""
+    scalar: Tensor | None = None
+    """Factor of the stream that leaves the layer, [1]."""
 
 
 def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
@@ -120,7 +151,18 @@ def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     channel = spec.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, tensors)
     shared = None if spec.shared is None else SharedBlock(spec.shared, tensors)
-    return LayerModules(mixers, channel_mixer, norms, shared, strip_prefix(tensors, "carry."))
+    altup, eps = config.altup, config.norm_eps
+    return LayerModules(
+        mixers,
+        channel_mixer,
+        norms,
+        shared,
+        strip_prefix(tensors, "carry."),
+        altup=None if altup is None else AltUp(altup, strip_prefix(tensors, "altup."), eps),
+        laurel=Laurel(strip_prefix(tensors, "laurel."), eps) if spec.laurel_rank else None,
+        layer_input=None if spec.layer_input is None else LayerInput(spec.layer_input, tensors, layer, eps),
+        scalar=tensors.get("scalar"),
+    )
 
 
 class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
@@ -129,6 +171,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     def __init__(self, config: ComposedArchitecture, weights: Weights[LayerModules]) -> None:
         super().__init__(config, weights)
         self._carries_embedding = any(block.shared for block in config.blocks)
+        self._key_sources, self._layer_input = config.key_sources, config.blocks[0].layer_input
+        self._active = 0 if config.altup is None else config.altup.active
 
     def embed(
         self,
@@ -138,7 +182,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         starts: Tensor | None = None,
     ) -> Carried:
         """See `Network`: token embeddings, with scale, position embeddings, norm and projection as the family
-        has them."""
+        has them; and rows of the table of per-layer inputs."""
         x, weights = self.weights.embedded(ids), self.weights
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
@@ -161,68 +205,117 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         if weights.embed_in is not None:
             x = product(x, weights.embed_in.weight, weights.embed_in.bias)
         # The reference keeps the stream in float32 if its config says so, whatever the dtype of the weights.
-        return {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
+        carried = {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
+        if self._layer_input is not None:
+            carried[TABLE_INPUTS] = table_inputs(ids, weights.beside["table"], self._layer_input.size)
+        return carried
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """One layer: resid_pre [B, token, D] -> resid_post [B, kept, D], at which the loop calls the taps."""
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
-        beside = self._beside(carried)
-        h = x = resid_pre = taps("resid_pre", layer, carried[STREAM])
+        beside, streams = self._entered(carried), None
+        x = taps("resid_pre", layer, beside.pop(STREAM))
+        if modules.altup is not None:
+            streams = modules.altup.predicted(x, beside.pop(STREAMS), layer, taps)
+            x = streams[:, self._active]
+        h = entering = x
         if modules.mixers:
             block_out = None
             if modules.shared is not None:
                 block_out = modules.shared(x, beside[START], layer, history, taps)
             h, x = self._read(x, "ln1", layer, taps, block_out)
-            outputs = [self._mixed(mixer, h, resid_pre, layer, history, taps) for mixer in modules.mixers]
+            outputs = [self._mixed(m, h, entering, layer, history, taps, beside) for m in modules.mixers]
             added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps)
             x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
+            if modules.laurel is not None:
+                x = modules.laurel(x, history.needed(h), layer, taps)
             x = self._summed(x, "ln1", layer, taps)
         else:
             x = history.needed(x)
         if modules.channel_mixer is not None:
             if block.is_parallel:
                 has_norm = "ln2" in block.norm_names
-                h = history.needed(resid_pre if has_norm else h)
+                h = history.needed(entering if has_norm else h)
                 h = self._normed(h, "ln2", layer, taps) if has_norm else h
             else:
                 x = taps("resid_mid", layer, x) if modules.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
-            x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
-        return {STREAM: x} | {name: history.needed(tensor) for name, tensor in beside.items()}
+            written = self._written(h, x, layer, taps)
+            x = self._summed(self._carried(x, "2", layer) + written, "ln2", layer, taps)
+        beside = {name: history.needed(tensor) for name, tensor in beside.items()}
+        if modules.altup is not None and streams is not None:
+            streams = modules.altup.corrected(history.needed(streams), x, layer, taps)
+            x = streams[:, self._active]
+        if modules.layer_input is not None:
+            added = modules.layer_input(x, beside[INPUTS], layer, taps)
+            if streams is None:
+                x = x + added
+            else:  # with several streams, it is added to all but the first
+                streams = torch.cat([streams[:, :1], streams[:, 1:] + added.unsqueeze(1)], dim=1)
+        left = ({STREAM: x} if streams is None else split_streams(streams, self._active)) | beside
+        if modules.scalar is not None:
+            left[STREAM] = left[STREAM] * modules.scalar
+        return left
+
+    def gathered(self, carried: Carried, taps: Taps) -> Tensor:
+        """Input of the final norm: the stream, or the merged AltUp streams."""
+        if self.config.altup is None:
+            return carried[STREAM]
+        streams = join_streams(carried[STREAM], carried[STREAMS], self._active)
+        return taps("altup_merged", None, merged(streams, self.weights.beside))
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
         """Output of the channel mixer [B, token, D] for a given stream x, in layers whose norms are applied
         to the mixers' input."""
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
-        return self._written(self._normed(x, name, layer, taps), layer, taps)
+        return self._written(self._normed(x, name, layer, taps), x, layer, taps)
 
-    def _written(self, h: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Output of the channel mixer, with its hook points, for its normalised input h."""
-        channel_mixer = self.weights.layers[layer].channel_mixer
+    def _written(self, h: Tensor, x: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Output of the channel mixer, with its hook points, for its normalised input h of the stream x."""
+        channel_mixer, h = self.weights.layers[layer].channel_mixer, taps("mlp_pre", layer, h)
         assert channel_mixer is not None  # callers check
-        h = channel_mixer(taps("mlp_pre", layer, h), layer, taps)
+        if isinstance(channel_mixer, MlpAndExperts):
+            h = channel_mixer(h, layer, taps, x)
+        else:
+            h = channel_mixer(h, layer, taps)
         return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
 
     def _mixed(
-        self, mixer: PositionMixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
+        self,
+        mixer: PositionMixer,
+        h: Tensor,
+        stream: Tensor,
+        layer: int,
+        history: History,
+        taps: Taps,
+        beside: Carried,
     ) -> Tensor:
         """Output of a mixer for normalised h. Attention with hook points for inputs of single heads also gets
-        the stream before the norm, as interventions may change it per head."""
-        if not isinstance(mixer, SelfAttention) or not self.config.blocks[layer].has_split_inputs:
+        the stream before the norm, as interventions may change it per head; layers that share keys and values
+        get the tensors carried beside the stream."""
+        if not isinstance(mixer, SelfAttention):
             return mixer(h, layer, history, taps)
-        c, norm = self.config, self.norm_of("ln1", layer)
-        source = StreamRead(
-            stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps)
-        )
-        return mixer(h, layer, history, taps, source)
+        c, source = self.config, None
+        if c.blocks[layer].has_split_inputs:
+            norm = self.norm_of("ln1", layer)
+            source = StreamRead(
+                stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps)
+            )
+        shares_keys = layer in self._key_sources or mixer.shape.source is not None
+        return mixer(h, layer, history, taps, source, beside if shares_keys else None)
 
-    def _beside(self, carried: Carried) -> Carried:
-        """Tensors carried in addition to the stream: the embedding, in families whose layers read it
-        again."""
-        if not self._carries_embedding:
-            return {}
-        # A copy, because interventions may write into the stream.
-        return {START: carried[START] if START in carried else carried[STREAM].clone()}
+    def _entered(self, carried: Carried) -> Carried:
+        """Copy of the tensors that enter a layer. Before the first layer, those carried beside the stream are
+        computed from the embedding: the embedding itself (Zamba), per-layer inputs, AltUp streams."""
+        carried = dict(carried)
+        x, weights = carried[STREAM], self.weights.beside
+        if self._carries_embedding and START not in carried:
+            carried[START] = x.clone()  # a copy, because interventions may write into the stream
+        if TABLE_INPUTS in carried:
+            carried[INPUTS] = layer_inputs(x, carried.pop(TABLE_INPUTS), weights, self.config.norm_eps)
+        if (altup := self.config.altup) is not None and STREAMS not in carried:
+            carried |= split_streams(spread(x, weights, altup.streams), altup.active)
+        return carried
 
     def _read(
         self, x: Tensor, name: str, layer: int, taps: Taps, block_out: Tensor | None = None
@@ -277,10 +370,12 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             ConfigError: the layer has no attention, or heads' outputs are not linear in the stream.
         """
         attention = self._attention(layer)
-        if (clip := attention.shape.clip_qkv) is not None:
+        clip = attention.shape.clip_qkv
+        if clip is not None or attention.shape.has_v_norm:
             raise ConfigError(
                 f"expected values that are a linear map of the stream in {self.config.model_type}, found "
-                f"them clipped to {clip:g} in layer {layer}; attribution does not support such a model"
+                f"them {'normed' if clip is None else f'clipped to {clip:g}'} in layer {layer}; attribution "
+                "does not support such a model"
             )
         if attention.shape.inner_norm_eps is not None:
             raise ConfigError(

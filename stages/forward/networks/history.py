@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
-    from ..architectures.architecture import AttentionMixer
+    from ..architectures.layer_summaries import AttentionMixer
     from ..architectures.transformer import RopeConfig
     from .recurrences.recurrence import Recurrence
 

@@ -15,7 +15,6 @@ from ..architectures.architecture import Architecture
 from ..checkpoints.checkpoint import Files, checkpoint_of
 from . import composed, rwkv, weights
 from .bridge import network as bridge
-from .carrying import network as carrying
 from .composed import ComposedNetwork
 from .loop import Network
 from .pairs import network as pairs
@@ -26,7 +25,6 @@ __all__ = ["NETWORKS", "build", "of_weights", "over"]
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
     "rwkv": (rwkv.block, Rwkv),
     "composed": (composed.block, ComposedNetwork),
-    "carrying": (carrying.block, carrying.Carrying),
     "pair": (pairs.block, pairs.PairNetwork),
 }
 """Kind of architecture -> (function that builds a layer's weights, class of the network)."""

@@ -61,7 +61,7 @@ class NormWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights:
-    """Projections of attention, and norms of queries and keys; None for those a family does not have."""
+    """Projections of attention, and norms of queries, keys and values; None for those that are absent."""
 
     o: Linear
     q: Linear | None = None
@@ -69,6 +69,7 @@ class AttentionWeights:
     v: Linear | None = None
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
+    v_norm: NormWeights | None = None
     rise: Linear | None = None
     """Map from a key's values to a bias of its scores, one per key head (Doge)."""
     rise_gain: Tensor | None = None
@@ -119,8 +120,7 @@ class Weights(Generic[Layer]):
     transform_norm: NormWeights | None = None
     """Norm after that map."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further tensors outside of layers, by name, in families that carry more than the stream
-    (networks/carrying)."""
+    """Tensors outside of layers of AltUp and per-layer inputs, by name (architectures/layer_parts.py)."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.errors import ConfigError, InterventionError
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
 from ..hooks.wants import LAST_LOGITS

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import EarlyStop, PassTaps
 from ..hooks.wants import Logits

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....store.arrays import Ints
-from ..architectures.architecture import AttentionMixer
+from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..networks.attention import (
     attend,

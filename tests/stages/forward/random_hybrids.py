@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from . import random_attending, random_carrying
+from . import random_attending, random_gemmas
 from .literal_fla import MIXERS, LiteralFla
 from .random_models import CONTEXT, VOCAB, save_tokenizer
 
@@ -504,7 +504,7 @@ def _minimax_m2(rng: random.Random) -> dict[str, Any]:
 
 DRAWS = {
     **random_attending.DRAWS,
-    **random_carrying.DRAWS,
+    **random_gemmas.DRAWS,
     "minimax_m2": _minimax_m2,
     "gla": _fading,
     "retnet": _fading,

@@ -14,7 +14,7 @@ import mizarr
 from mizarr import HookPoint, HookSpec
 from mizarr.stages.causal.grids.patching import ActivationPatching
 from mizarr.stages.causal.grids.patching_metrics import KL
-from mizarr.stages.forward.architectures.architecture import AttentionMixer
+from mizarr.stages.forward.architectures.layer_summaries import AttentionMixer
 from mizarr.stages.forward.generation.generate import generate
 from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.networks.attention import fused_over_padded, padded_keys, weighted_values

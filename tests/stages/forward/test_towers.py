@@ -118,7 +118,7 @@ def save(directory: Any, family: str, seed: int) -> Any:
 
 
 LOOSE = dict.fromkeys(("gemma3n", "gemma4"), 5e-5)
-"""As of their text models (test_carrying.py)."""
+"""As of their text models (test_gemma3n_gemma4.py)."""
 
 
 def draw_ids(length: int) -> torch.Tensor:

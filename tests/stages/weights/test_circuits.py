@@ -49,9 +49,9 @@ def reference(folder: Path) -> dict[str, np.ndarray]:
             name: held[f"model.layers.{layer}.self_attn.{name}_proj.weight"].astype(float) for name in "qkvo"
         }
         for name in "qkv":
-            rows = part[name].reshape(-1, heads.size, config.hidden_size).transpose(0, 2, 1)
-            found[name].append(rows if name == "q" else np.repeat(rows, heads.shared_by, axis=0))
-        found["o"].append(part["o"].T.reshape(heads.count, heads.size, -1))
+            rows = part[name].reshape(-1, heads.head_dim, config.hidden_size).transpose(0, 2, 1)
+            found[name].append(rows if name == "q" else np.repeat(rows, heads.queries_per_key, axis=0))
+        found["o"].append(part["o"].T.reshape(heads.num_attention_heads, heads.head_dim, -1))
     embed = held["model.embed_tokens.weight"].astype(float)
     made = {f"W_{name.upper()}": np.stack(each) for name, each in found.items()}
     return made | {"W_E": embed, "W_U": held.get("lm_head.weight", embed).astype(float).T}
@@ -154,7 +154,7 @@ def test_qk_of_one_distance_is_the_score_of_the_pass_less_its_biases(family, see
         heads = model.config.heads_of(layer)
         scores = cache[f"blocks.{layer}.attn.hook_scores"][0].double().numpy()
         read = cache[f"blocks.{layer}.ln1.hook_normalized"][0].double().numpy()
-        for head in range(heads.count):
+        for head in range(heads.num_attention_heads):
             if any(folded.projection(part, layer, head).bias.any() for part in "qk"):
                 continue
             for query, key in ((5, 2), (3, 3), (5, 0), (1, 0)):
@@ -162,7 +162,7 @@ def test_qk_of_one_distance_is_the_score_of_the_pass_less_its_biases(family, see
                 expected = scores[head, query, key] - (
                     heads.alibi_slopes[head] * key if heads.alibi_slopes else 0
                 )
-                found = heads.mixer.scale * (read[query] @ qk.left) @ (qk.right @ read[key])
+                found = heads.summary.scale * (read[query] @ qk.left) @ (qk.right @ read[key])
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-4 * np.abs(scores).max())
 
 

@@ -59,13 +59,13 @@ def test_folded_matrices_make_of_what_norms_divide_what_the_pass_makes_of_it(fam
     for layer in range(model.config.num_layers):
         heads = model.config.heads_of(layer)
         read = at.get(("ln1_normalized", layer), at["resid_pre", layer])
-        for part in "v" if heads.has_qk_norm else "qkv":
-            for head in range(heads.count):
+        for part in "v" if heads.qk_norm is not None else "qkv":
+            for head in range(heads.num_attention_heads):
                 found = folded.projection(part, layer, head)
-                place = head if part == "q" else head // heads.shared_by
+                place = head if part == "q" else head // heads.queries_per_key
                 near(read @ found.matrix + found.bias, at[part, layer][place])
         z = at["z", layer]
-        added = sum(z[head] @ folded.output(layer, head) for head in range(heads.count))
+        added = sum(z[head] @ folded.output(layer, head) for head in range(heads.num_attention_heads))
         scale = at.get(("ln1_post_scale", layer), 1.0)
         made = (added + folded.output_bias(layer)) / scale
         near(made + folded.behind("ln1_post", layer), at["attn_out", layer])
@@ -120,7 +120,7 @@ def literal_pass(model: Model, weights: FoldedMatrices) -> np.ndarray:
         heads, read = config.heads_of(layer), divided(stream)
         pattern = patterns[f"blocks.{layer}.attn.hook_pattern"][0].numpy()
         added = np.zeros_like(stream) + weights.output_bias(layer)
-        for head in range(heads.count):
+        for head in range(heads.num_attention_heads):
             value = weights.projection("v", layer, head)
             assert not value.bias.any()
             added += pattern[head] @ (read @ value.matrix) @ weights.output(layer, head)
@@ -185,7 +185,7 @@ def test_one_head_reads_no_more_of_a_file_than_its_rows(tmp_path, monkeypatch):
 
     monkeypatch.setattr(readout, "rounded", rounded)
     weights = matrices(saved("llama", 2, tmp_path))
-    size, hidden = weights.config.heads_of(0).size, weights.config.hidden_size
+    size, hidden = weights.config.heads_of(0).head_dim, weights.config.hidden_size
     weights.projection("q", 0, 0)
     weights.output(0, 0)
     weights.embedding(slice(5, 9))

@@ -27,8 +27,8 @@ from ..families import (
     read_rope,
     refuse_unfollowed,
 )
+from ..hybrids.mamba_families import checked
 from ..layer_tensors import LLAMA, Spelling
-from ..mamba_families import checked
 from ..mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, MlpSpec
 from ..transformer import ActivationName, ConfigReader, RopeConfig
 

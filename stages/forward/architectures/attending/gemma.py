@@ -1,4 +1,4 @@
-"""Gemma 1 to 3 and VaultGemma; Gemma 3n and 4 are in ../carrying.
+"""Gemma 1 to 3 and VaultGemma; Gemma 3n and 4 are in ../gemma3n_gemma4_families.py.
 
 Border: never imports torch.
 """

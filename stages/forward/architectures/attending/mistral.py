@@ -10,8 +10,8 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.linear_families import MIXTRAL_PARTS
 from ..layer_tensors import LLAMA, ExpertNames
-from ..linear_families import MIXTRAL_PARTS
 from ..mixers import ExpertsSpec, TemperatureTuning
 from ..transformer import ConfigReader
 from . import builders as build

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Literal
 
 from .....store.digest import digest
 from .....store.errors import ConfigError
-from ..architecture import Architecture, AxisSizes, Layer, OpaqueMixer, Reach, Stored, Tensors
+from ..architecture import Architecture, AxisSizes, Reach, Stored, Tensors
+from ..layer_summaries import Layer, OpaqueMixer
 from ..points import HookPoint
 from .found import FoundLayer, FoundReadout, LayerPart, TensorPlace
 

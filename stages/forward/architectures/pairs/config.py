@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .....store.digest import digest
-from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, plain
+from ..architecture import Architecture, AxisSizes, Reach, Tensors, plain
+from ..layer_summaries import AttentionMixer, Layer
 from ..mixers import AttentionSpec, RelativeSpec
 from ..points import HookPoint
 from ..rwkv import UNLIMITED
@@ -190,9 +191,9 @@ class PairConfig(Architecture):
         part: Literal["source", "target"] = "target" if is_decoder else "source"
         return AttentionMixer(scale, is_bidirectional=not is_decoder, part=part)
 
-    def heads_of(self, layer: int) -> Heads:
+    def heads_of(self, layer: int) -> AttentionSpec:
         """See `Architecture`."""
-        return Heads(self.heads, self.heads, self.head_dim, self.mixer(layer))
+        return self.shape(layer)
 
     @cached_property
     def tensors(self) -> Tensors:

@@ -14,20 +14,24 @@ from torch import Tensor
 from ...architectures.mixers import AttentionSpec
 from ...hooks.taps import Taps
 from ..attention import StreamRead, attention
-from ..history import History
+from ..history import Carried, History
 from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..relative import Relative
 from ..weights import AttentionWeights, parts_of
 from .mixer import LayerTensors, split_heads
 
-__all__ = ["GatedAttention", "SelfAttention"]
+__all__ = ["SelfAttention"]
+
+_GATES = "gate_of_heads"
+"""Name of the projection to the gates of heads."""
 
 
 class SelfAttention:
-    """Grouped-query attention of one layer (`PositionMixer`)."""
+    """Grouped-query attention of one layer (`PositionMixer`), with or without gates of the heads' outputs."""
 
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
+        tensors = _with_gates(tensors, shape) if shape.is_gated else tensors
         parts = parts_of(_separated(tensors, shape))
         names = {field.name for field in fields(AttentionWeights)}
         if shape.rope is not None and shape.has_stored_frequencies:
@@ -38,12 +42,34 @@ class SelfAttention:
         )
         relative = None if shape.relative is None else Relative(shape, self.weights, tensors)
         self.shape, self._mixer = shape, replace(shape.summary, sinks=tensors.get("sinks"), relative=relative)
+        self._gate, self._gate_bias = tensors.get(_GATES), tensors.get(f"{_GATES}.bias")
 
     def __call__(
-        self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
+        self,
+        x: Tensor,
+        layer: int,
+        history: History,
+        taps: Taps,
+        source: StreamRead | None = None,
+        beside: Carried | None = None,
     ) -> Tensor:
-        """See `PositionMixer`; source: the stream before the norm (`attention`)."""
-        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, source=source)
+        """See `PositionMixer`; source: the stream before the norm; beside: keys and values that layers share
+        (`attention`)."""
+        gate = None
+        if self._gate is not None:
+            gate = evenly(torch.sigmoid, product(history.needed(x), self._gate, self._gate_bias))
+            gate = taps("attn_gate", layer, split_heads(gate, self.shape.head_dim))
+        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, gate, source, beside)
+
+
+def _with_gates(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
+    """The layer's tensors with the gates separated from the queries, if one projection holds both."""
+    split = dict(tensors)
+    for name in {"q", "q.bias"} & set(split) if shape.gates_in_queries else ():
+        # Rows of each head: its query, then its gate.
+        rows = split[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
+        split[name], split[name.replace("q", _GATES, 1)] = (rows[:, i].flatten(0, 1) for i in range(2))
+    return split
 
 
 def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
@@ -65,24 +91,3 @@ def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
             parts = list(whole.split([count * shape.head_dim for count in counts]))
         split |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
     return split
-
-
-class GatedAttention(SelfAttention):
-    """Grouped-query attention whose heads' outputs are multiplied by a sigmoid gate (`PositionMixer`)."""
-
-    def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
-        tensors, gate = dict(tensors), "gate_of_heads"
-        for name in {"q", "q.bias"} & set(tensors) if gate not in tensors else ():
-            # Rows of each head: its query, then its gate.
-            rows = tensors[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
-            tensors[name], tensors[name.replace("q", gate, 1)] = (rows[:, i].flatten(0, 1) for i in range(2))
-        super().__init__(shape, tensors)
-        self._gate, self._gate_bias = tensors[gate], tensors.get(f"{gate}.bias")
-
-    def __call__(
-        self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
-    ) -> Tensor:
-        """See `PositionMixer`; source: the stream before the norm (`attention`)."""
-        gate = evenly(torch.sigmoid, product(history.needed(x), self._gate, self._gate_bias))
-        gate = taps("attn_gate", layer, split_heads(gate, self.shape.head_dim))
-        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, gate, source)

@@ -32,7 +32,7 @@ LayerTensors = Mapping[str, Tensor]
 
 class PositionMixer(Protocol):
     """Computes the part of a layer that mixes positions: attention, a recurrence or a convolution. The
-    torch-free description of the same part is `architectures.architecture.Mixer`."""
+    torch-free description of the same part is `architectures.layer_summaries.Mixer`."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised x [B, token, D] -> output that is added to the residual stream, [B, kept, D]."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .....store.errors import ConfigError, PromptError
-from ...architectures.architecture import AttentionMixer
+from ...architectures.layer_summaries import AttentionMixer
 from ...architectures.pairs.config import PairConfig
 from ...architectures.pairs.tensors import OUTER
 from ...checkpoints.source import Take

@@ -24,7 +24,7 @@ from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.stages.forward.passes.branches import Branch
 
 from ..random_attending import AXES
-from ..random_carrying import CARRYING
+from ..random_gemmas import GEMMAS
 from ..random_hybrids import HYBRIDS, save_random_hybrid
 from ..random_models import FAMILIES, VOCAB, save_random_model
 
@@ -33,7 +33,7 @@ LENGTH, TOUCHED = 9, 4
 IDS = torch.randint(0, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS, *AXES, *CARRYING])
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS, *AXES, *GEMMAS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp(request.param)
     (save_random_model if request.param in FAMILIES else save_random_hybrid)(folder, request.param, 5)

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from mizarr.stages.forward.architectures.architecture import AttentionMixer, MixersSideBySide, RecurrentMixer
+from mizarr.stages.forward.architectures.hybrids.mamba_families import HYBRIDS, read_mamba
 from mizarr.stages.forward.architectures.known import KNOWN
-from mizarr.stages.forward.architectures.mamba_families import HYBRIDS, read_mamba
+from mizarr.stages.forward.architectures.layer_summaries import (
+    AttentionMixer,
+    MixersSideBySide,
+    RecurrentMixer,
+)
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from mizarr import Model
 from mizarr.stages.forward.architectures.composed import ComposedArchitecture
+from mizarr.stages.forward.architectures.hybrids.linear_families import KIN, LINEAR, read_linear
 from mizarr.stages.forward.architectures.known import KNOWN
-from mizarr.stages.forward.architectures.linear_families import KIN, LINEAR, read_linear
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve

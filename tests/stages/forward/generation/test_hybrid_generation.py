@@ -18,7 +18,7 @@ from mizarr.stages.forward.hooks.taps import RunTaps
 from mizarr.stages.forward.passes.kept import Cache, read_on
 from mizarr.store.errors import InterventionError
 
-from ..random_carrying import CARRYING
+from ..random_gemmas import GEMMAS
 from ..random_hybrids import HYBRIDS, save_random_hybrid
 from ..random_models import VOCAB
 from ..random_runs import draw_intervention
@@ -32,7 +32,7 @@ def draw_ids(rows: int, length: int, seed: int = 0) -> list[list[int]]:
     return ids.tolist()
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, *CARRYING])
+@pytest.mark.parametrize("family", [*HYBRIDS, *GEMMAS])
 def test_greedy_tokens_are_those_of_transformers_with_states_kept_or_not(family, tmp_path):
     reference = save_random_hybrid(tmp_path, family, 1)
     model, prompts = Model.from_pretrained(tmp_path), draw_ids(2, PROMPT)
@@ -49,7 +49,7 @@ def test_greedy_tokens_are_those_of_transformers_with_states_kept_or_not(family,
         np.testing.assert_allclose(other.logprobs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, *CARRYING])
+@pytest.mark.parametrize("family", [*HYBRIDS, *GEMMAS])
 def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
     """Random interventions, random points captured: what a step read, from kept states or not, is what a pass
     over the whole result has there."""
@@ -83,7 +83,7 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
                 assert not missing.any() or "key_position" in point.dims
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, *CARRYING])
+@pytest.mark.parametrize("family", [*HYBRIDS, *GEMMAS])
 def test_thirteen_tokens_and_twenty_seven_more_are_forty_in_as_much_memory(family, tmp_path):
     """Of what is kept, keys and values alone grow. In float64, but for RMS norms, as states that nothing
     fades add up rounding."""

@@ -59,7 +59,7 @@ def test_an_unknown_family_laid_out_like_llama_runs():
 
 def test_head_sizes_the_config_leaves_out_come_from_the_tensors():
     raw = {key: value for key, value in RAW.items() if key != "num_key_value_heads"}
-    assert report(raw, SHAPES).require().heads_of(0).kv_count == 2
+    assert report(raw, SHAPES).require().heads_of(0).num_kv_heads == 2
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -18,8 +18,8 @@ from mizarr.stages.forward.runs.stored_runs import GROUP, stored
 from mizarr.store.errors import InterventionError, NotFinite, PlanError
 from tests.memory import PEAK, printed
 from tests.stages.forward.random_attending import AXES
-from tests.stages.forward.random_carrying import CARRYING
 from tests.stages.forward.random_encoders import AXES as ENCODERS, save_random_encoder
+from tests.stages.forward.random_gemmas import GEMMAS
 from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_runs import draw_runs
@@ -29,7 +29,7 @@ RECURRENT = (*GENERATIONS, *HYBRIDS)
 SAVED_BY = {
     **dict.fromkeys(FAMILIES, save_random_model),
     **dict.fromkeys(GENERATIONS, save_random_rwkv),
-    **dict.fromkeys((*HYBRIDS, *AXES, *CARRYING), save_random_hybrid),
+    **dict.fromkeys((*HYBRIDS, *AXES, *GEMMAS), save_random_hybrid),
     **dict.fromkeys(ENCODERS, save_random_encoder),
 }
 
@@ -86,7 +86,7 @@ def check(model: Model, runs: list[Run], bound: float = 1e-5, **options) -> None
     assert sorted(seen) == list(range(len(runs)))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *AXES, *CARRYING, *ENCODERS])
+@pytest.mark.parametrize("family", [*FAMILIES, *AXES, *GEMMAS, *ENCODERS])
 @given(seed=st.integers(0, 10**6), config=st.integers(0, 3))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_planned_runs_equal_plain_forward_passes(models, family, seed, config):

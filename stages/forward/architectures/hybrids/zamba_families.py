@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ....store.errors import ConfigError
-from .composed import ComposedArchitecture, LayerSpec
-from .families import confirm_derived
-from .layer_tensors import Spelling
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture, LayerSpec
+from ..families import confirm_derived
+from ..layer_tensors import Spelling
+from ..mixers import AttentionSpec, Mamba2Spec, MambaSpec, MlpSpec, SharedBlockSpec
+from ..transformer import ConfigReader, RopeConfig
 from .mamba_families import (
     FamilyReader,
     TensorShapes,
@@ -26,8 +28,6 @@ from .mamba_families import (
     require_silu,
     rope_of,
 )
-from .mixers import AttentionSpec, Mamba2Spec, MambaSpec, MlpSpec, SharedBlockSpec
-from .transformer import ConfigReader, RopeConfig
 
 __all__ = ["ZAMBA"]
 

@@ -13,13 +13,12 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from ....store.errors import ConfigError
-from .composed import ComposedArchitecture, LayerSpec
-from .families import read_activation, read_rope
-from .layer_tensors import LLAMA, ExpertNames, Spelling
-from .linear_mixers import GatedDeltaSpec, LightningSpec, LinearUnitSpec, ShortConvolutionSpec
-from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
-from .mixers import (
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture, LayerSpec
+from ..families import read_activation, read_rope
+from ..layer_tensors import LLAMA, ExpertNames, Spelling
+from ..linear_mixers import GatedDeltaSpec, LightningSpec, LinearUnitSpec, ShortConvolutionSpec
+from ..mixers import (
     AttentionSpec,
     ChannelMixerSpec,
     ExpertsSpec,
@@ -28,7 +27,8 @@ from .mixers import (
     MlpSpec,
     QkNorm,
 )
-from .transformer import ConfigReader
+from ..transformer import ConfigReader
+from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
 

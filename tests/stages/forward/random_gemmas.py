@@ -9,7 +9,7 @@ from typing import Any
 from .random_later import rms, yarn
 from .random_models import CONTEXT, VOCAB
 
-CARRYING = ("gemma3n_text", "gemma4_text")
+GEMMAS = ("gemma3n_text", "gemma4_text")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ....store.errors import ConfigError
-from .composed import ComposedArchitecture, LayerSpec
-from .families import ACTIVATIONS, read_rope, refuse_unfollowed
-from .layer_tensors import ExpertNames, Spelling
-from .mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
-from .transformer import ActivationName, ConfigReader, RopeConfig
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture, LayerSpec
+from ..families import ACTIVATIONS, read_rope, refuse_unfollowed
+from ..layer_tensors import ExpertNames, Spelling
+from ..mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
+from ..transformer import ActivationName, ConfigReader, RopeConfig
 
 __all__ = [
     "HYBRIDS",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ....store.errors import ConfigError
-from .composed import ComposedArchitecture, LayerSpec
-from .layer_tensors import Spelling
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture, LayerSpec
+from ..layer_tensors import Spelling
+from ..linear_mixers import GatedDeltaSpec, LinearAttentionSpec, MlstmSpec
+from ..mixers import AttentionSpec, MixerSpec, MlpSpec
+from ..transformer import ConfigReader, RopeConfig
 from .linear_families import either
-from .linear_mixers import GatedDeltaSpec, LinearAttentionSpec, MlstmSpec
 from .mamba_families import FamilyReader, TensorShapes, activation_of, checked, require_silu
-from .mixers import AttentionSpec, MixerSpec, MlpSpec
-from .transformer import ConfigReader, RopeConfig
 
 __all__ = ["RECURRENT"]
 

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .....store.errors import ConfigError
-from ..composed import LayerSpec
-from ..families import listed_windows, read_activation, read_rope
-from ..layer_tensors import LLAMA, ExpertNames
-from ..mamba_families import FamilyReader, TensorShapes, checked
-from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
-from ..transformer import ConfigReader, RopeConfig
-from .config import CarryingConfig
+from ....store.errors import ConfigError
+from .composed import ComposedArchitecture, LayerSpec
+from .families import listed_windows, read_activation, read_rope
+from .hybrids.mamba_families import FamilyReader, TensorShapes, checked
+from .layer_parts import AltUpSpec, LayerInputSpec
+from .layer_tensors import LLAMA, ExpertNames
+from .mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
+from .transformer import ConfigReader, RopeConfig
 
-__all__ = ["CARRYING"]
+__all__ = ["GEMMAS"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SPELLING = replace(
@@ -42,7 +42,7 @@ _SPELLING = replace(
 )
 
 
-def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
+def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier layers."""
     layers = reader.integer("num_hidden_layers", 35)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 5 else FULL for n in range(layers)]
@@ -62,21 +62,27 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
     ]
     defaults = _Defaults(shared_layers=15, hidden=2048, heads=8, context=32768)
     ropes = _two_ropes(reader)
-    model = _config(reader, types, [sizes] * layers, channels, ropes=ropes, defaults=defaults)
+    layer_input = LayerInputSpec(
+        reader.integer("hidden_size_per_layer_input", 256),
+        reader.integer("vocab_size_per_layer_input", 262144),
+        activation,
+    )
+    altup = AltUpSpec(
+        reader.integer("altup_num_inputs", 4),
+        reader.integer("altup_active_idx", 0, least=0),
+        reader.flag("altup_correct_scale", True),
+    )
+    parts = {"layer_input": layer_input, "laurel_rank": reader.integer("laurel_rank", 64)}
+    model = _config(reader, types, [sizes] * layers, channels, ropes=ropes, defaults=defaults, parts=parts)
     return replace(
         model,
         vocab_size=reader.integer("vocab_size", 262400),
         final_logit_softcapping=reader.optional_number("final_logit_softcapping", 30.0),
-        input_size=reader.integer("hidden_size_per_layer_input", 256),
-        input_rows=reader.integer("vocab_size_per_layer_input", 262144),
-        streams=reader.integer("altup_num_inputs", 4),
-        active=reader.integer("altup_active_idx", 0, least=0),
-        scales_corrected=reader.flag("altup_correct_scale", True),
-        laurel_rank=reader.integer("laurel_rank", 64),
+        altup=altup if altup.streams > 1 else None,
     )
 
 
-def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
+def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values of earlier
     layers, values from the key projection, experts parallel to the MLP."""
     layers = reader.integer("num_hidden_layers", 30)
@@ -92,52 +98,46 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
     sizes = _sizes_of_gemma4(reader, types, has_key_values=has_key_values)
     n_sharing = reader.integer("num_kv_shared_layers", 0, least=0)
     inner, is_wider = reader.integer("intermediate_size", 9216), reader.flag("use_double_wide_mlp", False)
-    channels = [
-        _channel_of_gemma4(reader, inner * (2 if is_wider and layer >= layers - n_sharing else 1))
-        for layer in range(layers)
-    ]
+    activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
+    widths = [inner * (2 if is_wider and layer >= layers - n_sharing else 1) for layer in range(layers)]
+    channels = [_channel_of_gemma4(reader, MlpSpec(width, activation)) for width in widths]
     defaults = _Defaults(shared_layers=0, hidden=2304, heads=8, context=131072)
     ropes = _two_ropes_of_gemma4(reader)
-    model = _config(reader, types, sizes, channels, ropes=ropes, defaults=defaults)
-    if has_key_values:
-        model = replace(model, blocks=tuple(map(_with_key_values, model.blocks)))
     rows = reader.integer("vocab_size_per_layer_input", 262144)
-    if (width := reader.integer("hidden_size_per_layer_input", 256, least=0)) and rows < model.vocab_size:
+    vocab_size = reader.integer("vocab_size", 262144)
+    if (width := reader.integer("hidden_size_per_layer_input", 256, least=0)) and rows < vocab_size:
         raise ConfigError(
-            f"{reader.source}: expected inputs of layers for all {model.vocab_size} tokens, found "
+            f"{reader.source}: expected inputs of layers for all {vocab_size} tokens, found "
             f"vocab_size_per_layer_input={rows}; this model cannot run here"
         )
-    return replace(model, has_scalars=True, input_size=width, input_rows=rows if width else 0)
-
-
-def _with_key_values(block: LayerSpec) -> LayerSpec:
-    """Copy of a layer whose values come from the key projection, if it has full attention and keys of its
-    own."""
-    (attention,) = block.mixers
-    assert isinstance(attention, AttentionSpec)
-    from_keys = attention.window is None and attention.source is None
-    return replace(block, mixers=(replace(attention, values_from_keys=from_keys),))
-
-
-def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelMixerSpec:
-    """Channel mixer of Gemma 4. inner: hidden width of the MLP."""
-    activation, eps = (
-        read_activation(reader, "gelu_pytorch_tanh", "hidden_activation"),
-        reader.number("rms_norm_eps", 1e-6),
+    layer_input = LayerInputSpec(width, rows, activation) if width else None
+    parts = {"layer_input": layer_input, "has_scalar": True}
+    return _config(
+        reader,
+        types,
+        sizes,
+        channels,
+        ropes=ropes,
+        defaults=defaults,
+        parts=parts,
+        has_key_values=has_key_values,
     )
-    mlp = MlpSpec(inner, activation)
+
+
+def _channel_of_gemma4(reader: ConfigReader, mlp: MlpSpec) -> ChannelMixerSpec:
+    """Channel mixer of Gemma 4: the MLP, with experts beside it if the config has them."""
     if not reader.flag("enable_moe_block", False):
         return mlp
     experts = ExpertsSpec(
         count=reader.integer("num_experts"),
         chosen=reader.integer("top_k_experts"),
         intermediate_size=reader.integer("moe_intermediate_size"),
-        activation=activation,
+        activation=mlp.activation,
         # The reference normalises the top k of a softmax over all, which is the softmax over the top k.
         routing="softmax of chosen",
         is_listed=False,
     )
-    return MlpAndExpertsSpec(mlp, experts, eps)
+    return MlpAndExpertsSpec(mlp, experts, reader.number("rms_norm_eps", 1e-6))
 
 
 def _sizes_of_gemma4(
@@ -210,7 +210,9 @@ def _config(
     *,
     ropes: Ropes,
     defaults: _Defaults,
-) -> CarryingConfig:
+    parts: Mapping[str, Any],
+    has_key_values: bool = False,
+) -> ComposedArchitecture:
     """Parts of the architecture that Gemma 3n and Gemma 4 have in common.
 
     Arguments:
@@ -220,6 +222,9 @@ def _config(
         channels: Channel mixer of each layer.
         ropes: Rope parameters of each layer type.
         defaults: Values for keys that the config leaves out.
+        parts: Further fields of `LayerSpec`, the same for all layers.
+        has_key_values: Whether values come from the key projection in layers of full attention that have keys
+            of their own.
     """
     layers, eps = len(types), reader.number("rms_norm_eps", 1e-6)
     windows = listed_windows(
@@ -251,11 +256,12 @@ def _config(
             o_bias=has_bias,
             qk_norm=QkNorm("head", eps),
             source=sources[layer],
+            values_from_keys=has_key_values and windows[layer] is None and sources[layer] is None,
             has_v_norm=True,
         )
-        return checked(reader, LayerSpec((attention,), channels[layer], "around"))
+        return checked(reader, LayerSpec((attention,), channels[layer], "around", **parts))
 
-    return CarryingConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size", 262144),
@@ -371,7 +377,7 @@ def _by_layer(reader: ConfigReader, key: str, default: Any, layers: int) -> list
     return list(listed)
 
 
-CARRYING: dict[str, FamilyReader] = {
+GEMMAS: dict[str, FamilyReader] = {
     "gemma3n_text": FamilyReader(
         _gemma3n,
         "Gemma 3n E2B and E4B, text",

@@ -25,7 +25,7 @@ from mizarr.stages.forward.runs.run import Run
 from mizarr.store.errors import ConfigError, HookPointNotFound, InterventionError
 
 from .compared import RAGGED, assert_alike_together, assert_near, assert_parity, draw_ids
-from .random_carrying import CARRYING, FULL, SLIDING
+from .random_gemmas import FULL, GEMMAS, SLIDING
 from .random_hybrids import draw, save_random_hybrid
 from .random_models import VOCAB
 
@@ -44,7 +44,7 @@ def sharing(family: str, **axes: Any) -> dict[str, Any]:
     return SHARED | (EACH if family == "gemma3n_text" else {"hidden_size_per_layer_input": 6}) | axes
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     """Scores are products of normed queries and keys as they are, and where few gates are open what is normed
@@ -55,7 +55,7 @@ def test_logits_and_streams_agree_with_transformers(family, seed, tmp_path):
     assert_alike_together(model, RAGGED)
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_attention_patterns_agree_with_transformers(family, tmp_path):
     reference = save_random_hybrid(tmp_path, family, 4, tokenizer=False)
     model, ids = Model.from_pretrained(tmp_path), draw_ids(2, 40)
@@ -67,7 +67,7 @@ def test_attention_patterns_agree_with_transformers(family, tmp_path):
         assert_near(cache[point], pattern)
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_a_checkpoint_is_known_and_complete(family, tmp_path):
     save_random_hybrid(tmp_path, family, 0, tokenizer=False)
     files = resolve(tmp_path)
@@ -87,7 +87,7 @@ def test_the_stream_of_gemma4_is_what_a_layer_adds_to_it_times_a_number(tmp_path
     for layer in range(4):
         at = {point.kind: cache[point] for point in cache if point.layer == layer}
         assert_near(at["resid_pre"] + at["attn_out"], at["resid_mid"])
-        scalar = model.network.weights.layers[layer].tensors["scalar"]
+        scalar = model.network.weights.layers[layer].scalar
         assert_near((at["resid_mid"] + at["mlp_out"] + at["layer_input_out"]) * scalar, at["resid_post"])
 
 
@@ -119,7 +119,7 @@ def test_streams_side_by_side_are_met_by_their_name_alone(tmp_path):
     assert "altup_merged" in kinds and not kinds & {"altup_streams", "altup_predicted", "altup_corrected"}
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_another_embedding_is_another_token_but_for_what_the_table_says(family, tmp_path):
     """What is made of the embedding for later is made of it as it was changed."""
     save_random_hybrid(tmp_path, family, 0, tokenizer=False, **sharing(family))
@@ -139,7 +139,7 @@ def test_another_embedding_is_another_token_but_for_what_the_table_says(family, 
 # Keys of earlier layers
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_a_change_of_keys_reaches_layers_that_read_them_past_the_stream(family, tmp_path):
     save_random_hybrid(tmp_path, family, 2, tokenizer=False, **sharing(family))
     model, ids = Model.from_pretrained(tmp_path), draw_ids(1, 9)
@@ -155,7 +155,7 @@ def test_a_change_of_keys_reaches_layers_that_read_them_past_the_stream(family, 
         assert_near(found.logits, model.forward(run.prompt, run.hooks, want=run.want).logits)
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_layers_without_keys_have_no_points_of_them_and_reach_no_later_position(family, tmp_path):
     save_random_hybrid(tmp_path, family, 2, tokenizer=False, **sharing(family))
     model = Model.from_pretrained(tmp_path)
@@ -167,7 +167,7 @@ def test_layers_without_keys_have_no_points_of_them_and_reach_no_later_position(
         model.forward([3, 4], HookSpec().capture("blocks.2.attn.hook_k"))
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_keys_that_layers_share_are_kept_once(family, tmp_path):
     save_random_hybrid(tmp_path, family, 2, tokenizer=False, **sharing(family))
     model = Model.from_pretrained(tmp_path)
@@ -178,7 +178,7 @@ def test_keys_that_layers_share_are_kept_once(family, tmp_path):
     with torch.no_grad():
         read_on(model.network, [[5, 6, 7]], cache, RunTaps(BoundSpec(), lambda *_: None))
     for layer in range(2):
-        shape = model.config.attention(layer)
+        (shape,) = model.config.blocks[layer].mixers
         held += 2 * 64 * shape.num_kv_heads * shape.head_dim * 4
     assert cache.nbytes == held
 
@@ -231,7 +231,7 @@ def test_what_is_wider_in_some_layers_is_kept_in_no_store(tmp_path):
         mizarr.capture(tmp_path / "m", [[3, 4]], hooks, store=store, progress=False)
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_what_takes_the_stream_for_a_sum_refuses_in_one_line(family, tmp_path):
     save_random_hybrid(tmp_path, family, 0)
     model = Model.from_pretrained(tmp_path)
@@ -243,7 +243,7 @@ def test_what_takes_the_stream_for_a_sum_refuses_in_one_line(family, tmp_path):
 # Configurations
 
 
-@pytest.mark.parametrize("family", CARRYING)
+@pytest.mark.parametrize("family", GEMMAS)
 def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     """The config the reference makes of the required keys says all others."""
     from transformers import AutoConfig
@@ -311,6 +311,6 @@ def test_what_is_not_followed_is_one_line(family, told, message):
 
 def test_draws_differ_along_every_axis():
     """Or the tests above would compare one configuration with itself."""
-    for family in CARRYING:
+    for family in GEMMAS:
         drawn = {read({**draw(family, seed), "model_type": family}).digest for seed in range(12)}
         assert len(drawn) >= 10, family

@@ -1,0 +1,114 @@
+"""AltUp, LAuReL and per-layer inputs: parts of the layers of Gemma 3n and Gemma 4 beside mixers and channel
+mixers.
+
+    [AltUp predicts ->] ln1 -> attention -> ln1_post -> + [LAuReL] -> ln2 -> MLP -> ln2_post -> +
+                        [AltUp corrects ->] per-layer input -> + -> [times a scalar]
+
+* *Per-layer inputs* (per-layer embeddings): a table gives each token a vector for every layer, to which a
+  projection of its embedding is added. After its MLP, a layer gates its vector by the stream and adds a
+  projection of it to the stream.
+* *AltUp*: several parallel streams. A layer predicts all of them, computes one of them, and corrects all by
+  the difference (Baykal et al., Alternating Updates, 2023, section 3). The computed stream is the residual
+  stream here; the language head reads the mean of all.
+* *LAuReL*: the input of attention, plus a low-rank projection of it, is also added to the stream (Menghani et
+  al., LAuReL, 2024, section 2).
+
+Weights are named as networks/layer_parts.py looks them up. In layers: "input." (per-layer inputs), "laurel.",
+"altup." and "scalar". Outside of layers, with the prefix `BESIDE`: "table", "projection" and "norm" of
+per-layer inputs; "in.{i}" and "out.{i}", which map the embedding to stream i, and that stream back at the
+end.
+
+Border: specs, names and shapes; never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ....store.errors import ConfigError
+from .architecture import BESIDE, Stored
+from .transformer import ActivationName
+
+__all__ = ["AltUpSpec", "LayerInputSpec", "laurel_tensors"]
+
+CORRECTED_SCALE = "altup.correct_output_scale"
+"""Tensor of a layer that checkpoints also hold if `AltUpSpec.scales_corrected` is off."""
+
+
+@dataclass(frozen=True)
+class AltUpSpec:
+    """Several parallel streams, of which the layers compute one."""
+
+    points: ClassVar[tuple[str, ...]] = ("altup_streams", "altup_predicted", "altup_corrected")
+    """Kinds of its hook points in every layer."""
+
+    streams: int
+    """Number of parallel streams."""
+    active: int = 0
+    """Index of the stream that layers compute."""
+    scales_corrected: bool = False
+    """Whether the corrected stream is multiplied by learned weights before it gates the per-layer input."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.streams:
+            raise ConfigError(
+                f"expected the active stream to be one of {self.streams}, counted from 0, found "
+                f"{self.active}; correct config.json, or fetch it again"
+            )
+
+    def tensors(self, hidden: int) -> Iterator[tuple[str, Stored]]:
+        """(weight, tensor) pairs of a layer. hidden: hidden size of the model."""
+        n = self.streams
+        yield "altup.router", Stored("altup.modality_router.weight", (n, hidden))
+        yield "altup.norm", Stored("altup.router_norm.weight", (hidden,))
+        yield "altup.predicts", Stored("altup.prediction_coefs.weight", (n**2, n))
+        yield "altup.corrects", Stored("altup.correction_coefs.weight", (n, n))
+        if self.scales_corrected:
+            yield "altup.scale", Stored(CORRECTED_SCALE, (hidden,))
+
+    def outer_tensors(self, root: str, hidden: int) -> Iterator[tuple[str, Stored]]:
+        """(weight, tensor) pairs outside of layers. root: prefix of the embedding's tensor."""
+        for stream in range(1, self.streams):
+            for direction, name in (("in", "altup_projections"), ("out", "altup_unembed_projections")):
+                stored = Stored(f"{root}{name}.{stream - 1}.weight", (hidden, hidden))
+                yield f"{BESIDE}{direction}.{stream}", stored
+
+
+@dataclass(frozen=True)
+class LayerInputSpec:
+    """Per-layer input: a vector per token that one layer gates by its stream and adds to it."""
+
+    points: ClassVar[tuple[str, ...]] = tuple(
+        f"layer_input_{name}" for name in ("embed", "gate", "scale", "normalized", "out")
+    )
+    """Kinds of its hook points."""
+
+    size: int
+    """Width of the vector."""
+    rows: int
+    """Rows of the table of all layers; tokens beyond it use the first row."""
+    activation: ActivationName
+    """Activation function of the gate."""
+
+    def tensors(self, hidden: int) -> Iterator[tuple[str, Stored]]:
+        """(weight, tensor) pairs of a layer. hidden: hidden size of the model."""
+        yield "input.gate", Stored("per_layer_input_gate.weight", (self.size, hidden))
+        yield "input.out", Stored("per_layer_projection.weight", (hidden, self.size))
+        yield "input.norm", Stored("post_per_layer_input_norm.weight", (hidden,))
+
+    def outer_tensors(self, root: str, hidden: int, layers: int) -> Iterator[tuple[str, Stored]]:
+        """(weight, tensor) pairs outside of layers, for the inputs of so many layers side by side. root:
+        prefix of the embedding's tensor."""
+        width = layers * self.size
+        yield f"{BESIDE}table", Stored(f"{root}embed_tokens_per_layer.weight", (self.rows, width))
+        yield f"{BESIDE}projection", Stored(f"{root}per_layer_model_projection.weight", (width, hidden))
+        yield f"{BESIDE}norm", Stored(f"{root}per_layer_projection_norm.weight", (self.size,))
+
+
+def laurel_tensors(rank: int, hidden: int) -> Iterator[tuple[str, Stored]]:
+    """(weight, tensor) pairs of LAuReL in a layer."""
+    yield "laurel.left", Stored("laurel.linear_left.weight", (rank, hidden))
+    yield "laurel.right", Stored("laurel.linear_right.weight", (hidden, rank))
+    yield "laurel.norm", Stored("laurel.post_laurel_norm.weight", (hidden,))

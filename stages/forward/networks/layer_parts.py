@@ -1,0 +1,209 @@
+"""AltUp, LAuReL and per-layer inputs of Gemma 3n and Gemma 4 (architectures/layer_parts.py).
+
+AltUp: several residual streams; a layer computes one of them, and small matrices update the others.
+
+    predicted_j = x_j + sum_i P_ji x_i          P = W_p tanh(W_r norm(x_a) / D)
+    corrected_j = predicted_j + (1 + c_j) (y - predicted_a)          c = W_c tanh(W_r norm(y) / D)
+
+(Baykal et al., Alternating Updates, 2023, algorithm 1, with token-dependent coefficients as in the reference
+code.) x are the streams that enter the layer, a is the index of the active one, y the layer's output for
+predicted_a. The initial streams are linear maps of the embedding; the final stream is the mean of linear maps
+of all streams. Each mapped stream is rescaled to the root mean square of the first.
+
+Axes: [B, token, channel]; several streams are [B, stream, token, D].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..architectures.layer_parts import AltUpSpec, LayerInputSpec
+from ..hooks.taps import Taps
+from .history import STREAM, Carried
+from .kernels.functions import evenly
+from .kernels.products import product
+from .mixers.mixer import merge_heads, split_heads
+from .mlp import ACTIVATIONS
+from .norms import apply_norm, normalise
+from .weights import NormWeights
+
+__all__ = [
+    "INPUTS",
+    "STREAMS",
+    "TABLE_INPUTS",
+    "AltUp",
+    "Laurel",
+    "LayerInput",
+    "join_streams",
+    "layer_inputs",
+    "merged",
+    "split_streams",
+    "spread",
+    "table_inputs",
+]
+
+TABLE_INPUTS = "table_inputs"
+"""Name in `Carried` of per-layer token embeddings [B, token, layer * input], before the first layer only."""
+INPUTS = "inputs"
+"""Name in `Carried` of per-layer inputs [B, token, layer * input]: token embeddings plus a map of the
+embedding."""
+STREAMS = "streams"
+"""Name in `Carried` of all AltUp streams but the active one, concatenated along channels."""
+LEAST = 1e-5
+"""Lower bound of the mean square of a stream that is rescaled."""
+
+
+class Laurel:
+    """The low-rank residual connection of one layer."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], eps: float) -> None:
+        """tensors: "left", "right" and "norm"; eps: epsilon of its norm."""
+        self._left, self._right, self._norm = tensors["left"], tensors["right"], NormWeights(tensors["norm"])
+        self._eps = eps
+
+    def __call__(self, x: Tensor, h: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Stream x with the connection from attention's input h, each [B, kept, D]."""
+        low = product(product(h, self._left), self._right)
+        normed = normalise(low, self._norm, "rms", self._eps, taps, "laurel", layer)
+        return (x + taps("laurel_out", layer, h + normed)) / math.sqrt(2)
+
+
+class LayerInput:
+    """The per-layer input of one layer."""
+
+    def __init__(self, spec: LayerInputSpec, tensors: Mapping[str, Tensor], layer: int, eps: float) -> None:
+        """Prepare a layer.
+
+        Arguments:
+            spec: size and activation.
+            tensors: all weights of the layer, by their names in architectures/layer_parts.py.
+            layer: the layer.
+            eps: epsilon of the norm.
+        """
+        self._columns = slice(layer * spec.size, (layer + 1) * spec.size)
+        self._activation, self._eps = ACTIVATIONS[spec.activation], eps
+        self._gate, self._out = tensors["input.gate"], tensors["input.out"]
+        self._norm, self._scale = NormWeights(tensors["input.norm"]), tensors.get("altup.scale")
+
+    def __call__(self, x: Tensor, inputs: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Output [B, kept, D], from the stream x and the inputs of all layers [B, kept, layer * input]."""
+        part = inputs[..., self._columns]
+        part = taps(
+            "layer_input_embed", layer, part.clone() if taps.changes(layer, "layer_input_embed") else part
+        )
+        read = x if self._scale is None else x * self._scale
+        gate = taps("layer_input_gate", layer, evenly(self._activation, product(read, self._gate)))
+        out = product(gate * part, self._out)
+        out = normalise(out, self._norm, "rms", self._eps, taps, "layer_input", layer)
+        return taps("layer_input_out", layer, out)
+
+
+def table_inputs(ids: Tensor, table: Tensor, size: int) -> Tensor:
+    """Scaled rows of the table [row, layer * input] for token ids [B, S]; ids beyond it use the first row.
+    size: width of one layer's input."""
+    # The factor is rounded to the model's dtype, as that of the embedding is.
+    factor = torch.tensor(math.sqrt(size), dtype=table.dtype, device=ids.device)
+    return F.embedding(torch.where(ids < len(table), ids, 0), table) * factor
+
+
+def layer_inputs(x: Tensor, rows: Tensor, weights: Mapping[str, Tensor], eps: float) -> Tensor:
+    """Inputs of all layers [B, token, layer * input].
+
+    Arguments:
+        x: embeddings that enter the first layer, [B, token, D].
+        rows: output of `table_inputs`.
+        weights: "projection" and "norm", outside of layers.
+        eps: epsilon of the norm, over one layer's input.
+    """
+    projected = product(x, weights["projection"]) * x.shape[-1] ** -0.5
+    by_layer = projected.unflatten(-1, (-1, len(weights["norm"])))
+    normed = apply_norm(by_layer, NormWeights(weights["norm"]), "rms", eps)
+    return (normed.flatten(2) + rows) * 2**-0.5
+
+
+class AltUp:
+    """Prediction and correction of streams in one layer."""
+
+    def __init__(self, spec: AltUpSpec, tensors: Mapping[str, Tensor], eps: float) -> None:
+        """Prepare a layer.
+
+        Arguments:
+            spec: number of streams, and the index of the one that the layer computes.
+            tensors: weights by name: "norm", "router", "predicts", "corrects".
+            eps: epsilon of the router's norm.
+        """
+        self._weights, self._active, self._eps = tensors, spec.active, eps
+
+    def predicted(self, stream: Tensor, inactive: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Predicted streams [B, stream, token, D] before the layer, from the active stream [B, token, D] and
+        the others as they are carried."""
+        streams = taps("altup_streams", layer, join_streams(stream, inactive, self._active))
+        count = streams.shape[1]
+        coefficients = product(self._routed(streams[:, self._active]), self._weights["predicts"])
+        shares = coefficients.unflatten(-1, (count, count)).unsqueeze(-1)
+        # Summed entry by entry: a matrix product of so few rows sums in an order that depends on the batch.
+        rows = (sum(shares[:, :, j, i] * streams[:, i] for i in range(count)) for j in range(count))
+        return taps("altup_predicted", layer, streams + torch.stack(list(rows), dim=1))
+
+    def corrected(self, predicted: Tensor, output: Tensor, layer: int, taps: Taps) -> Tensor:
+        """Streams after the layer, from the predicted ones and the layer's output [B, token, D]."""
+        shares = product(self._routed(output), self._weights["corrects"]) + 1
+        innovation = output - predicted[:, self._active]
+        streams = predicted + shares.transpose(1, 2).unsqueeze(-1) * innovation.unsqueeze(1)
+        return taps("altup_corrected", layer, streams)
+
+    def _routed(self, stream: Tensor) -> Tensor:
+        """Output of the router, from which coefficients are computed, [B, token, stream]."""
+        w = self._weights
+        normed = apply_norm(stream, NormWeights(w["norm"]), "rms", self._eps) * stream.shape[-1] ** -1.0
+        return torch.tanh(product(normed, w["router"]).float()).to(stream.dtype)
+
+
+def join_streams(stream: Tensor, inactive: Tensor, active: int) -> Tensor:
+    """All streams [B, stream, token, D] from the tensors carried between layers: the active stream, of index
+    `active`, and the others."""
+    others = split_heads(inactive, stream.shape[-1])
+    return torch.cat([others[:, :active], stream.unsqueeze(1), others[:, active:]], dim=1)
+
+
+def split_streams(streams: Tensor, active: int) -> Carried:
+    """The active stream as the residual stream, and the other streams, as they are carried between layers."""
+    inactive = torch.cat([streams[:, :active], streams[:, active + 1 :]], dim=1)
+    # A copy, because interventions may write into the stream.
+    return {STREAM: streams[:, active].clone(), STREAMS: merge_heads(inactive)}
+
+
+def spread(embedded: Tensor, maps: Mapping[str, Tensor], count: int) -> Tensor:
+    """Initial streams [B, stream, token, D] from embeddings.
+
+    Arguments:
+        embedded: embeddings [B, token, D], which are the first stream.
+        maps: matrices of the other streams by name, "in.{i}".
+        count: number of streams.
+    """
+    size = _size(embedded)
+    mapped = (_rescaled(product(embedded, maps[f"in.{stream}"]), size) for stream in range(1, count))
+    return torch.stack([embedded, *mapped], dim=1)
+
+
+def merged(streams: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+    """Input of the final norm [B, token, D] from the streams after the last layer; maps: matrices of all
+    streams but the first by name, "out.{i}"."""
+    size, count = _size(streams[:, 0]), streams.shape[1]
+    mapped = (_rescaled(product(streams[:, i], maps[f"out.{i}"]), size) for i in range(1, count))
+    return torch.stack([streams[:, 0], *mapped]).mean(0)
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean square over channels, [B, token, 1]."""
+    return x.square().mean(-1, keepdim=True) ** 0.5
+
+
+def _rescaled(x: Tensor, size: Tensor) -> Tensor:
+    """x [B, token, D] scaled to a root mean square of `size`."""
+    return x * size / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
