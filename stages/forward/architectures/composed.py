@@ -15,7 +15,7 @@ Axes: as in points.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -39,6 +39,7 @@ from .architecture import (
 )
 from .layer_tensors import Spelling, composed_tensors
 from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
+from .pairs.spec import CrossAttentionSpec, PairSpec
 from .points import SPLIT_INPUTS, HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
@@ -80,6 +81,9 @@ class LayerSpec:
     """Whether pre-norms apply to the mixers' input; false in ModernBERT's first layer."""
     has_gains: bool = False
     """Whether the stream is multiplied by learned weights, [hidden], before each addition (Doge)."""
+    cross: CrossAttentionSpec | None = None
+    """Cross-attention between mixers and channel mixer, in decoder layers of an encoder-decoder; None in other
+    layers."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -101,9 +105,17 @@ class LayerSpec:
         # Post-norms of BERT ("of sums") are still called ln1 and ln2, as in TransformerLens.
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
         halves = ["ln1"] if self.mixers and self.reads_normed else []
+        halves += ["ln_cross"] if self.cross is not None else []
         has_second = self.channel_mixer is not None and (self.has_two_norms or not self.is_parallel)
         halves += ["ln2"] if has_second else []
         return tuple(half + suffix for half in halves for suffix in suffixes)
+
+    @cached_property
+    def side(self) -> Literal["source", "target"] | None:
+        """In encoder-decoders: the part of each prompt that the layer acts on, source in encoder layers and
+        target in decoder layers; None in other models."""
+        parts = {spec.part for spec in self.mixers if isinstance(spec, AttentionSpec)}
+        return next((part for part in parts if part != "cross"), None)
 
     @property
     def mixer(self) -> Mixer:
@@ -137,6 +149,8 @@ class LayerSpec:
             kinds.append("resid_mid")
         if self.shared is not None:
             kinds += self.shared.points
+        if self.cross is not None:
+            kinds += [*self.cross.points, "cross_attn_out", "resid_mid_cross"]
         return tuple(kinds)
 
     @cached_property
@@ -144,12 +158,14 @@ class LayerSpec:
         """Whether each attention head can be given a separate input (`SPLIT_INPUTS`): q, k and v must be
         linear maps of the normalised stream only."""
         attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
-        return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
+        is_plain = self.reads_normed and self.shared is None and self.side is None
+        return attends and self.norms in ("before", "around") and is_plain
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
-        """All specs that mix positions: the shared block, if any, then the mixers."""
-        return self.mixers if self.shared is None else (self.shared, *self.mixers)
+        """All specs that mix positions: shared block, mixers, cross-attention, as far as the layer has them."""
+        mixers = self.mixers if self.shared is None else (self.shared, *self.mixers)
+        return mixers if self.cross is None else (*mixers, self.cross)
 
     @property
     def shapes(self) -> Iterator[MixerSpec | ChannelMixerSpec]:
@@ -200,7 +216,7 @@ class ComposedArchitecture(Architecture):
     tie_word_embeddings: bool = False
     norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
     """Norms with a bias: all layer norms, the norms inside of layers whatever their kind, or none."""
-    has_position_waves: bool = False
+    position_waves: Literal["fairseq", "transformer"] | None = None
     has_embedding_norm: bool = False
     """Whether embeddings are normalised before they enter the stream."""
     has_norm_weights: bool = True
@@ -220,6 +236,8 @@ class ComposedArchitecture(Architecture):
     has_final_norm: bool = True
     has_final_norm_bias: bool = True
     transform: HeadTransform | None = None
+    pair: PairSpec | None = None
+    """Sides, start and lengths of an encoder-decoder; None for models of single sequences."""
 
     def __post_init__(self) -> None:
         for spec in (spec for block in self.blocks for spec in block.shapes):
@@ -234,6 +252,8 @@ class ComposedArchitecture(Architecture):
 
     def under(self, root: str, head: str) -> ComposedArchitecture:
         """See `Architecture`."""
+        if self.pair is not None:
+            super().under(root, head)  # raises ConfigError
         names = ("embed", "embed_norm", "positions", "final_norm", "layer")
         old = {name: getattr(self.spelling, name) for name in names}
         new = {
@@ -242,6 +262,16 @@ class ComposedArchitecture(Architecture):
             if path.startswith("model.")
         }
         return replace(self, spelling=replace(self.spelling, **new, head=head))
+
+    @property
+    def target_start(self) -> int | None:  # type: ignore[override]
+        """See `Architecture`."""
+        return None if self.pair is None else self.vocab_size + self.pair.start_token
+
+    @property
+    def side_length(self) -> int | None:
+        """See `Architecture`."""
+        return None if self.pair is None else self.pair.side_length
 
     @property
     def head_dim(self) -> int:
@@ -332,6 +362,14 @@ class ComposedArchitecture(Architecture):
         spreads = mixers and point.kind in (_BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",))
         return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
+    def reaches_from(self, tokens: Sequence[int], position: int) -> int:
+        """See `Architecture`: in encoder-decoders a target position affects those from itself on."""
+        if self.pair is None:
+            return 0
+        # The first target id is raised by the vocabulary size.
+        start = next((place for place, token in enumerate(tokens) if token >= self.vocab_size), len(tokens))
+        return position if position >= start else 0
+
     @property
     def lengths_must_match(self) -> bool:
         """See `Architecture`; with bidirectional attention, positions would attend to the padding."""
@@ -357,6 +395,9 @@ class ComposedArchitecture(Architecture):
     def bytes_per_token(self, itemsize: int) -> int:
         """See `Architecture`: stream and norms (six tensors of hidden size), and the largest layer."""
         inside = max(block.bytes_per_token(itemsize) for block in set(self.blocks))
+        if self.pair is not None:
+            # The encoder's output, its norm, and what cross-attention adds.
+            inside += itemsize * 3 * self.hidden_size
         # A float32 stream takes 4 bytes per number in any dtype.
         return (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size + inside
 

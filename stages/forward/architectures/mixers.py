@@ -144,6 +144,8 @@ class RelativeSpec:
     """Whether the table's own key projection has a bias."""
     looks_back: bool = False
     """Whether all rows are for keys before the query, as in causal models."""
+    source: int | None = None
+    """Number of the layer among whose tensors the table is stored; None for a table outside of the layers."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,9 @@ class AttentionSpec(MixerSpec):
     """Whether scores have a term computed from the value at the key's position (Doge's dynamic mask)."""
     source: int | None = None
     """Number of the earlier layer whose keys and values this layer reads; None if it has its own."""
+    part: Literal["source", "target", "cross"] | None = None
+    """In encoder-decoders: attention within the source, within the target, or from target to source; None
+    for models of single sequences."""
     values_from_keys: bool = False
     """Whether values are the key projection before the key norm, instead of a projection of their own."""
     has_v_norm: bool = False
@@ -275,6 +280,7 @@ class AttentionSpec(MixerSpec):
             self.logit_softcap,
             is_bidirectional=self.is_bidirectional,
             is_chunked=self.is_chunked,
+            part=self.part,
             source=self.source,
         )
 

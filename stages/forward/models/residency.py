@@ -85,10 +85,10 @@ def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
     if head != embed:
         units[HEAD] = _numbers(head)
     always = {stored.name: _numbers(stored) for stored in outside.values()}
-    always["position waves"] = config.has_position_waves * config.position_rows * config.hidden_size
+    always["position waves"] = (config.position_waves is not None) * config.position_rows * config.hidden_size
     for layer, weights in enumerate(tensors.layers):
-        units[layer] = sum(_numbers(stored) for stored in weights.values() if stored.layer is None)
-        shared = {weight: stored for weight, stored in weights.items() if stored.layer is not None}
+        units[layer] = sum(_numbers(stored) for stored in weights.values() if stored.layer in (None, layer))
+        shared = {weight: stored for weight, stored in weights.items() if stored.layer not in (None, layer)}
         always |= {tensors.in_layer(layer, weight): _numbers(stored) for weight, stored in shared.items()}
     sizes = {unit: itemsize * numbers for unit, numbers in units.items()}
     return UnitBytes(sizes, itemsize * sum(always.values()))

@@ -33,6 +33,7 @@ from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
 from .mixers.attention import GatedAttention, SelfAttention
+from .mixers.cross_attention import CrossAttention
 from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
@@ -49,6 +50,7 @@ from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
+from .pairs import MEMORY, embed_sides, enter_side, no_pairs
 from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
@@ -91,6 +93,8 @@ class LayerModules:
     """Block before the mixer, with weights that several layers share."""
     gains: Mapping[str, Tensor] = field(default_factory=dict)
     """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer)."""
+    cross: CrossAttention | None = None
+    """Cross-attention between mixers and channel mixer; None outside of decoders of encoder-decoders."""
 
 
 def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
@@ -120,7 +124,8 @@ def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     channel = spec.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, tensors)
     shared = None if spec.shared is None else SharedBlock(spec.shared, tensors)
-    return LayerModules(mixers, channel_mixer, norms, shared, strip_prefix(tensors, "carry."))
+    cross = None if spec.cross is None else CrossAttention(spec.cross, tensors)
+    return LayerModules(mixers, channel_mixer, norms, shared, strip_prefix(tensors, "carry."), cross)
 
 
 class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
@@ -139,6 +144,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     ) -> Carried:
         """See `Network`: token embeddings, with scale, position embeddings, norm and projection as the family
         has them."""
+        if self.config.pair is not None:
+            return embed_sides(self.config, self.weights, ids, positions, starts)
         x, weights = self.weights.embedded(ids), self.weights
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
@@ -168,15 +175,19 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside = self._beside(carried)
         h = x = resid_pre = taps("resid_pre", layer, carried[STREAM])
+        acts = None
+        if block.side is not None:
+            entered = {**carried, STREAM: x}
+            beside, acts = enter_side(self.config, self.weights.beside, layer, entered, history)
         if modules.mixers:
             block_out = None
             if modules.shared is not None:
                 block_out = modules.shared(x, beside[START], layer, history, taps)
             h, x = self._read(x, "ln1", layer, taps, block_out)
             outputs = [self._mixed(mixer, h, resid_pre, layer, history, taps) for mixer in modules.mixers]
-            added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps)
+            added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps, acts)
             x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
-            x = self._summed(x, "ln1", layer, taps)
+            x = self._summed(x, "ln1", layer, taps, acts)
         else:
             x = history.needed(x)
         if modules.channel_mixer is not None:
@@ -186,22 +197,31 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 h = self._normed(h, "ln2", layer, taps) if has_norm else h
             else:
                 x = taps("resid_mid", layer, x) if modules.mixers else x
+                if modules.cross is not None:
+                    h, x = self._read(x, "ln_cross", layer, taps)
+                    h = modules.cross(h, beside[MEMORY], layer, history, taps)
+                    x = x + taps("cross_attn_out", layer, self._added(h, "", layer, taps, acts))
+                    x = taps("resid_mid_cross", layer, self._summed(x, "ln_cross", layer, taps, acts))
                 h, x = self._read(x, "ln2", layer, taps)
-            x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
+            x = self._carried(x, "2", layer) + self._written(h, layer, taps, acts)
+            x = self._summed(x, "ln2", layer, taps, acts)
         return {STREAM: x} | {name: history.needed(tensor) for name, tensor in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
         """Output of the channel mixer [B, token, D] for a given stream x, in layers whose norms are applied
-        to the mixers' input."""
+        to the mixers' input; ConfigError for an encoder-decoder, whose layers act on one side only."""
+        if self.config.pair is not None:
+            raise no_pairs()
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
         return self._written(self._normed(x, name, layer, taps), layer, taps)
 
-    def _written(self, h: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Output of the channel mixer, with its hook points, for its normalised input h."""
+    def _written(self, h: Tensor, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
+        """Output of the channel mixer, with its hook points, for its normalised input h; acts: see
+        `_added`."""
         channel_mixer = self.weights.layers[layer].channel_mixer
         assert channel_mixer is not None  # callers check
         h = channel_mixer(taps("mlp_pre", layer, h), layer, taps)
-        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
+        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps, acts))
 
     def _mixed(
         self, mixer: PositionMixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
@@ -243,13 +263,19 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         gain = self.weights.layers[layer].gains.get(half)
         return x if gain is None else x * gain
 
-    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """Stream after an addition, normalised in post-norm layers."""
-        return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "of sums" else x
+    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
+        """Stream after an addition, normalised in post-norm layers; acts: see `_added`."""
+        if self.config.blocks[layer].norms != "of sums":
+            return x
+        normed = self._normed(x, name, layer, taps)
+        return normed if acts is None else torch.where(acts, normed, x)
 
-    def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post")."""
-        return self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
+    def _added(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
+        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post"), and 0 at
+        positions that the layer does not act on. acts: bool [B, kept, 1], True at positions of the layer's
+        side in an encoder-decoder; None where layers act on every position."""
+        x = self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
+        return x if acts is None else torch.where(acts, x, 0)
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         c, norm = self.config, self.norm_of(name, layer)

@@ -18,7 +18,6 @@ from .bridge import network as bridge
 from .carrying import network as carrying
 from .composed import ComposedNetwork
 from .loop import Network
-from .pairs import network as pairs
 from .rwkv import Rwkv
 
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
@@ -27,7 +26,6 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
     "rwkv": (rwkv.block, Rwkv),
     "composed": (composed.block, ComposedNetwork),
     "carrying": (carrying.block, carrying.Carrying),
-    "pair": (pairs.block, pairs.PairNetwork),
 }
 """Kind of architecture -> (function that builds a layer's weights, class of the network)."""
 
