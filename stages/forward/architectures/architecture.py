@@ -450,9 +450,9 @@ class Architecture(ABC):
     position_rows: int = 0
     """Rows of the table of positions; 0 for a model without such a table."""
     position_waves: Literal["fairseq", "transformer"] | None = None
-    """Kind of sines and cosines in that table, which are computed instead of loaded; None for a learned table.
-    "transformer": exponents are 2i / d, as in the Transformer paper; "fairseq": the lowest frequency is
-    exactly 1/10000."""
+    """Kind of sines and cosines in that table, which are computed instead of loaded; None for a learned
+    table. "transformer": exponents are 2i / d, as in the Transformer paper; "fairseq": the lowest frequency
+    is exactly 1/10000."""
     first_position: int = 0
     """Row of that table for the first position."""
     embedding_scale: float | None = None

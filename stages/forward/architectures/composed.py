@@ -82,8 +82,8 @@ class LayerSpec:
     has_gains: bool = False
     """Whether the stream is multiplied by learned weights, [hidden], before each addition (Doge)."""
     cross: CrossAttentionSpec | None = None
-    """Cross-attention between mixers and channel mixer, in decoder layers of an encoder-decoder; None in other
-    layers."""
+    """Cross-attention between mixers and channel mixer, in decoder layers of an encoder-decoder; None in
+    other layers."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -163,7 +163,7 @@ class LayerSpec:
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
-        """All specs that mix positions: shared block, mixers, cross-attention, as far as the layer has them."""
+        """All specs that mix positions: shared block, mixers and cross-attention."""
         mixers = self.mixers if self.shared is None else (self.shared, *self.mixers)
         return mixers if self.cross is None else (*mixers, self.cross)
 
@@ -401,7 +401,7 @@ class ComposedArchitecture(Architecture):
         # A float32 stream takes 4 bytes per number in any dtype.
         return (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size + inside
 
-    @property
+    @cached_property
     def _ropes(self) -> set[RopeConfig]:
         """The distinct ropes of all layers."""
         specs = (spec for block in self.blocks for spec in block.all_mixers)

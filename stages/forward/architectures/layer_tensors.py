@@ -521,9 +521,9 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     if shape.inner_norm_eps is not None:
         yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
     if shape.relative is not None and shape.relative.source is not None:
-        size = (shape.relative.rows, shape.num_attention_heads)
+        table = (shape.relative.rows, shape.num_attention_heads)
         name = f"{room}{spelling.encoder.relative}.weight"
-        yield "relative", Stored(name, size, layer=shape.relative.source)
+        yield "relative", Stored(name, table, layer=shape.relative.source)
     if shape.relative is not None and not shape.relative.shares_maps:
         # Content-to-position needs keys projected from the table, position-to-content queries.
         for term, weight in (("content to position", "k"), ("position to content", "q")):

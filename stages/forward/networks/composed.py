@@ -173,12 +173,11 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """One layer: resid_pre [B, token, D] -> resid_post [B, kept, D], at which the loop calls the taps."""
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
-        beside = self._beside(carried)
+        beside = self._beside(carried) if self._carries_embedding else {}
         h = x = resid_pre = taps("resid_pre", layer, carried[STREAM])
-        acts = None
+        acts, sums_are_normed = None, block.norms == "of sums"
         if block.side is not None:
-            entered = {**carried, STREAM: x}
-            beside, acts = enter_side(self.config, self.weights.beside, layer, entered, history)
+            beside, acts = enter_side(self.config, self.weights.beside, layer, x, carried, history)
         if modules.mixers:
             block_out = None
             if modules.shared is not None:
@@ -186,8 +185,9 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             h, x = self._read(x, "ln1", layer, taps, block_out)
             outputs = [self._mixed(mixer, h, resid_pre, layer, history, taps) for mixer in modules.mixers]
             added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps, acts)
-            x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
-            x = self._summed(x, "ln1", layer, taps, acts)
+            x = history.needed(x)
+            x = (x * modules.gains["1"] if modules.gains else x) + taps("attn_out", layer, added)
+            x = self._summed(x, "ln1", layer, taps, acts) if sums_are_normed else x
         else:
             x = history.needed(x)
         if modules.channel_mixer is not None:
@@ -200,11 +200,14 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 if modules.cross is not None:
                     h, x = self._read(x, "ln_cross", layer, taps)
                     h = modules.cross(h, beside[MEMORY], layer, history, taps)
-                    x = x + taps("cross_attn_out", layer, self._added(h, "", layer, taps, acts))
-                    x = taps("resid_mid_cross", layer, self._summed(x, "ln_cross", layer, taps, acts))
+                    assert acts is not None  # a layer with cross-attention has a side
+                    x = x + taps("cross_attn_out", layer, torch.where(acts, h, 0))
+                    x = self._summed(x, "ln_cross", layer, taps, acts) if sums_are_normed else x
+                    x = taps("resid_mid_cross", layer, x)
                 h, x = self._read(x, "ln2", layer, taps)
-            x = self._carried(x, "2", layer) + self._written(h, layer, taps, acts)
-            x = self._summed(x, "ln2", layer, taps, acts)
+            written = self._written(h, layer, taps, acts)
+            x = (x * modules.gains["2"] if modules.gains else x) + written
+            x = self._summed(x, "ln2", layer, taps, acts) if sums_are_normed else x
         return {STREAM: x} | {name: history.needed(tensor) for name, tensor in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
@@ -237,10 +240,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         return mixer(h, layer, history, taps, source)
 
     def _beside(self, carried: Carried) -> Carried:
-        """Tensors carried in addition to the stream: the embedding, in families whose layers read it
-        again."""
-        if not self._carries_embedding:
-            return {}
+        """Tensors carried in addition to the stream, in families whose layers read the embedding again."""
         # A copy, because interventions may write into the stream.
         return {START: carried[START] if START in carried else carried[STREAM].clone()}
 
@@ -257,16 +257,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         normed = self._normed(x if block_out is None else x + block_out, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
-    def _carried(self, x: Tensor, half: str, layer: int) -> Tensor:
-        """Stream times the gain of the addition, "1" of the mixer or "2" of the channel mixer, if there is
-        one."""
-        gain = self.weights.layers[layer].gains.get(half)
-        return x if gain is None else x * gain
-
-    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
-        """Stream after an addition, normalised in post-norm layers; acts: see `_added`."""
-        if self.config.blocks[layer].norms != "of sums":
-            return x
+    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None) -> Tensor:
+        """Stream after an addition, normalised in a post-norm layer; acts: see `_added`."""
         normed = self._normed(x, name, layer, taps)
         return normed if acts is None else torch.where(acts, normed, x)
 

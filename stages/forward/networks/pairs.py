@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from ..architectures.composed import ComposedArchitecture
     from ..hooks.taps import PassTaps
 
-__all__ = ["MEMORY", "TARGET", "attend_sides", "embed_sides", "enter_side", "no_pairs", "seen_of", "starts_of"]
+__all__ = [
+    "MEMORY",
+    "TARGET",
+    "attend_sides",
+    "embed_sides",
+    "enter_side",
+    "no_pairs",
+    "seen_of",
+    "starts_of",
+]
 
 TARGET = "target"
 """Name in `Carried` of the mask of target positions, 1 or 0, [B, token, 1]."""
@@ -178,6 +187,7 @@ def enter_side(
     config: ComposedArchitecture,
     beside: Mapping[str, Tensor],
     layer: int,
+    x: Tensor,
     carried: Carried,
     history: History,
 ) -> tuple[Carried, Tensor]:
@@ -187,6 +197,7 @@ def enter_side(
         config: the architecture.
         beside: `Weights.beside` of the network.
         layer: the layer; the decoder's first one makes the memory from the stream.
+        x: the stream [B, token, D].
         carried: tensors that enter the layer.
         history: selects the tokens whose output is needed.
 
@@ -195,7 +206,8 @@ def enter_side(
         the layer's side.
     """
     assert config.pair is not None  # callers check
-    x, others = carried[STREAM], {name: tensor for name, tensor in carried.items() if name != STREAM}
+    others = dict(carried)
+    del others[STREAM]
     if layer == config.pair.encoder_layers:
         norm = parts_of(beside).get("memory_norm")
         # A copy, because interventions may write into the stream.

@@ -310,9 +310,7 @@ def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, A
     types, head_bias = optional("token_types"), optional("head.bias")
     return {
         "final_norm": norm("final_norm"),
-        "positions": sinusoidal_positions(config, like)
-        if config.position_waves
-        else optional("positions"),
+        "positions": sinusoidal_positions(config, like) if config.position_waves else optional("positions"),
         # BART stores it as a matrix of one row.
         "head_bias": None if head_bias is None else head_bias.flatten(),
         "embed_norm": norm("embed_norm"),

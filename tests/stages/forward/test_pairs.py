@@ -27,7 +27,8 @@ def _tensor(cache: Any, name: str) -> torch.Tensor:
 def _differences(model: mizarr.Model, reference: Any, source: Any, target: Any) -> dict[str, float]:
     """Largest difference of everything transformers tells, by name."""
     config: Any = model.config
-    e, d, s = config.encoder_layers, config.decoder_layers, source.shape[1]
+    e, s = config.pair.encoder_layers, source.shape[1]
+    d = config.num_layers - e
     with torch.no_grad():
         told = reference(
             input_ids=source,
@@ -152,7 +153,7 @@ def test_targets_go_on_as_transformers_goes_on(kind: str, tmp_path: Path) -> Non
     model = mizarr.Model.from_pretrained(tmp_path)
     config: Any = model.config
     source = [9, 17, 33, 21]
-    ids = torch.tensor([[config.start_token]])
+    ids = torch.tensor([[config.pair.start_token]])
     for _ in range(6):
         with torch.no_grad():
             logits = reference(input_ids=torch.tensor([source]), decoder_input_ids=ids).logits

@@ -99,9 +99,7 @@ def marian(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def pegasus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """PEGASUS."""
     defaults = {"decoder_start_token_id": 0}
-    return _bart(
-        config, shapes, defaults, norms="before", embedding_norm=None, waves="transformer", offset=0
-    )
+    return _bart(config, shapes, defaults, norms="before", embedding_norm=None, waves="transformer", offset=0)
 
 
 @family("m2m_100", "M2M-100, NLLB", norm="layer norm", mlp="plain, ReLU", positions="positions as waves")
@@ -153,8 +151,8 @@ def _bart(
         norms: `LayerSpec.norms`.
         embedding_norm: Norm of the sum of token and position embeddings, or in targets of the tokens only;
             None for none.
-        waves: Sines and cosines as positions: "transformer" unless the checkpoint has a table; "fairseq", which
-            no checkpoint has. None for a learned table.
+        waves: Sines and cosines as positions: "transformer" unless the checkpoint has a table; "fairseq",
+            which no checkpoint has. None for a learned table.
         offset: Row of the first position in the table; with "fairseq", the padding token's id + 1 instead.
 
     Raises:
@@ -227,8 +225,8 @@ def _of_both_sides(config: ConfigReader, key: str, default: int) -> int:
     encoder, decoder = (config.integer(f"{side}_{key}", default) for side in ("encoder", "decoder"))
     if encoder != decoder:
         raise ConfigError(
-            f"{config.source}: expected encoder and decoder of the same {key}, found {encoder} and {decoder}; "
-            "such a model cannot run here"
+            f"{config.source}: expected encoder and decoder of the same {key}, found {encoder} and "
+            f"{decoder}; such a model cannot run here"
         )
     return encoder
 

@@ -35,7 +35,9 @@ PAIRS: dict[str, PairFamily] = {}
 """model_type -> family."""
 
 
-def family(model_type: str, examples: str, *, norm: str, mlp: str, positions: str) -> Callable[[Build], Build]:
+def family(
+    model_type: str, examples: str, *, norm: str, mlp: str, positions: str
+) -> Callable[[Build], Build]:
     """Decorator that registers a function `(config, shapes) -> architecture` in `PAIRS`.
 
     Arguments:

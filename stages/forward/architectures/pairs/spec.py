@@ -37,7 +37,7 @@ class PairSpec:
 
 @dataclass(frozen=True)
 class CrossAttentionSpec(MixerSpec):
-    """Cross-attention of a decoder layer: target positions read the encoder's normalised output ("memory")."""
+    """Cross-attention of a decoder layer: targets read the encoder's normalised output ("memory")."""
 
     kind: ClassVar[str] = "cross_attention"
     points: ClassVar[tuple[str, ...]] = (

@@ -19,9 +19,22 @@ from .spec import PairSpec
 
 __all__ = ["mt5", "t5", "umt5"]
 
-_T5 = {"vocab_size": 32128, "num_layers": 6, "num_heads": 8, "d_ff": 2048, "feed_forward_proj": "relu"}
-_MT5 = {"vocab_size": 250112, "num_layers": 8, "num_heads": 6, "d_ff": 1024}
-_MT5 |= {"feed_forward_proj": "gated-gelu"}
+_T5: Mapping[str, Any] = {
+    "vocab_size": 32128,
+    "num_layers": 6,
+    "num_heads": 8,
+    "d_ff": 2048,
+    "feed_forward_proj": "relu",
+}
+"""Values of keys that are absent in a config of T5."""
+_MT5: Mapping[str, Any] = {
+    "vocab_size": 250112,
+    "num_layers": 8,
+    "num_heads": 6,
+    "d_ff": 1024,
+    "feed_forward_proj": "gated-gelu",
+}
+"""Values of keys that are absent in a config of mT5 or UMT5."""
 
 
 @family(
@@ -67,6 +80,7 @@ def _t5(
     activation, is_gated = _feed_forward(config, defaults["feed_forward_proj"])
     hidden, heads = config.integer("d_model", 512), config.integer("num_heads", defaults["num_heads"])
     encoder = config.integer("num_layers", defaults["num_layers"])
+    padding = config.raw.get("pad_token_id") or 0
     buckets = config.integer("relative_attention_num_buckets", 32, least=4)
     farthest = config.integer("relative_attention_max_distance", 128)
 
@@ -74,7 +88,7 @@ def _t5(
         is_causal = layer >= encoder
         # Half of the buckets of each direction hold one distance each.
         near = buckets // (2 if is_causal else 4)
-        source = layer if has_own_tables else encoder * is_causal
+        source = layer if has_own_tables else encoder if is_causal else 0
         return RelativeSpec(buckets, near, farthest, ("bias",), looks_back=is_causal, source=source)
 
     return ComposedArchitecture(
@@ -93,7 +107,7 @@ def _t5(
         logit_factor=hidden**-0.5 if divides_stream else 1.0,
         # The reference uses a head in the file even if tie_word_embeddings is true.
         tie_word_embeddings="lm_head.weight" not in shapes,
-        pair=PairSpec(encoder, token_id(config, "decoder_start_token_id", config.raw.get("pad_token_id") or 0)),
+        pair=PairSpec(encoder, token_id(config, "decoder_start_token_id", padding)),
     )
 
 
