@@ -38,13 +38,12 @@ from .architecture import (
     plain,
 )
 from .layer_tensors import Spelling, composed_tensors
-from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
-from .pairs.spec import CrossAttentionSpec, PairSpec
+from .mixers import AttentionSpec, ChannelMixerSpec, CrossAttentionSpec, MixerSpec, SharedBlockSpec
 from .points import SPLIT_INPUTS, HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
 
-__all__ = ["LayerSpec", "ComposedArchitecture"]
+__all__ = ["ComposedArchitecture", "LayerSpec", "PairSpec"]
 
 _BEFORE_MIXERS = frozenset(("resid_pre", "ln1_scale", "ln1_normalized"))
 _FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
@@ -185,6 +184,28 @@ class LayerSpec:
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
         return plain(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """Properties of an encoder-decoder that belong to no single layer.
+
+    A prompt is a pair of source and target on one axis of positions: source tokens, then target tokens. The
+    id of the first target token is raised by the vocabulary size, which marks where the target begins, so
+    that the token ids alone identify the pair in keys, stores and plans. Layers are numbered consecutively:
+    encoder layers act on source positions; decoder layers act on target positions and read the encoder's
+    normalised output by cross-attention. At all other positions a layer adds nothing to the stream.
+    """
+
+    encoder_layers: int
+    """Number of encoder layers, which come before the decoder layers."""
+    start_token: int
+    """Token id with which a target begins if the caller gives none."""
+    side_length: int | None = None
+    """Largest length of a source and of a target, in tokens; None for no bound."""
+    norms_target_tokens: bool = False
+    """Whether the embedding norm of a target is applied to its unscaled token embeddings before positions are
+    added (Blenderbot 90M); in a source it is always applied to the sum."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .linear_mixers import (
 )
 from .mixers import (
     AttentionSpec,
+    CrossAttentionSpec,
     DifferentialSpec,
     ExpertsSpec,
     GatedAttentionSpec,
@@ -38,7 +39,6 @@ from .mixers import (
     RoutedAttentionSpec,
     SharedBlockSpec,
 )
-from .pairs.spec import CrossAttentionSpec, PairSpec
 
 __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "PairNames", "Spelling", "composed_tensors"]
 
@@ -249,8 +249,6 @@ class HybridShapes(Protocol):
     def has_final_norm_bias(self) -> bool: ...
     @property
     def transform(self) -> HeadTransform | None: ...
-    @property
-    def pair(self) -> PairSpec | None: ...
 
 
 def composed_tensors(config: HybridShapes) -> Tensors:
@@ -273,7 +271,7 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     if c.has_head_bias:
         untied_bias = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
         bias = (spelling.encoder.head_bias or untied_bias) if tied else untied_bias
-        shape = (c.vocab_size,) if c.pair is None else (1, c.vocab_size)
+        shape = (c.vocab_size,) if spelling.pair is None else (1, c.vocab_size)
         outside["head.bias"] = Stored(bias, shape, factors=factors)
         copies |= {untied_bias: bias} if bias != untied_bias else {}
     if spelling.encoder.frequencies:
@@ -285,9 +283,9 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     repeated, unread = _repeated(c)
     tensors = Tensors(outside, layers, spelling.layer, copies | repeated)
     unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
-    if c.pair is not None and spelling.pair is not None:
-        embeds = {f"{name}.weight": outside["embed"].name for name in spelling.pair.embeds}
-        decoder = c.pair.encoder_layers, spelling.pair.layer
+    if (pair := spelling.pair) is not None:
+        embeds = {f"{name}.weight": outside["embed"].name for name in pair.embeds}
+        decoder = sum(block.cross is None for block in c.blocks), pair.layer
         tensors = replace(tensors, decoder=decoder, copies=copies | embeds)
     return replace(tensors, unread=unread - tensors.shapes.keys())
 

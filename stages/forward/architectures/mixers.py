@@ -21,6 +21,7 @@ from .transformer import ActivationName, RopeConfig
 __all__ = [
     "AttentionSpec",
     "ChannelMixerSpec",
+    "CrossAttentionSpec",
     "DifferentialSpec",
     "ExpertsSpec",
     "GatedAttentionSpec",
@@ -334,6 +335,35 @@ class GatedAttentionSpec(AttentionSpec):
     def heads(self) -> Heads:
         """See `AttentionSpec`."""
         return replace(super().heads, is_gated=True, gates_in_queries=not self.has_gate_projection)
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec(MixerSpec):
+    """Cross-attention of a decoder layer: targets read the encoder's normalised output ("memory")."""
+
+    kind: ClassVar[str] = "cross_attention"
+    points: ClassVar[tuple[str, ...]] = (
+        *("cross_memory", "cross_q", "cross_k", "cross_v", "cross_scores", "cross_attn_scores"),
+        *("cross_pattern", "cross_z"),
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("cross_memory", "cross_k", "cross_v"))
+
+    attention: AttentionSpec
+    """Its projections; part is "cross"."""
+
+    @property
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
+        return self.attention.summary
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerSpec`."""
+        return self.attention.axis_sizes
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """See `MixerSpec`: 0, as the tensors of self-attention, which are as large, are free by then."""
+        return 0
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
 from .mixers.attention import GatedAttention, SelfAttention
-from .mixers.cross_attention import CrossAttention
 from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
@@ -50,7 +49,7 @@ from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .pairs import MEMORY, embed_sides, enter_side, no_pairs
+from .pairs import MEMORY, CrossAttention, embed_sides, enter_side, no_pairs
 from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]

@@ -1,4 +1,4 @@
-"""Encoder-decoders: embeddings of source and target, the memory, and which positions see each other.
+"""Encoder-decoders: embeddings of both sides, the memory, cross-attention, and who sees whom.
 
     source: embed -> [self-attention -> MLP] * E -> norm -> memory
     target: embed -> [self-attention -> cross-attention to memory -> MLP] * D -> norm -> logits
@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 
 from ....store.errors import ConfigError, PromptError
-from .attention import attend
+from ..architectures.mixers import CrossAttentionSpec
+from ..hooks.taps import Taps
+from .attention import attend, linear
 from .history import STREAM, Carried, History
+from .mixers.mixer import LayerTensors, merge_heads, split_heads, strip_prefix
 from .norms import apply_norm
 from .weights import Weights, parts_of
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MEMORY",
     "TARGET",
+    "CrossAttention",
     "attend_sides",
     "embed_sides",
     "enter_side",
@@ -214,6 +218,33 @@ def enter_side(
         others[MEMORY] = x.clone() if norm is None else apply_norm(x, norm, config.norm_type, config.norm_eps)
     is_target = history.needed(others[TARGET]) > 0.5
     return others, is_target if config.blocks[layer].side == "target" else ~is_target
+
+
+class CrossAttention:
+    """Cross-attention of a decoder layer: queries from the stream, keys and values from the memory."""
+
+    def __init__(self, spec: CrossAttentionSpec, tensors: LayerTensors) -> None:
+        self._maps = parts_of(strip_prefix(tensors, "cross."))
+        self._head_dim, self._mixer = spec.attention.head_dim, spec.summary
+
+    def __call__(self, x: Tensor, memory: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
+        """Output that is added to the stream, [B, kept, D].
+
+        Arguments:
+            x: normalised stream [B, kept, D].
+            memory: the encoder's normalised output [B, token, D].
+            layer: the layer.
+            history: mixes the positions.
+            taps: hook points of the pass.
+        """
+        memory = memory.clone() if taps.changes(layer, "cross_memory") else memory
+        memory = taps("cross_memory", layer, memory)
+        q, k, v = (
+            taps(f"cross_{part}", layer, split_heads(linear(read, self._maps[part]), self._head_dim))
+            for part, read in (("q", x), ("k", memory), ("v", memory))
+        )
+        z = taps("cross_z", layer, history.attend(layer, q, k, v, self._mixer))
+        return linear(merge_heads(z), self._maps["o"])
 
 
 class CrossTaps:

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .....store.errors import ConfigError
-from ..composed import ComposedArchitecture
+from ..composed import ComposedArchitecture, PairSpec
 from ..families import read_activation
 from ..layer_tensors import EncoderNames, PairNames, Spelling
 from ..mixers import AttentionSpec, MlpSpec
 from ..transformer import ConfigReader
 from .builders import TensorShapes, family, pair_layers, require_complete, token_id
-from .spec import PairSpec
 
 __all__ = ["bart", "blenderbot", "blenderbot_small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart"]
 

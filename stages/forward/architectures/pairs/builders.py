@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture, LayerSpec
-from ..mixers import AttentionSpec, MlpSpec, RelativeSpec
+from ..mixers import AttentionSpec, CrossAttentionSpec, MlpSpec, RelativeSpec
 from ..transformer import ConfigReader
-from .spec import CrossAttentionSpec
 
 __all__ = ["PAIRS", "PairFamily", "TensorShapes", "family", "pair_layers", "require_complete", "token_id"]
 

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .....store.errors import ConfigError
-from ..composed import ComposedArchitecture
+from ..composed import ComposedArchitecture, PairSpec
 from ..families import read_activation
 from ..layer_tensors import EncoderNames, PairNames, Spelling
 from ..mixers import AttentionSpec, MlpSpec, RelativeSpec
 from ..transformer import ActivationName, ConfigReader
 from .builders import TensorShapes, family, pair_layers, require_complete, token_id
-from .spec import PairSpec
 
 __all__ = ["mt5", "t5", "umt5"]
 
