@@ -5,8 +5,9 @@ experts.
 
 Norms may instead follow the output, apply to the stream itself, or to the sum of stream and output
 (`LayerSpec.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A pure Mamba
-model has layers of one mixer and no channel mixer. Mixers are described in mixers.py; this module derives
-from their sequence which hook points exist in which layers, and which positions a change at them affects.
+model has layers of one mixer and no channel mixer; decoder layers of an encoder-decoder (T5) also have
+cross-attention. Mixers are described in mixers.py; this module derives from their sequence which hook points
+exist in which layers, and which positions a change at them affects.
 
 Border: sizes and switches; tensor names are in layer_tensors.py. Never imports torch.
 

@@ -87,9 +87,9 @@ def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
     always = {stored.name: _numbers(stored) for stored in outside.values()}
     always["position waves"] = (config.position_waves is not None) * config.position_rows * config.hidden_size
     for layer, weights in enumerate(tensors.layers):
-        units[layer] = sum(_numbers(stored) for stored in weights.values() if stored.layer in (None, layer))
-        shared = {weight: stored for weight, stored in weights.items() if stored.layer not in (None, layer)}
-        always |= {tensors.in_layer(layer, weight): _numbers(stored) for weight, stored in shared.items()}
+        named = [(tensors.in_layer(layer, weight), _numbers(stored)) for weight, stored in weights.items()]
+        units[layer] = sum(numbers for name, numbers in named if name not in tensors.shared)
+        always |= {name: numbers for name, numbers in named if name in tensors.shared}
     sizes = {unit: itemsize * numbers for unit, numbers in units.items()}
     return UnitBytes(sizes, itemsize * sum(always.values()))
 

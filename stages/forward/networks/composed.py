@@ -4,6 +4,8 @@
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
 In layers with a shared block (mixers/shared_block.py), ln1 normalises the sum of stream and block output.
+In encoder-decoders (pairs.py), layers add only at positions of their side, and decoder layers have
+cross-attention after resid_mid.
 
 This file maps kinds of mixers to the classes that compute them. A layer without a mixer, or without a channel
 mixer, has only the other half, and no resid_mid. Norms are applied to the mixers' input, to their output, to
