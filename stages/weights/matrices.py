@@ -136,6 +136,14 @@ class PlainMatrices:
     dtype: str = "float32"
     """Dtype in which the model computes; weights are rounded to it."""
 
+    def __post_init__(self) -> None:
+        # Layers of an encoder write to other positions than those that its decoder reads.
+        if self.config.target_start is not None:
+            raise ConfigError(
+                f"expected a model of one sequence, whose layers all read one stream, found "
+                f"{self.config.model_type}, an encoder with a decoder; its matrices form no circuits here"
+            )
+
     def projection(self, part: Part, layer: int, head: int) -> Affine:
         """As `Matrices.projection`; with grouped queries, keys and values are those that the head shares.
 

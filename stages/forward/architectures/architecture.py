@@ -111,11 +111,23 @@ class Tensors:
     """Optional tensor -> tensor that it must equal if the checkpoint has both."""
     unread: Collection[str] = ()
     """Names of optional checkpoint tensors that the forward pass does not use."""
+    decoder: tuple[int, str] | None = None
+    """Encoder-decoders: number of the first decoder layer, and prefix of the tensors of decoder layers, in
+    which "{}" stands for the layer's number within the decoder; None for other models."""
 
     def in_layer(self, layer: int, weight: str) -> str:
         """Full tensor name in the checkpoint of a layer's weight."""
         stored = self.layers[layer][weight]
-        return self.prefix.format(layer if stored.layer is None else stored.layer) + stored.name
+        number = layer if stored.layer is None else stored.layer
+        start, prefix = self.prefixes[-1]
+        if number < start:
+            start, prefix = self.prefixes[0]
+        return prefix.format(number - start) + stored.name
+
+    @property
+    def prefixes(self) -> tuple[tuple[int, str], ...]:
+        """(number of its first layer, prefix of the tensors of a layer) of each stack of layers."""
+        return ((0, self.prefix),) if self.decoder is None else ((0, self.prefix), self.decoder)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -134,7 +146,7 @@ class Tensors:
             self.in_layer(layer, weight)
             for layer, weights in enumerate(self.layers)
             for weight, stored in weights.items()
-            if stored.layer is not None
+            if stored.layer not in (None, layer)
         ]
         return frozenset((*outside, *inside))
 
@@ -156,11 +168,13 @@ class Tensors:
 
     def placed(self, name: str) -> tuple[int | None, str]:
         """(layer number, name without the layer's prefix) of a tensor; (None, name) outside of layers."""
-        # Prefixes look like "model.layers.{}.": the text before and after the layer number.
-        before, after = self.prefix.split("{}")
-        layer, separator, name_in_layer = name.removeprefix(before).partition(after)
-        inside = name.startswith(before) and separator and layer.isdigit()
-        return (int(layer), name_in_layer) if inside else (None, name)
+        for start, prefix in self.prefixes:
+            # Prefixes look like "model.layers.{}.": the text before and after the layer number.
+            before, after = prefix.split("{}")
+            layer, separator, name_in_layer = name.removeprefix(before).partition(after)
+            if name.startswith(before) and separator and layer.isdigit():
+                return start + int(layer), name_in_layer
+        return None, name
 
 
 @dataclass(frozen=True)
@@ -241,11 +255,10 @@ class Architecture(ABC):
     """Whether the language head uses the embedding matrix."""
     position_rows: int = 0
     """Rows of the table of positions; 0 for a model without such a table."""
-    has_position_waves: bool = False
-    """Whether that table holds sines and cosines, which are computed instead of loaded."""
-    ends_with_slowest_wave: bool = True
-    """Whether the lowest frequency of the sines and cosines is exactly 1/10000 (fairseq); otherwise exponents
-    are 2i / d as in the Transformer paper, and the lowest frequency is slightly higher."""
+    position_waves: Literal["fairseq", "transformer"] | None = None
+    """Kind of sines and cosines in that table, which are computed instead of loaded; None for a learned
+    table. "transformer": exponents are 2i / d, as in the Transformer paper; "fairseq": the lowest frequency
+    is exactly 1/10000."""
     first_position: int = 0
     """Row of that table for the first position."""
     embedding_scale: float | None = None

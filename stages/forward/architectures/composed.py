@@ -5,8 +5,9 @@ experts.
 
 Norms may instead follow the output, apply to the stream itself, or to the sum of stream and output
 (`LayerSpec.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A pure Mamba
-model has layers of one mixer and no channel mixer. Mixers are described in mixers.py; this module derives
-from their sequence which hook points exist in which layers, and which positions a change at them affects.
+model has layers of one mixer and no channel mixer; decoder layers of an encoder-decoder (T5) also have
+cross-attention. Mixers are described in mixers.py; this module derives from their sequence which hook points
+exist in which layers, and which positions a change at them affects.
 
 Border: sizes and switches; tensor names are in layer_tensors.py. Never imports torch.
 
@@ -15,7 +16,7 @@ Axes: as in points.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -34,12 +35,12 @@ from .architecture import (
 from .layer_parts import AltUpSpec, LayerInputSpec
 from .layer_summaries import Layer, Mixer, MixersInSequence, MixersSideBySide, NoMixer
 from .layer_tensors import Spelling, composed_tensors
-from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
+from .mixers import AttentionSpec, ChannelMixerSpec, CrossAttentionSpec, MixerSpec, SharedBlockSpec
 from .points import SPLIT_INPUTS, HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
 
-__all__ = ["LayerSpec", "ComposedArchitecture"]
+__all__ = ["ComposedArchitecture", "LayerSpec", "PairSpec"]
 
 _BEFORE_MIXERS = frozenset(("resid_pre", "altup_streams", "altup_predicted", "ln1_scale", "ln1_normalized"))
 _FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
@@ -84,6 +85,9 @@ class LayerSpec:
     """Per-layer input, added after the channel mixer (Gemma 3n and 4); None for no such input."""
     has_scalar: bool = False
     """Whether the layer finally multiplies the stream by a learned number (Gemma 4)."""
+    cross: CrossAttentionSpec | None = None
+    """Cross-attention between mixers and channel mixer, in decoder layers of an encoder-decoder; None in
+    other layers."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -117,9 +121,17 @@ class LayerSpec:
         # Post-norms of BERT ("of sums") are still called ln1 and ln2, as in TransformerLens.
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
         halves = ["ln1"] if self.mixers and self.reads_normed else []
+        halves += ["ln_cross"] if self.cross is not None else []
         has_second = self.channel_mixer is not None and (self.has_two_norms or not self.is_parallel)
         halves += ["ln2"] if has_second else []
         return tuple(half + suffix for half in halves for suffix in suffixes)
+
+    @cached_property
+    def side(self) -> Literal["source", "target"] | None:
+        """In encoder-decoders: the part of each prompt that the layer acts on, source in encoder layers and
+        target in decoder layers; None in other models."""
+        parts = {spec.part for spec in self.mixers if isinstance(spec, AttentionSpec)}
+        return next((part for part in parts if part != "cross"), None)
 
     @property
     def mixer(self) -> Mixer:
@@ -154,6 +166,8 @@ class LayerSpec:
             kinds.append("resid_mid")
         for part in (self.shared, self.layer_input):
             kinds += () if part is None else part.points
+        if self.cross is not None:
+            kinds += [*self.cross.points, "cross_attn_out", "resid_mid_cross"]
         return (*kinds, *(_LAUREL if self.laurel_rank else ()))
 
     @cached_property
@@ -161,7 +175,8 @@ class LayerSpec:
         """Whether each attention head can be given a separate input (`SPLIT_INPUTS`): q, k and v must be
         linear maps of the normalised stream only."""
         attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
-        return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
+        is_plain = self.reads_normed and self.shared is None and self.side is None
+        return attends and self.norms in ("before", "around") and is_plain
 
     @property
     def mixes_positions(self) -> bool:
@@ -171,8 +186,9 @@ class LayerSpec:
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
-        """All specs that mix positions: the shared block, if any, then the mixers."""
-        return self.mixers if self.shared is None else (self.shared, *self.mixers)
+        """All specs that mix positions: shared block, mixers and cross-attention."""
+        mixers = self.mixers if self.shared is None else (self.shared, *self.mixers)
+        return mixers if self.cross is None else (*mixers, self.cross)
 
     @property
     def shapes(self) -> Iterator[MixerSpec | ChannelMixerSpec]:
@@ -192,6 +208,28 @@ class LayerSpec:
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
         return plain(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """Properties of an encoder-decoder that belong to no single layer.
+
+    A prompt is a pair of source and target on one axis of positions: source tokens, then target tokens. The
+    id of the first target token is raised by the vocabulary size, which marks where the target begins, so
+    that the token ids alone identify the pair in keys, stores and plans. Layers are numbered consecutively:
+    encoder layers act on source positions; decoder layers act on target positions and read the encoder's
+    normalised output by cross-attention. At all other positions a layer adds nothing to the stream.
+    """
+
+    encoder_layers: int
+    """Number of encoder layers, which come before the decoder layers."""
+    start_token: int
+    """Token id with which a target begins if the caller gives none."""
+    side_length: int | None = None
+    """Largest length of a source and of a target, in tokens; None for no bound."""
+    norms_target_tokens: bool = False
+    """Whether the embedding norm of a target is applied to its unscaled token embeddings before positions are
+    added (Blenderbot 90M); in a source it is always applied to the sum."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +261,7 @@ class ComposedArchitecture(Architecture):
     tie_word_embeddings: bool = False
     norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
     """Norms with a bias: all layer norms, the norms inside of layers whatever their kind, or none."""
-    has_position_waves: bool = False
+    position_waves: Literal["fairseq", "transformer"] | None = None
     has_embedding_norm: bool = False
     """Whether embeddings are normalised before they enter the stream."""
     has_norm_weights: bool = True
@@ -245,6 +283,8 @@ class ComposedArchitecture(Architecture):
     transform: HeadTransform | None = None
     altup: AltUpSpec | None = None
     """Parallel streams of all layers (Gemma 3n); None for a single stream."""
+    pair: PairSpec | None = None
+    """Sides, start and lengths of an encoder-decoder; None for models of single sequences."""
 
     def __post_init__(self) -> None:
         # The table of all layers' inputs is divided evenly.
@@ -256,6 +296,8 @@ class ComposedArchitecture(Architecture):
 
     def under(self, root: str, head: str) -> ComposedArchitecture:
         """See `Architecture`."""
+        if self.pair is not None:
+            super().under(root, head)  # raises ConfigError
         names = ("embed", "embed_norm", "positions", "final_norm", "layer")
         old = {name: getattr(self.spelling, name) for name in names}
         new = {
@@ -264,6 +306,16 @@ class ComposedArchitecture(Architecture):
             if path.startswith("model.")
         }
         return replace(self, spelling=replace(self.spelling, **new, head=head))
+
+    @property
+    def target_start(self) -> int | None:  # type: ignore[override]
+        """See `Architecture`."""
+        return None if self.pair is None else self.vocab_size + self.pair.start_token
+
+    @property
+    def side_length(self) -> int | None:
+        """See `Architecture`."""
+        return None if self.pair is None else self.pair.side_length
 
     @property
     def head_dim(self) -> int:
@@ -375,6 +427,14 @@ class ComposedArchitecture(Architecture):
         spreads = block.mixes_positions and point.kind in before
         return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
+    def reaches_from(self, tokens: Sequence[int], position: int) -> int:
+        """See `Architecture`: in encoder-decoders a target position affects those from itself on."""
+        if self.pair is None:
+            return 0
+        # The first target id is raised by the vocabulary size.
+        start = next((place for place, token in enumerate(tokens) if token >= self.vocab_size), len(tokens))
+        return position if position >= start else 0
+
     @property
     def lengths_must_match(self) -> bool:
         """See `Architecture`; with bidirectional attention, positions would attend to the padding."""
@@ -402,6 +462,9 @@ class ComposedArchitecture(Architecture):
         streams before and after their prediction; the inputs of all layers, and the keys and values that
         later layers reuse."""
         inside = max(block.bytes_per_token(itemsize) for block in set(self.blocks))
+        if self.pair is not None:
+            # The encoder's output, its norm, and what cross-attention adds.
+            inside += itemsize * 3 * self.hidden_size
         # A float32 stream takes 4 bytes per number in any dtype.
         stream = (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size
         beside = 0 if self.altup is None else 4 * (self.altup.streams - 1) * self.hidden_size
@@ -410,7 +473,7 @@ class ComposedArchitecture(Architecture):
         beside += sum(4 * sizes["kv_head"] * sizes["d_head"] for sizes in shared)
         return stream + inside + itemsize * beside
 
-    @property
+    @cached_property
     def _ropes(self) -> set[RopeConfig]:
         """The distinct ropes of all layers."""
         specs = (spec for block in self.blocks for spec in block.all_mixers)

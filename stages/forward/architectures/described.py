@@ -144,7 +144,7 @@ def _positions(model: ComposedArchitecture) -> str:
     """Position embedding in words: learned, or sines and cosines; "" without position table."""
     if not model.position_rows:
         return ""
-    return "positions of sines and cosines" if model.has_position_waves else "learned positions"
+    return "positions of sines and cosines" if model.position_waves else "learned positions"
 
 
 def _head(model: ComposedArchitecture) -> list[str]:

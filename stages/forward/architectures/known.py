@@ -23,7 +23,7 @@ from .hybrids.linear_families import KIN, LINEAR
 from .hybrids.mamba_families import HYBRIDS, FamilyReader
 from .hybrids.recurrent_families import RECURRENT
 from .hybrids.zamba_families import ZAMBA
-from .pairs.families import PAIRS, PairFamily
+from .pairs.families import PAIRS
 from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
 
@@ -210,9 +210,10 @@ def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
     return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
-def _pair(family: PairFamily) -> KnownFamily:
+def _pair(model_type: str) -> KnownFamily:
     """Entry of an encoder-decoder family."""
-    return KnownFamily(family.read, lambda: family.described, reads_tensors=True)
+    family = PAIRS[model_type]
+    return KnownFamily(family.build, lambda: family.described, reads_tensors=True)
 
 
 def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
@@ -224,7 +225,7 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
 _MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | GEMMAS
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _attending(model_type) for model_type in ATTENDING},
-    **{model_type: _pair(family) for model_type, family in PAIRS.items()},
+    **{model_type: _pair(model_type) for model_type in PAIRS},
     **{model_type: _tower(model_type) for model_type in TOWERS},
     **{model_type: _rwkv(model_type, *row) for model_type, row in RWKV.items()},
     **{model_type: _hybrid(model_type, family) for model_type, family in _MIXER_FAMILIES.items()},

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .architecture import HeadTransform, Stored, Tensors
+from .architecture import BESIDE, HeadTransform, Stored, Tensors
 from .layer_parts import CORRECTED_SCALE, AltUpSpec, LayerInputSpec, laurel_tensors
 from .linear_mixers import (
     GatedDeltaSpec,
@@ -28,6 +28,7 @@ from .linear_mixers import (
 )
 from .mixers import (
     AttentionSpec,
+    CrossAttentionSpec,
     DifferentialSpec,
     ExpertsSpec,
     GatedAttentionSpec,
@@ -41,7 +42,7 @@ from .mixers import (
     SharedBlockSpec,
 )
 
-__all__ = ["LLAMA", "EncoderNames", "ExpertNames", "Spelling", "composed_tensors"]
+__all__ = ["LLAMA", "EncoderNames", "ExpertNames", "PairNames", "Spelling", "composed_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
 """(name of a weight, its tensor) pairs."""
@@ -98,10 +99,35 @@ class EncoderNames:
     attention_biases: tuple[str, ...] = ()
     """Query and value biases, if they are stored apart from a fused projection."""
     relative: str = ""
-    """Table of relative position embeddings, by distance."""
+    """Table of relative position embeddings, by distance; below the layer if layers have tables of their own
+    (`RelativeSpec.source`)."""
     relative_norm: str = ""
     relative_parts: tuple[str, str] = ("", "")
     """Query and key projections of the relative position table."""
+
+
+@dataclass(frozen=True)
+class PairNames:
+    """Tensor names of encoder-decoders, in addition to those of the encoder and its layers in `Spelling`."""
+
+    layer: str
+    """Prefix of decoder layers; "{}" stands for the layer's number within the decoder."""
+    ln2: str
+    """Norm before, or after, the MLP of a decoder layer."""
+    mlp: str
+    """Prefix of the MLP of a decoder layer."""
+    cross: str
+    """Prefix of cross-attention; its projections are named as those of self-attention."""
+    ln_cross: str
+    """Norm of cross-attention."""
+    memory_norm: str
+    """Final norm of the encoder."""
+    positions: str = ""
+    """The decoder's table of learned positions."""
+    embed_norm: str = ""
+    """The decoder's norm of the embeddings."""
+    embeds: tuple[str, ...] = ("encoder.embed_tokens", "decoder.embed_tokens")
+    """Other names under which a checkpoint may repeat the embedding."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +175,10 @@ class Spelling:
     """Prefix of a block that several layers share (Zamba)."""
     after_block: str = "mamba_decoder."
     """Prefix of a layer's own mixer after a shared block (Zamba)."""
+    ln_cross: str = ""
+    """Norm of cross-attention; set from `pair` in decoder layers."""
+    pair: PairNames | None = None
+    """Names of the decoder of an encoder-decoder; None for other models."""
 
 
 LLAMA = Spelling(
@@ -184,6 +214,8 @@ class _Block(Protocol):
     def layer_input(self) -> LayerInputSpec | None: ...
     @property
     def has_scalar(self) -> bool: ...
+    @property
+    def cross(self) -> CrossAttentionSpec | None: ...
 
 
 class HybridShapes(Protocol):
@@ -208,7 +240,7 @@ class HybridShapes(Protocol):
     @property
     def tie_word_embeddings(self) -> bool: ...
     @property
-    def has_position_waves(self) -> bool: ...
+    def position_waves(self) -> str | None: ...
     @property
     def has_embedding_norm(self) -> bool: ...
     @property
@@ -251,7 +283,8 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     if c.has_head_bias:
         untied_bias = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
         bias = (spelling.encoder.head_bias or untied_bias) if tied else untied_bias
-        outside["head.bias"] = Stored(bias, (c.vocab_size,), factors=factors)
+        shape = (c.vocab_size,) if spelling.pair is None else (1, c.vocab_size)
+        outside["head.bias"] = Stored(bias, shape, factors=factors)
         copies |= {untied_bias: bias} if bias != untied_bias else {}
     if spelling.encoder.frequencies:
         # ESM-2 stores inv_freq of its rope, one per pair of entries.
@@ -270,6 +303,10 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
     for layer, block in enumerate(c.blocks):
         unread |= {spelling.layer.format(layer) + name for name in _unread(block, spelling, c.altup)}
+    if (pair := spelling.pair) is not None:
+        embeds = {f"{name}.weight": outside["embed"].name for name in pair.embeds}
+        decoder = sum(block.cross is None for block in c.blocks), pair.layer
+        tensors = replace(tensors, decoder=decoder, copies=copies | embeds)
     return replace(tensors, unread=unread - tensors.shapes.keys())
 
 
@@ -289,10 +326,18 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
     tensors = {"embed": Stored(f"{spelling.embed}.weight", (c.vocab_size, width))}
-    if c.has_embedding_norm:
-        tensors |= _norm("embed_norm", spelling.embed_norm, c, has_bias=_has_biased_norms(c), width=width)
-    if c.position_rows and not c.has_position_waves:
-        tensors["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, width))
+    sides: list[tuple[str, Spelling | PairNames]] = [("", spelling)]
+    if (pair := spelling.pair) is not None:
+        sides = [(f"{BESIDE}source.", spelling), (f"{BESIDE}target.", pair)]
+        if c.has_final_norm:
+            has_bias = _has_biased_norms(c)
+            tensors |= _norm(f"{BESIDE}memory_norm", pair.memory_norm, c, has_bias=has_bias)
+    for side, names in sides:
+        if c.has_embedding_norm:
+            name, has_bias = f"{side}embed_norm", _has_biased_norms(c)
+            tensors |= _norm(name, names.embed_norm, c, has_bias=has_bias, width=width)
+        if c.position_rows and not c.position_waves:
+            tensors[f"{side}positions"] = Stored(f"{names.positions}.weight", (c.position_rows, width))
     if c.token_types:
         tensors["token_types"] = Stored(f"{spelling.encoder.token_types}.weight", (c.token_types, width))
     if c.embedding_width is not None:
@@ -303,7 +348,7 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
 def _relative_table(config: HybridShapes) -> dict[str, Stored]:
     """Table of relative positions, which all layers share, and its norm; empty for models without."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
-    if not isinstance(mixer, AttentionSpec) or (spec := mixer.relative) is None:
+    if not isinstance(mixer, AttentionSpec) or (spec := mixer.relative) is None or spec.source is not None:
         return {}
     width = mixer.num_attention_heads if spec.terms == ("bias",) else config.hidden_size
     tensors = {"relative": Stored(f"{spelling.encoder.relative}.weight", (spec.rows, width))}
@@ -390,8 +435,13 @@ def _block(config: HybridShapes, block: _Block) -> Named:
 
 
 def _inside(config: HybridShapes, block: _Block) -> Named:
-    """Tensors of a layer: shared block, norms, mixers, channel mixer."""
+    """Tensors of a layer: shared block, norms, mixers, cross-attention, channel mixer."""
     spelling, hidden = config.spelling, config.hidden_size
+    if block.cross is not None and (pair := spelling.pair) is not None:
+        spelling = replace(spelling, ln2=pair.ln2, mlp=pair.mlp, ln_cross=pair.ln_cross)
+        names = replace(spelling, attention=pair.cross)
+        cross = _attention(block.cross.attention, names, hidden)
+        yield from ((f"cross.{weight}", stored) for weight, stored in cross)
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
         # In Zamba, the layer's own mixer is one module deeper if a shared block precedes it.
@@ -506,6 +556,10 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
         yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
     if shape.inner_norm_eps is not None:
         yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
+    if shape.relative is not None and shape.relative.source is not None:
+        table = (shape.relative.rows, shape.num_attention_heads)
+        name = f"{room}{spelling.encoder.relative}.weight"
+        yield "relative", Stored(name, table, layer=shape.relative.source)
     if shape.relative is not None and not shape.relative.shares_maps:
         # Content-to-position needs keys projected from the table, position-to-content queries.
         for term, weight in (("content to position", "k"), ("position to content", "q")):

@@ -21,6 +21,7 @@ from .transformer import ActivationName, RopeConfig
 __all__ = [
     "AttentionSpec",
     "ChannelMixerSpec",
+    "CrossAttentionSpec",
     "DifferentialSpec",
     "ExpertsSpec",
     "GatedAttentionSpec",
@@ -144,6 +145,8 @@ class RelativeSpec:
     """Whether the table's own key projection has a bias."""
     looks_back: bool = False
     """Whether all rows are for keys before the query, as in causal models."""
+    source: int | None = None
+    """Number of the layer among whose tensors the table is stored; None for a table outside of the layers."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,9 @@ class AttentionSpec(MixerSpec):
     """Whether scores have a term computed from the value at the key's position (Doge's dynamic mask)."""
     source: int | None = None
     """Number of the earlier layer whose keys and values this layer reads; None if it has its own."""
+    part: Literal["source", "target", "cross"] | None = None
+    """In encoder-decoders: attention within the source, within the target, or from target to source; None
+    for models of single sequences."""
     values_from_keys: bool = False
     """Whether values are the key projection before the key norm, instead of a projection of their own."""
     has_v_norm: bool = False
@@ -286,6 +292,7 @@ class AttentionSpec(MixerSpec):
             self.logit_softcap,
             is_bidirectional=self.is_bidirectional,
             is_chunked=self.is_chunked,
+            part=self.part,
             source=self.source,
         )
 
@@ -332,6 +339,35 @@ class GatedAttentionSpec(AttentionSpec):
     def gates_in_queries(self) -> bool:
         """See `AttentionSpec`."""
         return not self.has_gate_projection
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec(MixerSpec):
+    """Cross-attention of a decoder layer: targets read the encoder's normalised output ("memory")."""
+
+    kind: ClassVar[str] = "cross_attention"
+    points: ClassVar[tuple[str, ...]] = (
+        *("cross_memory", "cross_q", "cross_k", "cross_v", "cross_scores", "cross_attn_scores"),
+        *("cross_pattern", "cross_z"),
+    )
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("cross_memory", "cross_k", "cross_v"))
+
+    attention: AttentionSpec
+    """Its projections; part is "cross"."""
+
+    @property
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
+        return self.attention.summary
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """See `MixerSpec`."""
+        return self.attention.axis_sizes
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """See `MixerSpec`: 0, as the tensors of self-attention, which are as large, are free by then."""
+        return 0
 
 
 @dataclass(frozen=True)

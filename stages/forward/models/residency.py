@@ -91,12 +91,12 @@ def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
         units[HEAD] = _numbers(head)
     always = {stored.name: _numbers(stored) for stored in outside.values()}
     # Computed and not read from a file, but as large as a learned table.
-    always["position waves"] = config.has_position_waves * config.position_rows * config.hidden_size
+    always["position waves"] = (config.position_waves is not None) * config.position_rows * config.hidden_size
     for layer, weights in enumerate(tensors.layers):
-        units[layer] = sum(_numbers(stored) for stored in weights.values() if stored.layer is None)
-        # Tensors of another layer (Zamba's block, ALBERT's groups) are in memory once, for all.
-        shared = {weight: stored for weight, stored in weights.items() if stored.layer is not None}
-        always |= {tensors.in_layer(layer, weight): _numbers(stored) for weight, stored in shared.items()}
+        named = [(tensors.in_layer(layer, weight), _numbers(stored)) for weight, stored in weights.items()]
+        units[layer] = sum(numbers for name, numbers in named if name not in tensors.shared)
+        # Tensors that several layers read (Zamba's block, ALBERT's groups, T5's bias) are in memory once.
+        always |= {name: numbers for name, numbers in named if name in tensors.shared}
     sizes = {unit: itemsize * numbers for unit, numbers in units.items()}
     return UnitBytes(sizes, itemsize * sum(always.values()))
 

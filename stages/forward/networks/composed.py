@@ -9,6 +9,8 @@ the channel mixer; LAuReL adds to the stream together with attention; a per-laye
 first layer, that is after interventions at its hook point.
 
 In layers with a shared block (mixers/shared_block.py), ln1 normalises the sum of stream and block output.
+In encoder-decoders (pairs.py), layers add only at positions of their side, and decoder layers have
+cross-attention after resid_mid.
 
 This file maps kinds of mixers to the classes that compute them. A layer without a mixer, or without a channel
 mixer, has only the other half, and no resid_mid. Norms are applied to the mixers' input, to their output, to
@@ -68,6 +70,7 @@ from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
+from .pairs import MEMORY, CrossAttention, embed_sides, enter_side, no_pairs
 from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
@@ -122,6 +125,8 @@ class LayerModules:
     """Per-layer input."""
     scalar: Tensor | None = None
     """Factor of the stream that leaves the layer, [1]."""
+    cross: CrossAttention | None = None
+    """Cross-attention between mixers and channel mixer; None outside of decoders of encoder-decoders."""
 
 
 def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
@@ -162,6 +167,7 @@ def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
         laurel=Laurel(strip_prefix(tensors, "laurel."), eps) if spec.laurel_rank else None,
         layer_input=None if spec.layer_input is None else LayerInput(spec.layer_input, tensors, layer, eps),
         scalar=tensors.get("scalar"),
+        cross=None if spec.cross is None else CrossAttention(spec.cross, tensors),
     )
 
 
@@ -183,6 +189,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     ) -> Carried:
         """See `Network`: token embeddings, with scale, position embeddings, norm and projection as the family
         has them; and rows of the table of per-layer inputs."""
+        if self.config.pair is not None:
+            return embed_sides(self.config, self.weights, ids, positions, starts)
         x, weights = self.weights.embedded(ids), self.weights
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
@@ -215,6 +223,9 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside, streams = self._entered(carried), None
         x = taps("resid_pre", layer, beside.pop(STREAM))
+        acts, sums_are_normed = None, block.norms == "of sums"
+        if block.side is not None:
+            beside, acts = enter_side(self.config, self.weights.beside, layer, x, beside, history)
         if modules.altup is not None:
             streams = modules.altup.predicted(x, beside.pop(STREAMS), layer, taps)
             x = streams[:, self._active]
@@ -225,11 +236,12 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 block_out = modules.shared(x, beside[START], layer, history, taps)
             h, x = self._read(x, "ln1", layer, taps, block_out)
             outputs = [self._mixed(m, h, entering, layer, history, taps, beside) for m in modules.mixers]
-            added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps)
-            x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
+            added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps, acts)
+            x = history.needed(x)
+            x = (x * modules.gains["1"] if modules.gains else x) + taps("attn_out", layer, added)
             if modules.laurel is not None:
                 x = modules.laurel(x, history.needed(h), layer, taps)
-            x = self._summed(x, "ln1", layer, taps)
+            x = self._summed(x, "ln1", layer, taps, acts) if sums_are_normed else x
         else:
             x = history.needed(x)
         if modules.channel_mixer is not None:
@@ -239,9 +251,17 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 h = self._normed(h, "ln2", layer, taps) if has_norm else h
             else:
                 x = taps("resid_mid", layer, x) if modules.mixers else x
+                if modules.cross is not None:
+                    h, x = self._read(x, "ln_cross", layer, taps)
+                    h = modules.cross(h, beside[MEMORY], layer, history, taps)
+                    assert acts is not None  # a layer with cross-attention has a side
+                    x = x + taps("cross_attn_out", layer, torch.where(acts, h, 0))
+                    x = self._summed(x, "ln_cross", layer, taps, acts) if sums_are_normed else x
+                    x = taps("resid_mid_cross", layer, x)
                 h, x = self._read(x, "ln2", layer, taps)
-            written = self._written(h, x, layer, taps)
-            x = self._summed(self._carried(x, "2", layer) + written, "ln2", layer, taps)
+            written = self._written(h, x, layer, taps, acts)
+            x = (x * modules.gains["2"] if modules.gains else x) + written
+            x = self._summed(x, "ln2", layer, taps, acts) if sums_are_normed else x
         beside = {name: history.needed(tensor) for name, tensor in beside.items()}
         if modules.altup is not None and streams is not None:
             streams = modules.altup.corrected(history.needed(streams), x, layer, taps)
@@ -266,19 +286,22 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
         """Output of the channel mixer [B, token, D] for a given stream x, in layers whose norms are applied
-        to the mixers' input."""
+        to the mixers' input; ConfigError for an encoder-decoder, whose layers act on one side only."""
+        if self.config.pair is not None:
+            raise no_pairs()
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
         return self._written(self._normed(x, name, layer, taps), x, layer, taps)
 
-    def _written(self, h: Tensor, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Output of the channel mixer, with its hook points, for its normalised input h of the stream x."""
+    def _written(self, h: Tensor, x: Tensor, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
+        """Output of the channel mixer, with its hook points, for its normalised input h of the stream x;
+        acts: see `_added`."""
         channel_mixer, h = self.weights.layers[layer].channel_mixer, taps("mlp_pre", layer, h)
         assert channel_mixer is not None  # callers check
         if isinstance(channel_mixer, MlpAndExperts):
             h = channel_mixer(h, layer, taps, x)
         else:
             h = channel_mixer(h, layer, taps)
-        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
+        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps, acts))
 
     def _mixed(
         self,
@@ -330,19 +353,17 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         normed = self._normed(x if block_out is None else x + block_out, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
-    def _carried(self, x: Tensor, half: str, layer: int) -> Tensor:
-        """Stream times the gain of the addition, "1" of the mixer or "2" of the channel mixer, if there is
-        one."""
-        gain = self.weights.layers[layer].gains.get(half)
-        return x if gain is None else x * gain
+    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None) -> Tensor:
+        """Stream after an addition, normalised in a post-norm layer; acts: see `_added`."""
+        normed = self._normed(x, name, layer, taps)
+        return normed if acts is None else torch.where(acts, normed, x)
 
-    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """Stream after an addition, normalised in post-norm layers."""
-        return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "of sums" else x
-
-    def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post")."""
-        return self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
+    def _added(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
+        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post"), and 0 at
+        positions that the layer does not act on. acts: bool [B, kept, 1], True at positions of the layer's
+        side in an encoder-decoder; None where layers act on every position."""
+        x = self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
+        return x if acts is None else torch.where(acts, x, 0)
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
         c, norm = self.config, self.norm_of(name, layer)

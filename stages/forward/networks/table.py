@@ -17,7 +17,6 @@ from . import composed, rwkv, weights
 from .bridge import network as bridge
 from .composed import ComposedNetwork
 from .loop import Network
-from .pairs import network as pairs
 from .rwkv import Rwkv
 
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
@@ -25,7 +24,6 @@ __all__ = ["NETWORKS", "build", "of_weights", "over"]
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
     "rwkv": (rwkv.block, Rwkv),
     "composed": (composed.block, ComposedNetwork),
-    "pair": (pairs.block, pairs.PairNetwork),
 }
 """Kind of architecture -> (function that builds a layer's weights, class of the network)."""
 

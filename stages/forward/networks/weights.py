@@ -307,13 +307,12 @@ def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, A
         weight = optional(name)
         return None if weight is None else Linear(weight, optional(f"{name}.bias"))
 
-    types = optional("token_types")
+    types, head_bias = optional("token_types"), optional("head.bias")
     return {
         "final_norm": norm("final_norm"),
-        "positions": sinusoidal_positions(config, like)
-        if config.has_position_waves
-        else optional("positions"),
-        "head_bias": optional("head.bias"),
+        "positions": sinusoidal_positions(config, like) if config.position_waves else optional("positions"),
+        # BART stores it as a matrix of one row.
+        "head_bias": None if head_bias is None else head_bias.flatten(),
         "embed_norm": norm("embed_norm"),
         "embed_in": linear("embed_in"),
         "token_type": None if types is None else types[0],
@@ -330,10 +329,10 @@ def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, A
 def sinusoidal_positions(config: Architecture, like: Tensor) -> Tensor:
     """Sinusoidal position embeddings [position, hidden], sines before cosines, in dtype and on device of a
     tensor (Vaswani et al., Attention Is All You Need, 2017, section 3.5;
-    `Architecture.ends_with_slowest_wave` selects one of two variants)."""
+    `Architecture.position_waves` selects one of two variants)."""
     import torch
 
-    half, is_fairseq = config.hidden_size // 2, config.ends_with_slowest_wave
+    half, is_fairseq = config.hidden_size // 2, config.position_waves == "fairseq"
     # The precision of each variant's reference: angles reach 1000, where float32 is only exact to 1e-4.
     dtype = torch.float32 if is_fairseq else torch.float64
     slowest = half - 1 if is_fairseq else half

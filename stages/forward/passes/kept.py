@@ -23,7 +23,7 @@ from ..hooks.wants import LAST_LOGITS
 from ..networks.attention import attend, causal, fused_over_padded, needs_unfused, padded_keys
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
-from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
+from ..networks.pairs import attend_sides, starts_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from ..networks.transfer import to_device
@@ -210,6 +210,8 @@ class NewestPositions:
         """
         self.starts = starts
         self._cache, self._length, self._taps, self._device = cache, length, taps, device
+        self._sides: dict[str, Tensor] = {}
+        """Attention masks of an encoder-decoder by `AttentionMixer.part`."""
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -252,7 +254,7 @@ class NewestPositions:
             keys, values = self._cache.newest(mixer.source, k.shape[2])
         new, total = q.shape[2], keys.shape[2]
         if mixer.part is not None:
-            return self._attend_in_pair(layer, q, keys, values, mixer)
+            return attend_sides(layer, q, keys, values, mixer, self, self._taps, self._sides)
         window = None if mixer.window is None or mixer.window >= total else mixer.window
         is_unfused = needs_unfused(q, mixer) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
         if new == 1 and not is_unfused:
@@ -269,14 +271,6 @@ class NewestPositions:
         plain = new == total and window is None and not is_unfused
         allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=mixer.is_chunked)
         return attend(q, keys, values, allowed, mixer, layer, self._taps)
-
-    def _attend_in_pair(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
-        """As `attend`, for an encoder-decoder, whose mask depends on where the target begins."""
-        assert mixer.part is not None
-        taps = CrossTaps(self._taps) if mixer.part == "cross" else self._taps
-        starts = None if self.starts is None else self.starts[:, :, None, None]
-        seen = seen_of(mixer.part, self.positions[:, None], self.positions, starts)
-        return attend(q, k, v, seen, mixer, layer, taps, None, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`; the newest rows are cached."""

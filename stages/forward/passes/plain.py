@@ -16,8 +16,7 @@ from ..networks.attention import attend, tiled_attention, window_mask
 from ..networks.gradients import is_recorded
 from ..networks.history import STREAM, Carried, share_of
 from ..networks.loop import Network, final_state, run_layers, run_to_end
-from ..networks.pairs.network import TARGET
-from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
+from ..networks.pairs import TARGET, attend_sides, starts_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from .states import show_derived, through_sequence, windows
@@ -118,6 +117,8 @@ class WholePrompts:
         self.starts = starts
         self._length, self._taps, self._device = length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        self._sides: dict[str, Tensor] = {}
+        """Attention masks of an encoder-decoder by `AttentionMixer.part`."""
         self._masks: dict[tuple[int | None, bool, bool], Tensor | None] = {}
         """Attention masks, bool [query, key], True where attention may look, by (window, is bidirectional, is
         chunked); None for a plain causal mask."""
@@ -155,10 +156,7 @@ class WholePrompts:
         plain = mixer.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
         weigh = None if plain else tiled_attention
         if mixer.part is not None:
-            taps = CrossTaps(self._taps) if mixer.part == "cross" else self._taps
-            starts = None if self.starts is None else self.starts[:, :, None, None]
-            seen = seen_of(mixer.part, self.positions[:, None], self.positions, starts)
-            return attend(q, k, v, seen, mixer, layer, taps, None, self.positions)
+            return attend_sides(layer, q, k, v, mixer, self, self._taps, self._sides)
         return attend(q, k, v, self._mask(mixer), mixer, layer, self._taps, weigh, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:

@@ -29,7 +29,7 @@ from ..networks.attention import (
     unfused_attention,
 )
 from ..networks.history import Carried
-from ..networks.pairs.parts import seen_of
+from ..networks.pairs import seen_of
 from ..networks.recurrences.recurrence import Recurrence
 from ..networks.rope import rope_tables
 from .branch_scan import scan_branches

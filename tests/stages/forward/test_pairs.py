@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import mizarr
+from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.weights.matrices import PlainMatrices
 from mizarr.store.errors import ConfigError, PromptError
 
 from .random_pairs import BARTS, KINDS, LONGEST, VOCABULARY, random_pair
@@ -27,7 +29,8 @@ def _tensor(cache: Any, name: str) -> torch.Tensor:
 def _differences(model: mizarr.Model, reference: Any, source: Any, target: Any) -> dict[str, float]:
     """Largest difference of everything transformers tells, by name."""
     config: Any = model.config
-    e, d, s = config.encoder_layers, config.decoder_layers, source.shape[1]
+    e, s = config.pair.encoder_layers, source.shape[1]
+    d = config.num_layers - e
     with torch.no_grad():
         told = reference(
             input_ids=source,
@@ -152,7 +155,7 @@ def test_targets_go_on_as_transformers_goes_on(kind: str, tmp_path: Path) -> Non
     model = mizarr.Model.from_pretrained(tmp_path)
     config: Any = model.config
     source = [9, 17, 33, 21]
-    ids = torch.tensor([[config.start_token]])
+    ids = torch.tensor([[config.pair.start_token]])
     for _ in range(6):
         with torch.no_grad():
             logits = reference(input_ids=torch.tensor([source]), decoder_input_ids=ids).logits
@@ -204,6 +207,27 @@ def test_what_is_no_pair_is_refused(tmp_path: Path) -> None:
         model.embed(torch.tensor([[7, 8]]))
     with pytest.raises(ConfigError, match="which reads one sequence"):
         mizarr.Model.from_pretrained("specimen").pair("a", "b")
+
+
+def test_tables_of_biases_are_read_once_for_all_layers_that_share_them(tmp_path: Path) -> None:
+    name = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    for kind, seed in (("t5", 1), ("umt5", 1)):
+        random_pair(kind, seed, tmp_path / kind)
+        model = mizarr.Model.from_pretrained(tmp_path / kind)
+        depth, tensors = model.config.pair.encoder_layers, model.config.tensors
+        sides = {"encoder": depth, "decoder": model.config.num_layers - depth}
+        shared = {name.format(side) for side, layers in sides.items() if layers > 1 and kind == "t5"}
+        assert tensors.shared == shared
+        assert sum("relative_attention_bias" in name for name in tensors.shapes) == (
+            2 if kind == "t5" else model.config.num_layers
+        )
+
+
+def test_matrices_of_a_pair_form_no_circuits(tmp_path: Path) -> None:
+    random_pair("t5", 7, tmp_path)
+    files = resolve(str(tmp_path))
+    with pytest.raises(ConfigError, match="found t5, an encoder with a decoder"):
+        PlainMatrices(files.checkpoint, files.architecture())
 
 
 def test_texts_are_sources_and_their_pairs_have_targets(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         # PyTorch's default; the config has no key for it.
         eps=1e-5,
-        has_position_waves=True,
+        position_waves="fairseq",
         embedding_scale=_embedding_scale(config),
         tied=True,
         spelling=FAIRSEQ_SPELLING,
