@@ -23,8 +23,10 @@ from typing import Any, ClassVar, Literal
 from ....store.digest import digest
 from ....store.errors import ConfigError
 from .architecture import (
+    UNLIMITED,
     Architecture,
     AxisSizes,
+    FinalNorm,
     Heads,
     HeadTransform,
     Layer,
@@ -39,8 +41,8 @@ from .architecture import (
 )
 from .layer_tensors import Spelling, composed_tensors
 from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
-from .points import SPLIT_INPUTS, HookPoint
-from .rwkv import UNLIMITED
+from .points import ORDER, SPLIT_INPUTS, HookPoint
+from .rwkv import TimeMixSpec
 from .transformer import RopeConfig
 
 __all__ = ["LayerSpec", "ComposedArchitecture"]
@@ -80,6 +82,8 @@ class LayerSpec:
     """Whether pre-norms apply to the mixers' input; false in ModernBERT's first layer."""
     has_gains: bool = False
     """Whether the stream is multiplied by learned weights, [hidden], before each addition (Doge)."""
+    has_pre_norm: bool = False
+    """Whether the stream is replaced by its norm as it enters the layer (layer 0 of RWKV)."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -92,6 +96,11 @@ class LayerSpec:
         if self.shared is not None and (not self.mixers or self.norms != "before" or self.is_parallel):
             raise ConfigError(
                 "expected a shared block only in layers with a pre-norm mixer, found another layer with one"
+            )
+        if self.has_token_shift != any(isinstance(spec, TimeMixSpec) for spec in self.mixers):
+            raise ConfigError(
+                "expected a time mix in just the layers with a token-shifted channel mixer, found one of "
+                "them alone"
             )
 
     @cached_property
@@ -137,6 +146,8 @@ class LayerSpec:
             kinds.append("resid_mid")
         if self.shared is not None:
             kinds += self.shared.points
+        if self.has_pre_norm:
+            kinds.append("pre_norm")
         return tuple(kinds)
 
     @cached_property
@@ -145,6 +156,11 @@ class LayerSpec:
         linear maps of the normalised stream only."""
         attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
         return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
+
+    @cached_property
+    def has_token_shift(self) -> bool:
+        """Whether the channel mixer also reads the previous token."""
+        return self.channel_mixer is not None and self.channel_mixer.has_token_shift
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
@@ -217,8 +233,8 @@ class ComposedArchitecture(Architecture):
     dropped_token: int | None = None
     """Token id whose embedding is 0, while all others are rescaled for its share of the prompt, as in
     training with masks (Rives et al., ESM-1b, 2021, and its reference code); None for no such token."""
-    has_final_norm: bool = True
-    has_final_norm_bias: bool = True
+    final_norm: FinalNorm | None = FinalNorm()
+    """Norm before the head; None if the head reads the stream."""
     transform: HeadTransform | None = None
 
     def __post_init__(self) -> None:
@@ -284,6 +300,12 @@ class ComposedArchitecture(Architecture):
         stretch = max((rope.factor for rope in self._ropes if rope.scheme == "dynamic"), default=1.0)
         return int((self.max_position_embeddings or UNLIMITED) * stretch)
 
+    @property
+    def final_norm_eps(self) -> float:
+        """See `Architecture`."""
+        own = None if self.final_norm is None else self.final_norm.eps
+        return self.norm_eps if own is None else own
+
     @cached_property
     def axis_sizes(self) -> AxisSizes:
         """See `Architecture`; attention and state spaces have different axes for their heads."""
@@ -295,7 +317,7 @@ class ComposedArchitecture(Architecture):
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
         """See `Architecture`; layers with different mixers have different hook points."""
-        outside = _FINAL_NORM * self.has_final_norm + _TRANSFORM * (self.transform is not None)
+        outside = _FINAL_NORM * (self.final_norm is not None) + _TRANSFORM * (self.transform is not None)
         points = [HookPoint(kind) for kind in ("embed", *outside)]
         for layer, block in enumerate(self.blocks):
             points += [HookPoint(kind, layer) for kind in block.kinds]
@@ -317,9 +339,9 @@ class ComposedArchitecture(Architecture):
         return composed_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
-        """See `Architecture`: a change before a mixer, or at a mixer's keys, values or states, also affects
-        later positions, or all positions if attention is bidirectional; any other change only its own
-        position."""
+        """See `Architecture`: a change before a mixer or a token shift, or at a mixer's keys, values or
+        states, also affects later positions, or all positions if attention is bidirectional; any other
+        change only its own position."""
         spread: Reach = "all" if self.looks_ahead else "later"
         if point.kind in ("embed", "resid_post"):
             layer = 0 if point.layer is None else point.layer + 1
@@ -330,6 +352,7 @@ class ComposedArchitecture(Architecture):
         mixers = block.all_mixers
         # With post-norms ("of sums"), mixers read resid_pre directly, and ln1 comes after them.
         spreads = mixers and point.kind in (_BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",))
+        spreads = spreads or (block.has_token_shift and ORDER[point.kind] <= ORDER["mlp_pre"])
         return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
     @property

@@ -97,10 +97,12 @@ class ChannelMixerSpec(ABC):
 
     kind: ClassVar[str]
     """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
+    has_token_shift: ClassVar[bool] = False
+    """Whether it also reads the previous token (RWKV)."""
 
     @property
     @abstractmethod
-    def summary(self) -> Literal["MLP", "gated MLP", "experts"]:
+    def summary(self) -> Literal["MLP", "gated MLP", "token-shifted MLP", "experts"]:
         """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
 
     @property

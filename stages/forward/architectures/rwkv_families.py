@@ -10,11 +10,15 @@ Border: one config, and names and shapes of tensors; never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ....store.errors import ConfigError, WeightsError
+from .architecture import FinalNorm
+from .composed import ComposedArchitecture, LayerSpec
 from .families import refuse_unfollowed
-from .rwkv import Generation, RwkvConfig
-from .rwkv_tensors import LAYER, Spelling
+from .layer_tensors import Spelling
+from .rwkv import ChannelMixSpec, Generation, TimeMixSpec
+from .rwkv_tensors import RwkvNames, time_mix_tensors
 from .transformer import ConfigReader
 
 __all__ = ["RWKV", "read_rwkv"]
@@ -27,9 +31,35 @@ RWKV: dict[str, tuple[Generation, str]] = {
 }
 """model_type -> (version, well-known models)."""
 TensorShapes = Mapping[str, tuple[int, ...]]
+HF = Spelling(
+    embed="rwkv.embeddings",
+    final_norm="rwkv.ln_out",
+    head="head",
+    layer="rwkv.blocks.{}.",
+    ln1="ln1",
+    ln2="ln2",
+)
+"""Names of transformers and the RWKV organisation."""
+NATIVE = replace(
+    HF,
+    embed="emb",
+    final_norm="ln_out",
+    layer="blocks.{}.",
+    rwkv=RwkvNames(time_mix="att.", channel_mix="ffn.", pre_norm="ln0"),
+)
+"""Names of the training code."""
+FLA = Spelling(
+    embed="model.embeddings",
+    final_norm="model.norm",
+    layer="model.layers.{}.",
+    ln1="attn_norm",
+    ln2="ffn_norm",
+    rwkv=RwkvNames("attn.", "g_norm", "ffn.", "pre_norm", is_fla=True),
+)
+"""Names of flash-linear-attention."""
 
 
-def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
+def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """The architecture of an RWKV checkpoint.
 
     Arguments:
@@ -55,28 +85,38 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
     eps = reader.number("norm_eps" if generation == 7 else "layer_norm_epsilon", 1e-5)
     # RWKV-5 and 6 divide head outputs by this number before their norm, which scales its epsilon.
     divisor = 1 if generation in (4, 7) else reader.integer("head_size_divisor", 8)
-    layer_0 = LAYER[spelling.partition(",")[0]].format(0)
-    decays = shapes.get(f"{layer_0}attention.time_decay", shapes.get(f"{layer_0}att.time_decay", ()))
+    time_mix_0 = spelling.layer.format(0) + spelling.rwkv.time_mix
+    decays = shapes.get(f"{time_mix_0}time_decay", ())
     # RWKV-5.0 has no gate; no config key states the minor version, so the tensors decide.
     has_gate = generation > 5 or (generation == 5 and any(".gate.weight" in name for name in shapes))
-    return RwkvConfig(
-        model_type=model_type,
-        generation=generation,
-        hidden_size=hidden,
-        num_layers=layers,
-        vocab_size=reader.integer("vocab_size"),
-        num_heads=width // size,
+    mixer = TimeMixSpec(
+        generation,
+        heads=width // size,
         head_dim=size,
-        attention_size=width,
-        intermediate_size=_intermediate(reader, generation, hidden),
-        norm_eps=eps,
-        head_norm_eps=eps * (size if generation == 7 else divisor**2),
-        ranks=_ranks(shapes, generation, layer_0, spelling),
-        spelling=spelling,
+        norm_eps=eps * (size if generation == 7 else divisor**2),
+        ranks=_ranks(shapes, generation, spelling),
         has_gate=has_gate,
-        has_norm_bias=reader.flag("norm_bias", True),
-        norm_first=reader.flag("norm_first", True),
-        decays_per_head=generation == 5 and len(decays) == 1,
+        has_decay_per_head=generation == 5 and len(decays) == 1,
+    )
+    later = replace(mixer, reads_first_values=generation == 7)
+    channel_mixer = ChannelMixSpec(generation, hidden, _intermediate(reader, generation, hidden))
+    first_block = LayerSpec((mixer,), channel_mixer, has_pre_norm=reader.flag("norm_first", True))
+    if generation == 7:
+        # Old files hold a value residual of layer 0, too, which has no earlier layer.
+        tensors = time_mix_tensors(later, spelling.rwkv, hidden)
+        unread = [stored.name for weight, stored in tensors if weight in ("rwkv.v0", "rwkv.v1", "rwkv.v2")]
+        spelling = replace(spelling, unread=tuple(spelling.layer.format(0) + name for name in unread))
+    return ComposedArchitecture(
+        model_type=model_type,
+        hidden_size=hidden,
+        vocab_size=reader.integer("vocab_size"),
+        blocks=(first_block, *(LayerSpec((later,), channel_mixer),) * (layers - 1)),
+        spelling=spelling,
+        norm_eps=eps,
+        norm_type="layer",
+        norm_biases="of layer norms" if reader.flag("norm_bias", True) else "none",
+        # Up to RWKV-6, the reference's final norm ignores the config and has PyTorch's default epsilon.
+        final_norm=FinalNorm() if generation == 7 else FinalNorm(eps=1e-5),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
     )
 
@@ -104,13 +144,15 @@ def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
 
 
 def _spelling(shapes: TensorShapes, generation: Generation, source: str) -> Spelling:
-    """Naming scheme of a checkpoint, from the tensors of layer 0; ConfigError if they fit no scheme."""
-    if f"{LAYER['fla'].format(0)}attn.r_proj.weight" in shapes and generation == 7:
-        return "fla, one x_x" if f"{LAYER['fla'].format(0)}attn.x_x" in shapes else "fla"
-    if f"{LAYER['hf'].format(0)}attention.key.weight" in shapes and generation < 7:
-        return "hf"
-    if f"{LAYER['native'].format(0)}att.key.weight" in shapes:
-        return "native"
+    """Names of a checkpoint's tensors, from those of layer 0; ConfigError if they fit no naming scheme."""
+    layer_0 = FLA.layer.format(0)
+    if f"{layer_0}attn.r_proj.weight" in shapes and generation == 7:
+        is_fused = f"{layer_0}attn.x_x" in shapes
+        return replace(FLA, rwkv=replace(FLA.rwkv, has_fused_mixes=is_fused))
+    if f"{HF.layer.format(0)}attention.key.weight" in shapes and generation < 7:
+        return HF
+    if f"{NATIVE.layer.format(0)}att.key.weight" in shapes:
+        return NATIVE
     raise ConfigError(
         f"{source}: expected the tensors of an RWKV-{generation} "
         f"({'model.layers.0.attn.r_proj' if generation == 7 else 'rwkv.blocks.0.attention.key'}.weight, or "
@@ -166,24 +208,21 @@ def _intermediate(reader: ConfigReader, generation: Generation, hidden: int) -> 
     return reader.optional_integer("intermediate_size", default) or default
 
 
-def _ranks(
-    shapes: TensorShapes, generation: Generation, layer_0: str, spelling: Spelling
-) -> tuple[tuple[str, int], ...]:
+def _ranks(shapes: TensorShapes, generation: Generation, spelling: Spelling) -> tuple[tuple[str, int], ...]:
     """(weight, rank) of the low-rank maps, from the tensors of the first layer that has them.
 
     Arguments:
         shapes: Shapes of the checkpoint's tensors by name.
         generation: Version of RWKV.
-        layer_0: Prefix of the tensors of layer 0.
-        spelling: Naming scheme of the checkpoint.
+        spelling: Names of the checkpoint's tensors.
 
     Raises:
         WeightsError: A tensor is missing.
     """
-    if generation < 6:
-        return ()
+    names = spelling.rwkv
 
-    def shape(name: str) -> tuple[int, ...]:
+    def shape(layer: int, name: str) -> tuple[int, ...]:
+        name = f"{spelling.layer.format(layer)}{names.time_mix}{name}"
         if name not in shapes:
             raise WeightsError(
                 f"expected a tensor {name!r}, whose shape says the rank of a low-rank map, found none among "
@@ -191,21 +230,19 @@ def _ranks(
             )
         return shapes[name]
 
+    if generation < 6:
+        return ()
     if generation == 6:
-        room = "attention" if spelling == "hf" else "att"
-        return (
-            ("mix", shape(f"{layer_0}{room}.time_maa_w1")[1] // 5),
-            ("decay", shape(f"{layer_0}{room}.time_decay_w1")[1]),
-        )
-    layer_1 = LAYER[spelling.partition(",")[0]].format(1)
+        return (("mix", shape(0, "time_maa_w1")[1] // 5), ("decay", shape(0, "time_decay_w1")[1]))
+    has_two_layers = any(name.startswith(spelling.layer.format(1)) for name in shapes)
     ranks = []
     for map_ in ("w", "a", "v", "g"):
         # The value residual reads layer 0 and exists from layer 1 on.
-        layer = layer_1 if map_ == "v" else layer_0
-        if map_ == "v" and not any(name.startswith(layer_1) for name in shapes):
+        layer = 1 if map_ == "v" else 0
+        if map_ == "v" and not has_two_layers:
             ranks.append((map_, 0))
-        elif spelling == "native":
-            ranks.append((map_, shape(f"{layer}att.{map_}1")[1]))
+        elif names.is_fla:
+            ranks.append((map_, shape(layer, f"{map_}_lora.lora.0.weight")[0]))
         else:
-            ranks.append((map_, shape(f"{layer}attn.{map_}_lora.lora.0.weight")[0]))
+            ranks.append((map_, shape(layer, f"{map_}1")[1]))
     return tuple(ranks)

@@ -33,6 +33,7 @@ from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
 from .mixers.attention import GatedAttention, SelfAttention
+from .mixers.convolution import ShortConvolution
 from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts
 from .mixers.gated_delta import GatedDelta
@@ -46,14 +47,14 @@ from .mixers.mixer import ChannelMixer, LayerTensors, PositionMixer, strip_prefi
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
 from .mixers.routed_attention import RoutedAttention
+from .mixers.rwkv import ChannelMix, TimeMix, time_mix
 from .mixers.shared_block import SharedBlock
-from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
 from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 
-MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
+MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer | TimeMix]] = {
     "attention": SelfAttention,
     "differential_attention": DifferentialAttention,
     "gated_attention": GatedAttention,
@@ -67,9 +68,14 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "mlstm": Mlstm,
     "routed_attention": RoutedAttention,
     "short_convolution": ShortConvolution,
+    "time_mix": time_mix,
 }
 """Kind of mixer (`MixerSpec.kind`) -> class that computes it, built from the spec and the layer's tensors."""
-CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
+CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer | ChannelMix]] = {
+    "channel_mix": ChannelMix,
+    "experts": Experts,
+    "mlp": Mlp,
+}
 """Likewise for channel mixers."""
 KEPT_IN_TRAINING = 1 - 0.15 * 0.8
 """Share of tokens that were not masked in training of ESM: 15 % were selected, 80 % of these masked."""
@@ -81,9 +87,9 @@ START = "start"
 class LayerModules:
     """Mixers and norms of one layer, with their weights."""
 
-    mixers: tuple[PositionMixer, ...]
+    mixers: tuple[PositionMixer | TimeMix, ...]
     """Mixers that read the same input and whose outputs are added; mostly one."""
-    channel_mixer: ChannelMixer | None
+    channel_mixer: ChannelMixer | ChannelMix | None
     """MLP or experts; None if the layer has none."""
     norms: Mapping[str, NormWeights]
     """Norms by their names in architectures/layer_tensors.py, such as "ln1" and "ln2_post"."""
@@ -115,7 +121,9 @@ def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str
 def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     """Build one layer; take: reads a tensor by its checkpoint name."""
     tensors, spec = tensors_of(take, config, layer), config.blocks[layer]
-    norms = parts_of({name: tensor for name, tensor in tensors.items() if name.startswith("ln")})
+    norms = parts_of(
+        {name: tensor for name, tensor in tensors.items() if name.startswith(("ln", "pre_norm"))}
+    )
     mixers = tuple(MIXERS[mixer.kind](mixer, tensors) for mixer in spec.mixers)
     channel = spec.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, tensors)
@@ -167,15 +175,23 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         """One layer: resid_pre [B, token, D] -> resid_post [B, kept, D], at which the loop calls the taps."""
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside = self._beside(carried)
-        h = x = resid_pre = taps("resid_pre", layer, carried[STREAM])
+        x = taps("resid_pre", layer, carried[STREAM])
+        if block.has_pre_norm:
+            norm, c = modules.norms["pre_norm"], self.config
+            x = taps("pre_norm", layer, apply_norm(self._narrow(x), norm, c.norm_type, c.norm_eps))
+        h = resid_pre = x
         if modules.mixers:
             block_out = None
             if modules.shared is not None:
                 block_out = modules.shared(x, beside[START], layer, history, taps)
             h, x = self._read(x, "ln1", layer, taps, block_out)
-            outputs = [self._mixed(mixer, h, resid_pre, layer, history, taps) for mixer in modules.mixers]
+            outputs = [
+                self._mixed(mixer, h, resid_pre, layer, history, taps, beside) for mixer in modules.mixers
+            ]
             added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps)
-            x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
+            # A token shift reads all tokens once more.
+            x = x if block.has_token_shift else history.needed(x)
+            x = self._carried(x, "1", layer) + taps("attn_out", layer, added)
             x = self._summed(x, "ln1", layer, taps)
         else:
             x = history.needed(x)
@@ -187,7 +203,9 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             else:
                 x = taps("resid_mid", layer, x) if modules.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
-            x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
+            written = self._written(h, layer, taps, history)
+            x = history.needed(x) if block.has_token_shift else x
+            x = self._summed(self._carried(x, "2", layer) + written, "ln2", layer, taps)
         return {STREAM: x} | {name: history.needed(tensor) for name, tensor in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
@@ -196,18 +214,34 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
         return self._written(self._normed(x, name, layer, taps), layer, taps)
 
-    def _written(self, h: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Output of the channel mixer, with its hook points, for its normalised input h."""
+    def _written(self, h: Tensor, layer: int, taps: Taps, history: History | None = None) -> Tensor:
+        """Output of the channel mixer, with its hook points, for its normalised input h. Only token-shifted
+        channel mixers need the history."""
         channel_mixer = self.weights.layers[layer].channel_mixer
         assert channel_mixer is not None  # callers check
-        h = channel_mixer(taps("mlp_pre", layer, h), layer, taps)
+        h = taps("mlp_pre", layer, h)
+        if isinstance(channel_mixer, ChannelMix):
+            assert history is not None  # as `fed` is for attention layers
+            h = channel_mixer(h, layer, history, taps)
+        else:
+            h = channel_mixer(h, layer, taps)
         return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
 
     def _mixed(
-        self, mixer: PositionMixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
+        self,
+        mixer: PositionMixer | TimeMix,
+        h: Tensor,
+        stream: Tensor,
+        layer: int,
+        history: History,
+        taps: Taps,
+        beside: Carried,
     ) -> Tensor:
         """Output of a mixer for normalised h. Attention with hook points for inputs of single heads also gets
-        the stream before the norm, as interventions may change it per head."""
+        the stream before the norm, as interventions may change it per head; a time mix the tensors beside
+        the stream, to which it may add."""
+        if isinstance(mixer, TimeMix):
+            return mixer(h, layer, history, taps, beside)
         if not isinstance(mixer, SelfAttention) or not self.config.blocks[layer].has_split_inputs:
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
@@ -218,11 +252,12 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
 
     def _beside(self, carried: Carried) -> Carried:
         """Tensors carried in addition to the stream: the embedding, in families whose layers read it
-        again."""
-        if not self._carries_embedding:
-            return {}
-        # A copy, because interventions may write into the stream.
-        return {START: carried[START] if START in carried else carried[STREAM].clone()}
+        again, and what mixers have added."""
+        beside = {name: tensor for name, tensor in carried.items() if name != STREAM}
+        if self._carries_embedding and START not in beside:
+            # A copy, because interventions may write into the stream.
+            beside[START] = carried[STREAM].clone()
+        return beside
 
     def _read(
         self, x: Tensor, name: str, layer: int, taps: Taps, block_out: Tensor | None = None

@@ -13,18 +13,16 @@ from torch import Tensor
 
 from ..architectures.architecture import Architecture
 from ..checkpoints.checkpoint import Files, checkpoint_of
-from . import composed, rwkv, weights
+from . import composed, weights
 from .bridge import network as bridge
 from .carrying import network as carrying
 from .composed import ComposedNetwork
 from .loop import Network
 from .pairs import network as pairs
-from .rwkv import Rwkv
 
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
-    "rwkv": (rwkv.block, Rwkv),
     "composed": (composed.block, ComposedNetwork),
     "carrying": (carrying.block, carrying.Carrying),
     "pair": (pairs.block, pairs.PairNetwork),

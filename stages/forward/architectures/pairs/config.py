@@ -18,10 +18,19 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .....store.digest import digest
-from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, plain
+from ..architecture import (
+    UNLIMITED,
+    Architecture,
+    AttentionMixer,
+    AxisSizes,
+    Heads,
+    Layer,
+    Reach,
+    Tensors,
+    plain,
+)
 from ..mixers import AttentionSpec, RelativeSpec
 from ..points import HookPoint
-from ..rwkv import UNLIMITED
 from ..transformer import ActivationName
 from .tensors import pair_tensors
 
