@@ -9,28 +9,19 @@ Border: one config, and names and shapes of tensors; never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ....store.errors import ConfigError, WeightsError
 from .architecture import FinalNorm
 from .composed import ComposedArchitecture, LayerSpec
-from .families import refuse_unfollowed
 from .layer_tensors import Spelling
+from .mamba_families import FamilyReader, TensorShapes
 from .rwkv import ChannelMixSpec, Generation, TimeMixSpec
 from .rwkv_tensors import RwkvNames, time_mix_tensors
 from .transformer import ConfigReader
 
-__all__ = ["RWKV", "read_rwkv"]
+__all__ = ["RWKV"]
 
-RWKV: dict[str, tuple[Generation, str]] = {
-    "rwkv": (4, "RWKV-4 Dove, Raven"),
-    "rwkv5": (5, "RWKV-5 Eagle"),
-    "rwkv6": (6, "RWKV-6 Finch"),
-    "rwkv7": (7, "RWKV-7 Goose"),
-}
-"""model_type -> (version, well-known models)."""
-TensorShapes = Mapping[str, tuple[int, ...]]
 HF = Spelling(
     embed="rwkv.embeddings",
     final_norm="rwkv.ln_out",
@@ -59,20 +50,21 @@ FLA = Spelling(
 """Names of flash-linear-attention."""
 
 
-def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+def read_rwkv(reader: ConfigReader, shapes: TensorShapes, generation: Generation) -> ComposedArchitecture:
     """The architecture of an RWKV checkpoint.
 
     Arguments:
         reader: The config.json.
         shapes: Shapes of the checkpoint's tensors by name.
+        generation: Version of RWKV.
 
     Raises:
         ConfigError: A key is missing, contradicts another key, or asks for a feature that is not implemented.
         WeightsError: A tensor whose shape determines a rank is missing.
     """
-    model_type, source = reader.raw["model_type"], reader.source
-    generation = RWKV[model_type][0]
-    _refuse_unfollowed(reader, generation)
+    source = reader.source
+    if generation == 7:
+        _refuse_unfollowed(reader)
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     spelling = _spelling(shapes, generation, source)
     width = hidden if generation == 7 else reader.integer("attention_hidden_size", hidden)
@@ -107,7 +99,7 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         unread = [stored.name for weight, stored in tensors if weight in ("rwkv.v0", "rwkv.v1", "rwkv.v2")]
         spelling = replace(spelling, unread=tuple(spelling.layer.format(0) + name for name in unread))
     return ComposedArchitecture(
-        model_type=model_type,
+        model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size"),
         blocks=(first_block, *(LayerSpec((later,), channel_mixer),) * (layers - 1)),
@@ -121,22 +113,20 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
     )
 
 
-def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
-    """Raise ConfigError for settings that change results and are not implemented."""
-    refuse_unfollowed(reader)
-    if generation == 7 and reader.has("attn"):
+def _refuse_unfollowed(reader: ConfigReader) -> None:
+    """Raise ConfigError for settings of version 7 that change results and are not implemented."""
+    if reader.has("attn"):
         raise ConfigError(
             f"{reader.source}: expected no attention layers in an RWKV-7, found attn={reader.raw['attn']!r}; "
             "such hybrids cannot run here"
         )
-    if generation == 7 and (act := reader.text("hidden_act", "sqrelu")) != "sqrelu":
+    if (act := reader.text("hidden_act", "sqrelu")) != "sqrelu":
         raise ConfigError(
             f"{reader.source}: expected hidden_act 'sqrelu', found {act!r}; this model cannot run here"
         )
-    sizes = reader.raw.get("value_dim")
-    hidden = reader.raw.get("hidden_size")
+    sizes, hidden = reader.raw.get("value_dim"), reader.raw.get("hidden_size")
     listed = sizes if isinstance(sizes, list) else [sizes]
-    if generation == 7 and any(size not in (None, hidden) for size in listed):
+    if any(size not in (None, hidden) for size in listed):
         raise ConfigError(
             f"{reader.source}: expected value_dim to be hidden_size ({hidden}) in every layer, found "
             f"{sizes!r}; this model cannot run here"
@@ -234,15 +224,29 @@ def _ranks(shapes: TensorShapes, generation: Generation, spelling: Spelling) -> 
         return ()
     if generation == 6:
         return (("mix", shape(0, "time_maa_w1")[1] // 5), ("decay", shape(0, "time_decay_w1")[1]))
+    part, axis = ("{}_lora.lora.0.weight", 0) if names.is_fla else ("{}1", 1)
+    # The value residual reads layer 0 and exists from layer 1 on.
     has_two_layers = any(name.startswith(spelling.layer.format(1)) for name in shapes)
-    ranks = []
-    for map_ in ("w", "a", "v", "g"):
-        # The value residual reads layer 0 and exists from layer 1 on.
-        layer = 1 if map_ == "v" else 0
-        if map_ == "v" and not has_two_layers:
-            ranks.append((map_, 0))
-        elif names.is_fla:
-            ranks.append((map_, shape(layer, f"{map_}_lora.lora.0.weight")[0]))
-        else:
-            ranks.append((map_, shape(layer, f"{map_}1")[1]))
-    return tuple(ranks)
+    ranks = {name: shape(0, part.format(name))[axis] for name in "wag"}
+    return (*ranks.items(), ("v", shape(1, part.format("v"))[axis] if has_two_layers else 0))
+
+
+def _family(generation: Generation, examples: str) -> FamilyReader:
+    """A version of RWKV."""
+    return FamilyReader(
+        lambda reader, shapes: read_rwkv(reader, shapes, generation),
+        examples,
+        f"none: the state of RWKV-{generation}",
+        "token-shifted squared ReLU",
+        reads_tensors=True,
+        norm="layer norm",
+    )
+
+
+RWKV: dict[str, FamilyReader] = {
+    "rwkv": _family(4, "RWKV-4 Dove, Raven"),
+    "rwkv5": _family(5, "RWKV-5 Eagle"),
+    "rwkv6": _family(6, "RWKV-6 Finch"),
+    "rwkv7": _family(7, "RWKV-7 Goose"),
+}
+"""model_type -> version of RWKV."""

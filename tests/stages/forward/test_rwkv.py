@@ -206,7 +206,7 @@ def test_stored_activations_are_those_of_a_pass(models, generation, tmp_path):
 
 def test_the_stream_of_layer_0_is_replaced_by_its_norm(models):
     model = models("rwkv7")
-    assert model.config.norm_first
+    assert model.config.blocks[0].has_pre_norm
     names = ("pre_norm", "attn_out", "mlp_out", "resid_post")
     cache = model.forward(IDS, HookSpec().capture(*(HookPoint(name, 0) for name in names)))
     start, attention, mlp, end = (cache[HookPoint(name, 0)] for name in names)

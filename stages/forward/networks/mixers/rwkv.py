@@ -87,7 +87,7 @@ class TimeMix4(TimeMix):
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """See `TimeMix`."""
-        w, previous = self.weights, _previous(x, layer, "time mix", history)
+        w, previous = self.weights, history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in "rkv"}
         r, k, v = (self._projected(mixed, s, layer, taps) for s in "rkv")
         recurrence = ExponentialAverage(-torch.exp(w["decay"].float()), w["bonus"].float())
@@ -104,7 +104,7 @@ class TimeMix5And6(TimeMix):
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """See `TimeMix`."""
         s, w, is_6 = self.shape, self.weights, self.shape.generation == 6
-        mixed = self._mixed(x, _previous(x, layer, "time mix", history))
+        mixed = self._mixed(x, history.before(layer, "time mix", x, 1)[:, :, 0])
         r, k, v = (self._projected(mixed, name, layer, taps) for name in "rkv")
         gate = None
         if s.has_gate:
@@ -141,7 +141,7 @@ class TimeMix7(TimeMix):
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """See `TimeMix`."""
-        w, heads, previous = self.weights, self._heads, _previous(x, layer, "time mix", history)
+        w, heads, previous = self.weights, self._heads, history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(x, previous, w[f"mix_{s}"]) for s in MIXES}
         r = self._projected(mixed, "r", layer, taps)
         raw_k, v = product(mixed["k"], w["k"]), product(mixed["v"], w["v"])
@@ -195,22 +195,15 @@ class ChannelMix:
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised x [B, token, D] -> output that is added to the residual stream, [B, kept, D]."""
-        previous = _previous(x, layer, "channel mix", history)
-        x, previous = history.needed(x), history.needed(previous)
-        out = mlp(self._mixed(x, previous, "k"), self.mlp, "relu2", layer, taps)
-        if self.shape.generation == 7:
-            return out
-        return torch.sigmoid(product(self._mixed(x, previous, "r"), self.weights["receptance"])) * out
-
-    def _mixed(self, x: Tensor, previous: Tensor, name: str) -> Tensor:
+        w, generation = self.weights, self.shape.generation
+        previous = history.needed(history.before(layer, "channel mix", x, 1)[:, :, 0])
+        x = history.needed(x)
         # Versions 4 and 5 store the share of the token itself, 6 and 7 that of the previous one.
-        start, end = (previous, x) if self.shape.generation < 6 else (x, previous)
-        return torch.lerp(start, end, self.weights[f"mix_{name}"])
-
-
-def _previous(x: Tensor, layer: int, name: str, history: History) -> Tensor:
-    """The row of x at the previous position of each token, [B, token, D]; zeros for the first one."""
-    return history.before(layer, name, x, 1)[:, :, 0]
+        start, end = (previous, x) if generation < 6 else (x, previous)
+        out = mlp(torch.lerp(start, end, w["mix_k"]), self.mlp, "relu2", layer, taps)
+        if generation == 7:
+            return out
+        return torch.sigmoid(product(torch.lerp(start, end, w["mix_r"]), w["receptance"])) * out
 
 
 def _flat_vectors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
