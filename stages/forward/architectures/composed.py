@@ -291,8 +291,8 @@ class ComposedArchitecture(Architecture):
         """Digest of every field except the tensor names (`spelling`), which do not change results."""
         return digest("architecture", self.fields | {"spelling": None})
 
-    @property
-    def context_length(self) -> int:
+    @cached_property
+    def context_length(self) -> int:  # type: ignore[override]
         """See `Architecture`; `UNLIMITED` for state spaces. Dynamic rope multiplies the length by its
         factor."""
         # Dynamic NTK scaling extends the context while it runs; other schemes are part of the config's

@@ -90,13 +90,13 @@ class LayerModules:
     mixers: tuple[PositionMixer | TimeMix, ...]
     """Mixers that read the same input and whose outputs are added; mostly one."""
     channel_mixer: ChannelMixer | ChannelMix | None
-    """MLP or experts; None if the layer has none."""
+    """MLP, experts or channel mix of RWKV; None if the layer has none."""
     norms: Mapping[str, NormWeights]
     """Norms by their names in architectures/layer_tensors.py, such as "ln1" and "ln2_post"."""
     shared: SharedBlock | None = None
     """Block before the mixer, with weights that several layers share."""
     gains: Mapping[str, Tensor] = field(default_factory=dict)
-    """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer)."""
+    """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer); {} for none."""
 
 
 def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
@@ -188,11 +188,14 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             outputs = [
                 self._mixed(mixer, h, resid_pre, layer, history, taps, beside) for mixer in modules.mixers
             ]
-            added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps)
+            added = sum(outputs[1:], outputs[0])
+            if "ln1_post" in block.norm_names:
+                added = self._normed(added, "ln1_post", layer, taps)
             # A token shift reads all tokens once more.
             x = x if block.has_token_shift else history.needed(x)
-            x = self._carried(x, "1", layer) + taps("attn_out", layer, added)
-            x = self._summed(x, "ln1", layer, taps)
+            x = x * modules.gains["1"] if modules.gains else x
+            x = x + taps("attn_out", layer, added)
+            x = self._normed(x, "ln1", layer, taps) if block.norms == "of sums" else x
         else:
             x = history.needed(x)
         if modules.channel_mixer is not None:
@@ -205,7 +208,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 h, x = self._read(x, "ln2", layer, taps)
             written = self._written(h, layer, taps, history)
             x = history.needed(x) if block.has_token_shift else x
-            x = self._summed(self._carried(x, "2", layer) + written, "ln2", layer, taps)
+            x = (x * modules.gains["2"] if modules.gains else x) + written
+            x = self._normed(x, "ln2", layer, taps) if block.norms == "of sums" else x
         return {STREAM: x} | {name: history.needed(tensor) for name, tensor in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
@@ -225,7 +229,10 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             h = channel_mixer(h, layer, history, taps)
         else:
             h = channel_mixer(h, layer, taps)
-        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
+        h = taps("mlp_post", layer, h)
+        if "ln2_post" in self.config.blocks[layer].norm_names:
+            h = self._normed(h, "ln2_post", layer, taps)
+        return taps("mlp_out", layer, h)
 
     def _mixed(
         self,
@@ -253,10 +260,11 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     def _beside(self, carried: Carried) -> Carried:
         """Tensors carried in addition to the stream: the embedding, in families whose layers read it
         again, and what mixers have added."""
-        beside = {name: tensor for name, tensor in carried.items() if name != STREAM}
+        beside = dict(carried)
+        stream = beside.pop(STREAM)
         if self._carries_embedding and START not in beside:
             # A copy, because interventions may write into the stream.
-            beside[START] = carried[STREAM].clone()
+            beside[START] = stream.clone()
         return beside
 
     def _read(
@@ -272,22 +280,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         normed = self._normed(x if block_out is None else x + block_out, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
-    def _carried(self, x: Tensor, half: str, layer: int) -> Tensor:
-        """Stream times the gain of the addition, "1" of the mixer or "2" of the channel mixer, if there is
-        one."""
-        gain = self.weights.layers[layer].gains.get(half)
-        return x if gain is None else x * gain
-
-    def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """Stream after an addition, normalised in post-norm layers."""
-        return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "of sums" else x
-
-    def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post")."""
-        return self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
-
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        c, norm = self.config, self.norm_of(name, layer)
+        c, norm = self.config, self.weights.layers[layer].norms[name]
         return normalise(self._narrow(x), norm, c.norm_type, c.norm_eps, taps, name, layer)
 
     def norm_of(self, name: str, layer: int) -> NormWeights:

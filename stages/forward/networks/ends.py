@@ -127,4 +127,4 @@ class Ends(Generic[Config, Layer]):
 
     def _narrow(self, x: Tensor) -> Tensor:
         """The stream in the dtype of the weights, from float32 in models that keep it so."""
-        return x.to(self.dtype)
+        return x.to(self.weights.dtype)

@@ -11,8 +11,6 @@ Axes: as in mixer.py; K = V, the channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,14 +59,6 @@ class TimeMix:
         """
         raise NotImplementedError
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, token, channel] -> [B, head, token, K]."""
-        return split_heads(x, self.shape.head_dim)
-
-    def _projected(self, mixed: dict[str, Tensor], name: str, layer: int, taps: Taps) -> Tensor:
-        """Receptance, keys or values [B, head, token, K], after their taps."""
-        return taps(f"rwkv_{name}", layer, self._heads(product(mixed[name], self.weights[name])))
-
     def _normed(self, x: Tensor) -> Tensor:
         """Group norm of [B, head, token, V], one group per head."""
         w, rows = self.weights, x.transpose(1, 2)
@@ -87,13 +77,14 @@ class TimeMix4(TimeMix):
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """See `TimeMix`."""
-        w, previous = self.weights, history.before(layer, "time mix", x, 1)[:, :, 0]
+        w, size = self.weights, self.shape.head_dim
+        previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in "rkv"}
-        r, k, v = (self._projected(mixed, s, layer, taps) for s in "rkv")
+        r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
         recurrence = ExponentialAverage(-torch.exp(w["decay"].float()), w["bonus"].float())
         tokens = {"k": merge_heads(k)[:, None], "v": merge_heads(v)[:, None]}
         read = history.scan(layer, recurrence, tokens, "rwkv")[:, 0]
-        read = merge_heads(taps("rwkv_wkv_out", layer, self._heads(read)))
+        read = merge_heads(taps("rwkv_wkv_out", layer, split_heads(read, size)))
         return product(torch.sigmoid(merge_heads(r)) * read.to(x.dtype), w["o"])
 
 
@@ -103,22 +94,22 @@ class TimeMix5And6(TimeMix):
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """See `TimeMix`."""
-        s, w, is_6 = self.shape, self.weights, self.shape.generation == 6
+        s, w, size, is_6 = self.shape, self.weights, self.shape.head_dim, self.shape.generation == 6
         mixed = self._mixed(x, history.before(layer, "time mix", x, 1)[:, :, 0])
-        r, k, v = (self._projected(mixed, name, layer, taps) for name in "rkv")
+        r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
         gate = None
         if s.has_gate:
-            gate = taps("rwkv_g", layer, self._heads(F.silu(product(mixed["g"], w["g"]))))
+            gate = taps("rwkv_g", layer, split_heads(F.silu(product(mixed["g"], w["g"])), size))
         exponent = w["decay"]
         if is_6:
             exponent = exponent + torch.tanh(mixed["w"] @ w["decay_w1"]) @ w["decay_w2"]
         log_decay = -torch.exp(upcast(exponent))
         if is_6:
-            log_decay = self._heads(log_decay)
+            log_decay = split_heads(log_decay, size)
         else:
             # Contiguous, because taps may write into it, and an expanded view shares memory between tokens.
             log_decay = log_decay.reshape(1, s.heads, 1, -1).expand_as(k).contiguous()
-        bonus = upcast(w["bonus"]).reshape(s.heads, -1).expand(-1, s.head_dim)
+        bonus = upcast(w["bonus"]).reshape(s.heads, -1).expand(-1, size)
         tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay}
         read = scan(LinearRecurrence("before", bonus=bonus), tokens, layer, history, taps, "rwkv")
         return self._written(self._normed(taps("rwkv_wkv_out", layer, read)), gate, x.dtype)
@@ -141,39 +132,36 @@ class TimeMix7(TimeMix):
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """See `TimeMix`."""
-        w, heads, previous = self.weights, self._heads, history.before(layer, "time mix", x, 1)[:, :, 0]
+        w, size = self.weights, self.shape.head_dim
+        previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(x, previous, w[f"mix_{s}"]) for s in MIXES}
-        r = self._projected(mixed, "r", layer, taps)
+        r = taps("rwkv_r", layer, split_heads(product(mixed["r"], w["r"]), size))
         raw_k, v = product(mixed["k"], w["k"]), product(mixed["v"], w["v"])
-        kk = taps("rwkv_kk", layer, F.normalize(heads(raw_k * w["k_k"]), dim=-1))
-        a = taps("rwkv_a", layer, heads(torch.sigmoid(self._low_rank(mixed, "a"))))
-        k_a = w["k_a"].view(-1, 1, self.shape.head_dim)
-        k = taps("rwkv_k", layer, heads(raw_k) * (1 + (a - 1) * k_a))
+        kk = taps("rwkv_kk", layer, F.normalize(split_heads(raw_k * w["k_k"], size), dim=-1))
+        a = taps("rwkv_a", layer, split_heads(torch.sigmoid(self._low_rank(mixed, "a")), size))
+        k = split_heads(raw_k, size) * (1 + (a - 1) * w["k_a"].view(-1, 1, size))
+        k = taps("rwkv_k", layer, k)
         if self.shape.reads_first_values:
             v = torch.lerp(v, beside[FIRST_VALUES], torch.sigmoid(self._low_rank(mixed, "v")))
         else:
             beside[FIRST_VALUES] = v
             # Later layers mix with the values before an intervention, which may write into its input.
             v = v.clone() if taps.changes(layer, "rwkv_v") else v
-        v = taps("rwkv_v", layer, heads(v))
-        gate = taps("rwkv_g", layer, heads(product(torch.sigmoid(product(mixed["g"], w["g1"])), w["g2"])))
-        decay = torch.sigmoid(upcast(self._low_rank(mixed, "w", torch.tanh)))
-        tokens = {"q": r, "k": k, "v": v, "log_decay": heads(DECAY_SCALE * decay)}
-        tokens |= {"alpha": -kk, "beta": kk * a}
+        v = taps("rwkv_v", layer, split_heads(v, size))
+        gate = product(torch.sigmoid(product(mixed["g"], w["g1"])), w["g2"])
+        gate = taps("rwkv_g", layer, split_heads(gate, size))
+        decay = product(torch.tanh(product(mixed["w"], w["w1"])), w["w2"], w["w0"])
+        log_decay = split_heads(DECAY_SCALE * torch.sigmoid(upcast(decay)), size)
+        tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay, "alpha": -kk, "beta": kk * a}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "rwkv")
         read = self._normed(taps("rwkv_wkv_out", layer, read))
         read = read + upcast((r * k * w["r_k"][None, :, None]).sum(-1, keepdim=True) * v)
         return self._written(read, gate, x.dtype)
 
-    def _low_rank(
-        self,
-        mixed: dict[str, Tensor],
-        name: str,
-        between: Callable[[Tensor], Tensor] = lambda low: low,
-    ) -> Tensor:
-        """Low-rank map with bias of a mixed input; between: activation between its two factors."""
+    def _low_rank(self, mixed: dict[str, Tensor], name: str) -> Tensor:
+        """Low-rank map with bias of a mixed input."""
         w = self.weights
-        return product(between(product(mixed[name], w[f"{name}1"])), w[f"{name}2"], w[f"{name}0"])
+        return product(product(mixed[name], w[f"{name}1"]), w[f"{name}2"], w[f"{name}0"])
 
 
 VERSIONS = {4: TimeMix4, 5: TimeMix5And6, 6: TimeMix5And6, 7: TimeMix7}
