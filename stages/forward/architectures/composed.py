@@ -292,7 +292,7 @@ class ComposedArchitecture(Architecture):
         return digest("architecture", self.fields | {"spelling": None})
 
     @cached_property
-    def context_length(self) -> int:  # type: ignore[override]
+    def context_length(self) -> int:
         """See `Architecture`; `UNLIMITED` for state spaces. Dynamic rope multiplies the length by its
         factor."""
         # Dynamic NTK scaling extends the context while it runs; other schemes are part of the config's
