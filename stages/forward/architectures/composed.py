@@ -59,7 +59,7 @@ class LayerSpec:
     mixers: tuple[MixerSpec, ...]
     """Parallel mixers, whose outputs are summed; () for a layer with a channel mixer only."""
     channel_mixer: ChannelMixerSpec | None = None
-    """MLP or experts; None for a layer with mixers only."""
+    """MLP, experts or RWKV's channel mix; None for a layer with mixers only."""
     norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
     """Norms of each half of the layer: before its input (pre-norm), after its output, or both. "of stream":
     the normalised input is also carried on as the stream (MiniMax). "of sums": post-norm, the sum of stream

@@ -93,7 +93,7 @@ class MixerSpec(ABC):
 
 
 class ChannelMixerSpec(ABC):
-    """Description of a channel mixer (MLP or experts) without its weights."""
+    """Description of a channel mixer (MLP, experts, RWKV's channel mix) without its weights."""
 
     kind: ClassVar[str]
     """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""

@@ -8,7 +8,8 @@ In layers with a shared block (mixers/shared_block.py), ln1 normalises the sum o
 This file maps kinds of mixers to the classes that compute them. A layer without a mixer, or without a channel
 mixer, has only the other half, and no resid_mid. Norms are applied to the mixers' input, to their output, to
 both, to the stream, or to the stream after the addition (`LayerSpec.norms`); in a parallel layer both halves
-read the same norm unless the channel mixer has one.
+read the same norm unless the channel mixer has one. In layer 0 of RWKV, the norm of the embedding
+(`pre_norm`) replaces the stream.
 
 Axes: [B, token, channel].
 """
