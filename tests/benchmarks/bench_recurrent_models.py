@@ -23,11 +23,11 @@ from harness import alternate, print_table, ratio
 from safetensors.torch import save_file
 
 import mizarr
-from mizarr.stages.forward.architectures.rwkv_families import read_rwkv
+from mizarr.stages.forward.architectures.rwkv_families import RWKV
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.hooks.spec import BoundSpec
 from mizarr.stages.forward.hooks.taps import RunTaps
-from mizarr.stages.forward.networks import rwkv
+from mizarr.stages.forward.networks.mixers import rwkv
 from mizarr.stages.forward.networks.recurrences.linear import LinearRecurrence
 from mizarr.stages.forward.passes.kept import Cache
 
@@ -45,7 +45,7 @@ def save_random_rwkv7(folder: Path, layers: int) -> None:
     for layer in range(layers):
         for name, rank in RANKS.items():
             shapes[f"{first.format(layer)}{name}_lora.lora.0.weight"] = (rank, HIDDEN)
-    wanted = read_rwkv(ConfigReader(config), shapes).tensors.shapes
+    wanted = RWKV["rwkv7"].config(ConfigReader(config), shapes).tensors.shapes
     tensors = {
         name: torch.randn(shape) / shape[-1] ** 0.5
         if min(shape) > 1 and len(shape) == 2

@@ -75,7 +75,7 @@ from mizarr.stages.features.effects.pushes import FeaturePushes, FeatureVectors,
 from mizarr.stages.features.effects.random_attribution import RandomAttribution
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedTrace
 from mizarr.stages.features.layers.layout import DictionaryLayout
-from mizarr.stages.forward.architectures.architecture import HeadTransform
+from mizarr.stages.forward.architectures.architecture import FinalNorm, HeadTransform
 from mizarr.stages.forward.architectures.composed import ComposedArchitecture, LayerSpec
 from mizarr.stages.forward.architectures.layer_tensors import Spelling
 from mizarr.stages.forward.architectures.mixers import (
@@ -765,6 +765,7 @@ def test_every_axis_of_an_architecture_is_in_its_digest(field):
         "blocks": CONFIG.blocks * 2,
         "norm_type": "layer",
         "norm_biases": "none",
+        "final_norm": FinalNorm(eps=1e-6),
         "transform": HeadTransform(16, "gelu", 1e-5),
     }
     other = others[field] if field in others else 7 if value is None else another(value)

@@ -26,9 +26,11 @@ from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
     "BESIDE",
+    "UNLIMITED",
     "Architecture",
     "AttentionSpec",
     "AxisSizes",
+    "FinalNorm",
     "HeadTransform",
     "Reach",
     "Stored",
@@ -41,6 +43,8 @@ __all__ = [
 SHIFTED = frozenset(("Dream",))
 """Masked diffusion models that were initialised from next-token predictors: the logits at position i still
 predict the token at position i + 1 (Ye et al., Dream 7B, 2025)."""
+UNLIMITED = 2**31 - 1
+"""Context length, in tokens, of models without a limit."""
 Reach = Literal["here", "later", "all"]
 """Positions that a change at a hook point can affect before the end of its layer: only its own position
 ("here"), also later ones, or all."""
@@ -191,6 +195,16 @@ class HeadTransform:
     """Whether the dense layer has a bias."""
     has_norm_bias: bool = True
     """Whether the norm has a bias, if it is a layer norm."""
+
+
+@dataclass(frozen=True)
+class FinalNorm:
+    """Norm before the language head, of the model's kind."""
+
+    has_bias: bool = True
+    """Whether it has a bias, if it is a layer norm."""
+    eps: float | None = None
+    """Its epsilon; None for that of all other norms (`Architecture.norm_eps`)."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,10 @@ from typing import Any, ClassVar, Literal
 from ....store.digest import digest
 from ....store.errors import ConfigError
 from .architecture import (
+    UNLIMITED,
     Architecture,
     AxisSizes,
+    FinalNorm,
     HeadTransform,
     Reach,
     Tensors,
@@ -36,8 +38,8 @@ from .layer_parts import AltUpSpec, LayerInputSpec
 from .layer_summaries import Layer, Mixer, MixersInSequence, MixersSideBySide, NoMixer
 from .layer_tensors import Spelling, composed_tensors
 from .mixers import AttentionSpec, ChannelMixerSpec, CrossAttentionSpec, MixerSpec, SharedBlockSpec
-from .points import SPLIT_INPUTS, HookPoint
-from .rwkv import UNLIMITED
+from .points import ORDER, SPLIT_INPUTS, HookPoint
+from .rwkv import TimeMixSpec
 from .transformer import RopeConfig
 
 __all__ = ["ComposedArchitecture", "LayerSpec", "PairSpec"]
@@ -55,7 +57,7 @@ class LayerSpec:
     mixers: tuple[MixerSpec, ...]
     """Parallel mixers, whose outputs are summed; () for a layer with a channel mixer only."""
     channel_mixer: ChannelMixerSpec | None = None
-    """MLP or experts; None for a layer with mixers only."""
+    """MLP, experts or RWKV's channel mix; None for a layer with mixers only."""
     norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
     """Norms of each half of the layer: before its input (pre-norm), after its output, or both. "of stream":
     the normalised input is also carried on as the stream (MiniMax). "of sums": post-norm, the sum of stream
@@ -88,6 +90,8 @@ class LayerSpec:
     cross: CrossAttentionSpec | None = None
     """Cross-attention between mixers and channel mixer, in decoder layers of an encoder-decoder; None in
     other layers."""
+    has_pre_norm: bool = False
+    """Whether the stream is replaced by its norm as it enters the layer (layer 0 of RWKV)."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -107,6 +111,11 @@ class LayerSpec:
                     f"expected {axis} to be of one size in all parts of a layer, found {size} and "
                     f"{self.axis_sizes[axis]}; such a model cannot run here"
                 )
+        if self.has_token_shift != any(isinstance(spec, TimeMixSpec) for spec in self.mixers):
+            raise ConfigError(
+                "expected a time mix in just the layers with a token-shifted channel mixer, found one of "
+                "them alone"
+            )
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -168,6 +177,8 @@ class LayerSpec:
             kinds += () if part is None else part.points
         if self.cross is not None:
             kinds += [*self.cross.points, "cross_attn_out", "resid_mid_cross"]
+        if self.has_pre_norm:
+            kinds.append("pre_norm")
         return (*kinds, *(_LAUREL if self.laurel_rank else ()))
 
     @cached_property
@@ -183,6 +194,11 @@ class LayerSpec:
         """Whether later positions depend on the stream that enters; they do not if the only mixer reads keys
         and values of an earlier layer."""
         return any(not isinstance(spec, AttentionSpec) or spec.source is None for spec in self.all_mixers)
+
+    @cached_property
+    def has_token_shift(self) -> bool:
+        """Whether the channel mixer also reads the previous token."""
+        return self.channel_mixer is not None and self.channel_mixer.has_token_shift
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
@@ -278,8 +294,8 @@ class ComposedArchitecture(Architecture):
     dropped_token: int | None = None
     """Token id whose embedding is 0, while all others are rescaled for its share of the prompt, as in
     training with masks (Rives et al., ESM-1b, 2021, and its reference code); None for no such token."""
-    has_final_norm: bool = True
-    has_final_norm_bias: bool = True
+    final_norm: FinalNorm | None = FinalNorm()
+    """Norm before the head; None if the head reads the stream."""
     transform: HeadTransform | None = None
     altup: AltUpSpec | None = None
     """Parallel streams of all layers (Gemma 3n); None for a single stream."""
@@ -349,7 +365,7 @@ class ComposedArchitecture(Architecture):
         """Digest of every field except the tensor names (`spelling`), which do not change results."""
         return digest("architecture", self.fields | {"spelling": None})
 
-    @property
+    @cached_property
     def context_length(self) -> int:
         """See `Architecture`; `UNLIMITED` for state spaces. Dynamic rope multiplies the length by its
         factor."""
@@ -357,6 +373,12 @@ class ComposedArchitecture(Architecture):
         # length.
         stretch = max((rope.factor for rope in self._ropes if rope.scheme == "dynamic"), default=1.0)
         return int((self.max_position_embeddings or UNLIMITED) * stretch)
+
+    @property
+    def final_norm_eps(self) -> float:
+        """See `Architecture`."""
+        own = None if self.final_norm is None else self.final_norm.eps
+        return self.norm_eps if own is None else own
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
@@ -380,7 +402,7 @@ class ComposedArchitecture(Architecture):
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
         """See `Architecture`; layers with different mixers have different hook points."""
-        outside = _FINAL_NORM * self.has_final_norm + _TRANSFORM * (self.transform is not None)
+        outside = _FINAL_NORM * (self.final_norm is not None) + _TRANSFORM * (self.transform is not None)
         in_layers, merged = ((), ()) if self.altup is None else (self.altup.points, ("altup_merged",))
         points = [HookPoint(kind) for kind in ("embed", *outside, *merged)]
         for layer, block in enumerate(self.blocks):
@@ -411,9 +433,9 @@ class ComposedArchitecture(Architecture):
         return composed_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
-        """See `Architecture`: a change before a mixer, or at a mixer's keys, values or states, also affects
-        later positions, or all positions if attention is bidirectional; any other change only its own
-        position."""
+        """See `Architecture`: a change before a mixer or a token shift, or at a mixer's keys, values or
+        states, also affects later positions, or all positions if attention is bidirectional; any other
+        change only its own position."""
         spread: Reach = "all" if self.looks_ahead else "later"
         if point.kind in ("embed", "resid_post"):
             layer = 0 if point.layer is None else point.layer + 1
@@ -425,6 +447,7 @@ class ComposedArchitecture(Architecture):
         # With post-norms ("of sums"), mixers read resid_pre directly, and ln1 comes after them.
         before = _BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",)
         spreads = block.mixes_positions and point.kind in before
+        spreads = spreads or (block.has_token_shift and ORDER[point.kind] <= ORDER["mlp_pre"])
         return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
     def reaches_from(self, tokens: Sequence[int], position: int) -> int:

@@ -24,7 +24,7 @@ from .hybrids.mamba_families import HYBRIDS, FamilyReader
 from .hybrids.recurrent_families import RECURRENT
 from .hybrids.zamba_families import ZAMBA
 from .pairs.families import PAIRS
-from .rwkv_families import RWKV, read_rwkv
+from .rwkv_families import RWKV
 from .transformer import ConfigReader
 
 __all__ = ["KNOWN", "SECOND_NAMES", "KnownFamily", "from_hf_config"]
@@ -196,17 +196,9 @@ def _tower(model_type: str) -> KnownFamily:
     return KnownFamily(read, lambda: row, reads_tensors=True)
 
 
-def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
-    """Entry of an RWKV version."""
-    activation = "token-shifted squared ReLU"
-    attention = f"none: the state of RWKV-{generation}"
-    row = _row(model_type, examples, "layer norm", activation, attention, "untied")
-    return KnownFamily(read_rwkv, lambda: row, reads_tensors=True)
-
-
 def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
     """Entry of a family in one of the other tables."""
-    row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
+    row = _row(model_type, family.examples, family.norm, family.mlp, family.mixers, family.head)
     return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
@@ -222,12 +214,11 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
     return row | {"attention": attention, "head": head}
 
 
-_MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | GEMMAS
+_MIXER_FAMILIES = RWKV | HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | GEMMAS
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _pair(model_type) for model_type in PAIRS},
     **{model_type: _tower(model_type) for model_type in TOWERS},
-    **{model_type: _rwkv(model_type, *row) for model_type, row in RWKV.items()},
     **{model_type: _hybrid(model_type, family) for model_type, family in _MIXER_FAMILIES.items()},
 }
 """model_type -> family, for all supported families."""

@@ -3,8 +3,8 @@
 Checkpoints differ in module names (`Spelling`); below its module, a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ look them up: "q", "o.bias", "up" for
 attention and MLP; with a prefix for others: "ssm." (state spaces), "latent." (latent attention), "linear."
-(linear attention), "conv." (short convolutions), "experts.", "shared." (a block that layers share), "mlstm.";
-parts of Gemma 3n and 4 as in layer_parts.py.
+(linear attention), "conv." (short convolutions), "experts.", "shared." (a block that layers share), "mlstm.",
+"rwkv." (time mix), "shifted." (token-shifted channel mix); parts of Gemma 3n and 4 as in layer_parts.py.
 Factors of a layer's outputs are multiplied into weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .architecture import BESIDE, HeadTransform, Stored, Tensors
+from .architecture import BESIDE, FinalNorm, HeadTransform, Stored, Tensors
 from .layer_parts import CORRECTED_SCALE, AltUpSpec, LayerInputSpec, laurel_tensors
 from .linear_mixers import (
     GatedDeltaSpec,
@@ -41,6 +41,8 @@ from .mixers import (
     RoutedAttentionSpec,
     SharedBlockSpec,
 )
+from .rwkv import ChannelMixSpec, TimeMixSpec
+from .rwkv_tensors import RwkvNames, channel_mix_tensors, time_mix_tensors
 
 __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "PairNames", "Spelling", "composed_tensors"]
 
@@ -179,6 +181,8 @@ class Spelling:
     """Norm of cross-attention; set from `pair` in decoder layers."""
     pair: PairNames | None = None
     """Names of the decoder of an encoder-decoder; None for other models."""
+    rwkv: RwkvNames = RwkvNames()
+    """Names of the parts of RWKV."""
 
 
 LLAMA = Spelling(
@@ -216,6 +220,8 @@ class _Block(Protocol):
     def has_scalar(self) -> bool: ...
     @property
     def cross(self) -> CrossAttentionSpec | None: ...
+    @property
+    def has_pre_norm(self) -> bool: ...
 
 
 class HybridShapes(Protocol):
@@ -254,9 +260,7 @@ class HybridShapes(Protocol):
     @property
     def token_types(self) -> int: ...
     @property
-    def has_final_norm(self) -> bool: ...
-    @property
-    def has_final_norm_bias(self) -> bool: ...
+    def final_norm(self) -> FinalNorm | None: ...
     @property
     def transform(self) -> HeadTransform | None: ...
     @property
@@ -267,8 +271,8 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     """Map of an architecture's weights to tensors; "head" is the tensor of the embedding if both are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
-    if c.has_final_norm:
-        biased = _has_biased_norms(c) and c.has_final_norm_bias
+    if c.final_norm is not None:
+        biased = _has_biased_norms(c) and c.final_norm.has_bias
         outside |= _norm("final_norm", spelling.final_norm, c, has_bias=biased)
     head_input = c.hidden_size
     if c.transform is not None:
@@ -329,7 +333,7 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
     sides: list[tuple[str, Spelling | PairNames]] = [("", spelling)]
     if (pair := spelling.pair) is not None:
         sides = [(f"{BESIDE}source.", spelling), (f"{BESIDE}target.", pair)]
-        if c.has_final_norm:
+        if c.final_norm is not None:
             has_bias = _has_biased_norms(c)
             tensors |= _norm(f"{BESIDE}memory_norm", pair.memory_norm, c, has_bias=has_bias)
     for side, names in sides:
@@ -448,6 +452,8 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
         prefix = spelling.after_block
         spelling = replace(spelling, ln1=prefix + spelling.ln1, mixer=prefix + spelling.mixer)
     biased = config.norm_biases == "in layers" or _has_biased_norms(config)
+    if block.has_pre_norm:
+        yield from _norm("pre_norm", spelling.rwkv.pre_norm, config, has_bias=biased).items()
     for name in block.norm_names:
         factor = block.post_factor if name.endswith("_post") else 1.0
         yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
@@ -954,5 +960,7 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     MlpSpec.kind: _mlp,
     ExpertsSpec.kind: _experts,
     MlpAndExpertsSpec.kind: _mlp_and_experts,
+    TimeMixSpec.kind: lambda shape, spelling, hidden: time_mix_tensors(shape, spelling.rwkv, hidden),
+    ChannelMixSpec.kind: lambda shape, spelling, hidden: channel_mix_tensors(shape, spelling.rwkv, hidden),
 }
 """Kind of a mixer or channel mixer -> function (spec, tensor names, hidden size) -> its tensors."""

@@ -94,14 +94,16 @@ class MixerSpec(ABC):
 
 
 class ChannelMixerSpec(ABC):
-    """Description of a channel mixer (MLP or experts) without its weights."""
+    """Description of a channel mixer (MLP, experts, RWKV's channel mix) without its weights."""
 
     kind: ClassVar[str]
     """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
+    has_token_shift: ClassVar[bool] = False
+    """Whether it also reads the previous token (RWKV)."""
 
     @property
     @abstractmethod
-    def summary(self) -> Literal["MLP", "gated MLP", "experts"]:
+    def summary(self) -> Literal["MLP", "gated MLP", "token-shifted MLP", "experts"]:
         """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
 
     @property

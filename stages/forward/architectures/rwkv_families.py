@@ -9,40 +9,62 @@ Border: one config, and names and shapes of tensors; never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from ....store.errors import ConfigError, WeightsError
-from .families import refuse_unfollowed
-from .rwkv import Generation, RwkvConfig
-from .rwkv_tensors import LAYER, Spelling
+from .architecture import FinalNorm
+from .composed import ComposedArchitecture, LayerSpec
+from .hybrids.mamba_families import FamilyReader, TensorShapes
+from .layer_tensors import Spelling
+from .rwkv import ChannelMixSpec, Generation, TimeMixSpec
+from .rwkv_tensors import RwkvNames, time_mix_tensors
 from .transformer import ConfigReader
 
-__all__ = ["RWKV", "read_rwkv"]
+__all__ = ["RWKV"]
 
-RWKV: dict[str, tuple[Generation, str]] = {
-    "rwkv": (4, "RWKV-4 Dove, Raven"),
-    "rwkv5": (5, "RWKV-5 Eagle"),
-    "rwkv6": (6, "RWKV-6 Finch"),
-    "rwkv7": (7, "RWKV-7 Goose"),
-}
-"""model_type -> (version, well-known models)."""
-TensorShapes = Mapping[str, tuple[int, ...]]
+HF = Spelling(
+    embed="rwkv.embeddings",
+    final_norm="rwkv.ln_out",
+    head="head",
+    layer="rwkv.blocks.{}.",
+    ln1="ln1",
+    ln2="ln2",
+)
+"""Names of transformers and the RWKV organisation."""
+NATIVE = replace(
+    HF,
+    embed="emb",
+    final_norm="ln_out",
+    layer="blocks.{}.",
+    rwkv=RwkvNames(time_mix="att.", channel_mix="ffn.", pre_norm="ln0"),
+)
+"""Names of the training code."""
+FLA = Spelling(
+    embed="model.embeddings",
+    final_norm="model.norm",
+    layer="model.layers.{}.",
+    ln1="attn_norm",
+    ln2="ffn_norm",
+    rwkv=RwkvNames("attn.", "g_norm", "ffn.", "pre_norm", is_fla=True),
+)
+"""Names of flash-linear-attention."""
 
 
-def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
+def read_rwkv(reader: ConfigReader, shapes: TensorShapes, generation: Generation) -> ComposedArchitecture:
     """The architecture of an RWKV checkpoint.
 
     Arguments:
         reader: The config.json.
         shapes: Shapes of the checkpoint's tensors by name.
+        generation: Version of RWKV.
 
     Raises:
         ConfigError: A key is missing, contradicts another key, or asks for a feature that is not implemented.
         WeightsError: A tensor whose shape determines a rank is missing.
     """
-    model_type, source = reader.raw["model_type"], reader.source
-    generation = RWKV[model_type][0]
-    _refuse_unfollowed(reader, generation)
+    source = reader.source
+    if generation == 7:
+        _refuse_unfollowed(reader)
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     spelling = _spelling(shapes, generation, source)
     width = hidden if generation == 7 else reader.integer("attention_hidden_size", hidden)
@@ -55,48 +77,56 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
     eps = reader.number("norm_eps" if generation == 7 else "layer_norm_epsilon", 1e-5)
     # RWKV-5 and 6 divide head outputs by this number before their norm, which scales its epsilon.
     divisor = 1 if generation in (4, 7) else reader.integer("head_size_divisor", 8)
-    layer_0 = LAYER[spelling.partition(",")[0]].format(0)
-    decays = shapes.get(f"{layer_0}attention.time_decay", shapes.get(f"{layer_0}att.time_decay", ()))
+    time_mix_0 = spelling.layer.format(0) + spelling.rwkv.time_mix
+    decays = shapes.get(f"{time_mix_0}time_decay", ())
     # RWKV-5.0 has no gate; no config key states the minor version, so the tensors decide.
     has_gate = generation > 5 or (generation == 5 and any(".gate.weight" in name for name in shapes))
-    return RwkvConfig(
-        model_type=model_type,
-        generation=generation,
-        hidden_size=hidden,
-        num_layers=layers,
-        vocab_size=reader.integer("vocab_size"),
-        num_heads=width // size,
+    mixer = TimeMixSpec(
+        generation,
+        heads=width // size,
         head_dim=size,
-        attention_size=width,
-        intermediate_size=_intermediate(reader, generation, hidden),
-        norm_eps=eps,
-        head_norm_eps=eps * (size if generation == 7 else divisor**2),
-        ranks=_ranks(shapes, generation, layer_0, spelling),
-        spelling=spelling,
+        norm_eps=eps * (size if generation == 7 else divisor**2),
+        ranks=_ranks(shapes, generation, spelling),
         has_gate=has_gate,
-        has_norm_bias=reader.flag("norm_bias", True),
-        norm_first=reader.flag("norm_first", True),
-        decays_per_head=generation == 5 and len(decays) == 1,
+        has_decay_per_head=generation == 5 and len(decays) == 1,
+    )
+    later = replace(mixer, reads_first_values=generation == 7)
+    channel_mixer = ChannelMixSpec(generation, hidden, _intermediate(reader, generation, hidden))
+    first_block = LayerSpec((mixer,), channel_mixer, has_pre_norm=reader.flag("norm_first", True))
+    if generation == 7:
+        # Old files hold a value residual of layer 0, too, which has no earlier layer.
+        tensors = time_mix_tensors(later, spelling.rwkv, hidden)
+        unread = [stored.name for weight, stored in tensors if weight in ("rwkv.v0", "rwkv.v1", "rwkv.v2")]
+        spelling = replace(spelling, unread=tuple(spelling.layer.format(0) + name for name in unread))
+    return ComposedArchitecture(
+        model_type=reader.raw["model_type"],
+        hidden_size=hidden,
+        vocab_size=reader.integer("vocab_size"),
+        blocks=(first_block, *(LayerSpec((later,), channel_mixer),) * (layers - 1)),
+        spelling=spelling,
+        norm_eps=eps,
+        norm_type="layer",
+        norm_biases="of layer norms" if reader.flag("norm_bias", True) else "none",
+        # Up to RWKV-6, the reference's final norm ignores the config and has PyTorch's default epsilon.
+        final_norm=FinalNorm() if generation == 7 else FinalNorm(eps=1e-5),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
     )
 
 
-def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
-    """Raise ConfigError for settings that change results and are not implemented."""
-    refuse_unfollowed(reader)
-    if generation == 7 and reader.has("attn"):
+def _refuse_unfollowed(reader: ConfigReader) -> None:
+    """Raise ConfigError for settings of version 7 that change results and are not implemented."""
+    if reader.has("attn"):
         raise ConfigError(
             f"{reader.source}: expected no attention layers in an RWKV-7, found attn={reader.raw['attn']!r}; "
             "such hybrids cannot run here"
         )
-    if generation == 7 and (act := reader.text("hidden_act", "sqrelu")) != "sqrelu":
+    if (act := reader.text("hidden_act", "sqrelu")) != "sqrelu":
         raise ConfigError(
             f"{reader.source}: expected hidden_act 'sqrelu', found {act!r}; this model cannot run here"
         )
-    sizes = reader.raw.get("value_dim")
-    hidden = reader.raw.get("hidden_size")
+    sizes, hidden = reader.raw.get("value_dim"), reader.raw.get("hidden_size")
     listed = sizes if isinstance(sizes, list) else [sizes]
-    if generation == 7 and any(size not in (None, hidden) for size in listed):
+    if any(size not in (None, hidden) for size in listed):
         raise ConfigError(
             f"{reader.source}: expected value_dim to be hidden_size ({hidden}) in every layer, found "
             f"{sizes!r}; this model cannot run here"
@@ -104,13 +134,15 @@ def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
 
 
 def _spelling(shapes: TensorShapes, generation: Generation, source: str) -> Spelling:
-    """Naming scheme of a checkpoint, from the tensors of layer 0; ConfigError if they fit no scheme."""
-    if f"{LAYER['fla'].format(0)}attn.r_proj.weight" in shapes and generation == 7:
-        return "fla, one x_x" if f"{LAYER['fla'].format(0)}attn.x_x" in shapes else "fla"
-    if f"{LAYER['hf'].format(0)}attention.key.weight" in shapes and generation < 7:
-        return "hf"
-    if f"{LAYER['native'].format(0)}att.key.weight" in shapes:
-        return "native"
+    """Names of a checkpoint's tensors, from those of layer 0; ConfigError if they fit no naming scheme."""
+    layer_0 = FLA.layer.format(0)
+    if f"{layer_0}attn.r_proj.weight" in shapes and generation == 7:
+        is_fused = f"{layer_0}attn.x_x" in shapes
+        return replace(FLA, rwkv=replace(FLA.rwkv, has_fused_mixes=is_fused))
+    if f"{HF.layer.format(0)}attention.key.weight" in shapes and generation < 7:
+        return HF
+    if f"{NATIVE.layer.format(0)}att.key.weight" in shapes:
+        return NATIVE
     raise ConfigError(
         f"{source}: expected the tensors of an RWKV-{generation} "
         f"({'model.layers.0.attn.r_proj' if generation == 7 else 'rwkv.blocks.0.attention.key'}.weight, or "
@@ -166,24 +198,21 @@ def _intermediate(reader: ConfigReader, generation: Generation, hidden: int) -> 
     return reader.optional_integer("intermediate_size", default) or default
 
 
-def _ranks(
-    shapes: TensorShapes, generation: Generation, layer_0: str, spelling: Spelling
-) -> tuple[tuple[str, int], ...]:
+def _ranks(shapes: TensorShapes, generation: Generation, spelling: Spelling) -> tuple[tuple[str, int], ...]:
     """(weight, rank) of the low-rank maps, from the tensors of the first layer that has them.
 
     Arguments:
         shapes: Shapes of the checkpoint's tensors by name.
         generation: Version of RWKV.
-        layer_0: Prefix of the tensors of layer 0.
-        spelling: Naming scheme of the checkpoint.
+        spelling: Names of the checkpoint's tensors.
 
     Raises:
         WeightsError: A tensor is missing.
     """
-    if generation < 6:
-        return ()
+    names = spelling.rwkv
 
-    def shape(name: str) -> tuple[int, ...]:
+    def shape(layer: int, name: str) -> tuple[int, ...]:
+        name = f"{spelling.layer.format(layer)}{names.time_mix}{name}"
         if name not in shapes:
             raise WeightsError(
                 f"expected a tensor {name!r}, whose shape says the rank of a low-rank map, found none among "
@@ -191,21 +220,33 @@ def _ranks(
             )
         return shapes[name]
 
+    if generation < 6:
+        return ()
     if generation == 6:
-        room = "attention" if spelling == "hf" else "att"
-        return (
-            ("mix", shape(f"{layer_0}{room}.time_maa_w1")[1] // 5),
-            ("decay", shape(f"{layer_0}{room}.time_decay_w1")[1]),
-        )
-    layer_1 = LAYER[spelling.partition(",")[0]].format(1)
-    ranks = []
-    for map_ in ("w", "a", "v", "g"):
-        # The value residual reads layer 0 and exists from layer 1 on.
-        layer = layer_1 if map_ == "v" else layer_0
-        if map_ == "v" and not any(name.startswith(layer_1) for name in shapes):
-            ranks.append((map_, 0))
-        elif spelling == "native":
-            ranks.append((map_, shape(f"{layer}att.{map_}1")[1]))
-        else:
-            ranks.append((map_, shape(f"{layer}attn.{map_}_lora.lora.0.weight")[0]))
-    return tuple(ranks)
+        return (("mix", shape(0, "time_maa_w1")[1] // 5), ("decay", shape(0, "time_decay_w1")[1]))
+    part, axis = ("{}_lora.lora.0.weight", 0) if names.is_fla else ("{}1", 1)
+    # The value residual reads layer 0 and exists from layer 1 on.
+    has_two_layers = any(name.startswith(spelling.layer.format(1)) for name in shapes)
+    ranks = {name: shape(0, part.format(name))[axis] for name in "wag"}
+    return (*ranks.items(), ("v", shape(1, part.format("v"))[axis] if has_two_layers else 0))
+
+
+def _family(generation: Generation, examples: str) -> FamilyReader:
+    """A version of RWKV."""
+    return FamilyReader(
+        lambda reader, shapes: read_rwkv(reader, shapes, generation),
+        examples,
+        f"none: the state of RWKV-{generation}",
+        "token-shifted squared ReLU",
+        reads_tensors=True,
+        norm="layer norm",
+    )
+
+
+RWKV: dict[str, FamilyReader] = {
+    "rwkv": _family(4, "RWKV-4 Dove, Raven"),
+    "rwkv5": _family(5, "RWKV-5 Eagle"),
+    "rwkv6": _family(6, "RWKV-6 Finch"),
+    "rwkv7": _family(7, "RWKV-7 Goose"),
+}
+"""model_type -> version of RWKV."""

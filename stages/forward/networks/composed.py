@@ -15,7 +15,8 @@ cross-attention after resid_mid.
 This file maps kinds of mixers to the classes that compute them. A layer without a mixer, or without a channel
 mixer, has only the other half, and no resid_mid. Norms are applied to the mixers' input, to their output, to
 both, to the stream, or to the stream after the addition (`LayerSpec.norms`); in a parallel layer both halves
-read the same norm unless the channel mixer has one.
+read the same norm unless the channel mixer has one. In layer 0 of RWKV, the norm of the embedding
+(`pre_norm`) replaces the stream.
 
 Axes: [B, token, channel].
 """
@@ -54,6 +55,7 @@ from .layer_parts import (
     table_inputs,
 )
 from .mixers.attention import SelfAttention
+from .mixers.convolution import ShortConvolution
 from .mixers.differential_attention import DifferentialAttention
 from .mixers.experts import Experts, MlpAndExperts
 from .mixers.gated_delta import GatedDelta
@@ -67,15 +69,15 @@ from .mixers.mixer import ChannelMixer, LayerTensors, PositionMixer, strip_prefi
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
 from .mixers.routed_attention import RoutedAttention
+from .mixers.rwkv import ChannelMix, TimeMix, time_mix
 from .mixers.shared_block import SharedBlock
-from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
 from .pairs import MEMORY, CrossAttention, embed_sides, enter_side, no_pairs
 from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 
-MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
+MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer | TimeMix]] = {
     "attention": SelfAttention,
     "differential_attention": DifferentialAttention,
     "gated_attention": SelfAttention,
@@ -89,11 +91,13 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "mlstm": Mlstm,
     "routed_attention": RoutedAttention,
     "short_convolution": ShortConvolution,
+    "time_mix": time_mix,
 }
 """Kind of mixer (`MixerSpec.kind`) -> class that computes it, built from the spec and the layer's tensors."""
-CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer | MlpAndExperts]] = {
-    "mlp": Mlp,
+CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer | ChannelMix | MlpAndExperts]] = {
+    "channel_mix": ChannelMix,
     "experts": Experts,
+    "mlp": Mlp,
     "mlp_and_experts": MlpAndExperts,
 }
 """Likewise for channel mixers."""
@@ -107,16 +111,16 @@ START = "start"
 class LayerModules:
     """Mixers and norms of one layer, with their weights."""
 
-    mixers: tuple[PositionMixer, ...]
+    mixers: tuple[PositionMixer | TimeMix, ...]
     """Mixers that read the same input and whose outputs are added; mostly one."""
-    channel_mixer: ChannelMixer | MlpAndExperts | None
-    """MLP or experts; None if the layer has none."""
+    channel_mixer: ChannelMixer | ChannelMix | MlpAndExperts | None
+    """MLP, experts or channel mix of RWKV; None if the layer has none."""
     norms: Mapping[str, NormWeights]
     """Norms by their names in architectures/layer_tensors.py, such as "ln1" and "ln2_post"."""
     shared: SharedBlock | None = None
     """Block before the mixer, with weights that several layers share."""
     gains: Mapping[str, Tensor] = field(default_factory=dict)
-    """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer)."""
+    """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer); {} for none."""
     altup: AltUp | None = None
     """Update of several streams; None in families with one."""
     laurel: Laurel | None = None
@@ -151,7 +155,9 @@ def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str
 def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     """Build one layer; take: reads a tensor by its checkpoint name."""
     tensors, spec = tensors_of(take, config, layer), config.blocks[layer]
-    norms = parts_of({name: tensor for name, tensor in tensors.items() if name.startswith("ln")})
+    norms = parts_of(
+        {name: tensor for name, tensor in tensors.items() if name.startswith(("ln", "pre_norm"))}
+    )
     mixers = tuple(MIXERS[mixer.kind](mixer, tensors) for mixer in spec.mixers)
     channel = spec.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, tensors)
@@ -223,6 +229,9 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside, streams = self._entered(carried), None
         x = taps("resid_pre", layer, beside.pop(STREAM))
+        if block.has_pre_norm:
+            norm, c = modules.norms["pre_norm"], self.config
+            x = taps("pre_norm", layer, apply_norm(self._narrow(x), norm, c.norm_type, c.norm_eps))
         acts, sums_are_normed = None, block.norms == "of sums"
         if block.side is not None:
             beside, acts = enter_side(self.config, self.weights.beside, layer, x, beside, history)
@@ -237,7 +246,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             h, x = self._read(x, "ln1", layer, taps, block_out)
             outputs = [self._mixed(m, h, entering, layer, history, taps, beside) for m in modules.mixers]
             added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps, acts)
-            x = history.needed(x)
+            # A token shift reads all tokens once more.
+            x = x if block.has_token_shift else history.needed(x)
             x = (x * modules.gains["1"] if modules.gains else x) + taps("attn_out", layer, added)
             if modules.laurel is not None:
                 x = modules.laurel(x, history.needed(h), layer, taps)
@@ -259,7 +269,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                     x = self._summed(x, "ln_cross", layer, taps, acts) if sums_are_normed else x
                     x = taps("resid_mid_cross", layer, x)
                 h, x = self._read(x, "ln2", layer, taps)
-            written = self._written(h, x, layer, taps, acts)
+            written = self._written(h, x, layer, taps, acts, history)
+            x = history.needed(x) if block.has_token_shift else x
             x = (x * modules.gains["2"] if modules.gains else x) + written
             x = self._summed(x, "ln2", layer, taps, acts) if sums_are_normed else x
         beside = {name: history.needed(tensor) for name, tensor in beside.items()}
@@ -292,20 +303,31 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
         return self._written(self._normed(x, name, layer, taps), x, layer, taps)
 
-    def _written(self, h: Tensor, x: Tensor, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
+    def _written(
+        self,
+        h: Tensor,
+        x: Tensor,
+        layer: int,
+        taps: Taps,
+        acts: Tensor | None = None,
+        history: History | None = None,
+    ) -> Tensor:
         """Output of the channel mixer, with its hook points, for its normalised input h of the stream x;
-        acts: see `_added`."""
+        acts: see `_added`. Only token-shifted channel mixers need the history."""
         channel_mixer, h = self.weights.layers[layer].channel_mixer, taps("mlp_pre", layer, h)
         assert channel_mixer is not None  # callers check
         if isinstance(channel_mixer, MlpAndExperts):
             h = channel_mixer(h, layer, taps, x)
+        elif isinstance(channel_mixer, ChannelMix):
+            assert history is not None  # as `fed` is for attention layers
+            h = channel_mixer(h, layer, history, taps)
         else:
             h = channel_mixer(h, layer, taps)
         return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps, acts))
 
     def _mixed(
         self,
-        mixer: PositionMixer,
+        mixer: PositionMixer | TimeMix,
         h: Tensor,
         stream: Tensor,
         layer: int,
@@ -314,8 +336,10 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         beside: Carried,
     ) -> Tensor:
         """Output of a mixer for normalised h. Attention with hook points for inputs of single heads also gets
-        the stream before the norm, as interventions may change it per head; layers that share keys and values
-        get the tensors carried beside the stream."""
+        the stream before the norm, as interventions may change it per head; layers that share keys and
+        values, and time mixes, get the tensors carried beside the stream, to which they may add."""
+        if isinstance(mixer, TimeMix):
+            return mixer(h, layer, history, taps, beside)
         if not isinstance(mixer, SelfAttention):
             return mixer(h, layer, history, taps)
         c, source = self.config, None
@@ -366,7 +390,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         return x if acts is None else torch.where(acts, x, 0)
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        c, norm = self.config, self.norm_of(name, layer)
+        c, norm = self.config, self.weights.layers[layer].norms[name]
         return normalise(self._narrow(x), norm, c.norm_type, c.norm_eps, taps, name, layer)
 
     def norm_of(self, name: str, layer: int) -> NormWeights:

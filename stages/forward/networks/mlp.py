@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": lambda x: torch.relu(x).square(),
 }
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
@@ -29,6 +29,8 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """The same functions in place, with the same bits: allocating the inner activations, the widest tensor of a
 layer, costs more than the function."""
+EXACT = ("relu", "relu2")
+"""Activation functions without rounding in between, whose bits are the same at any place of a tensor."""
 
 
 def mlp(
@@ -66,9 +68,9 @@ def mlp(
     recorded = is_recorded(activated, up)
     learned = weights.activation
     act = partial(LEARNED[activation], **learned) if learned else ACTIVATIONS[activation]
-    if not recorded and not taps.touches(layer, "mlp_pre_act"):
-        act = IN_PLACE.get(activation, act)
-    inner = evenly(act, activated)
+    if activation in IN_PLACE and not recorded and not taps.touches(layer, "mlp_pre_act"):
+        act = IN_PLACE[activation]
+    inner = act(activated) if activation in EXACT else evenly(act, activated)
     if gate is not None:
         inner = inner * up if recorded else inner.mul_(up)  # in place: no tap has a reference to it
     if weights.inner_norm is not None and inner_eps is not None:

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from ..architectures.architecture import Architecture
 from ..checkpoints.checkpoint import Files, checkpoint_of
-from . import composed, rwkv, weights
+from . import composed, weights
 from .bridge import network as bridge
 from .composed import ComposedNetwork
 from .loop import Network
-from .rwkv import Rwkv
 
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
-    "rwkv": (rwkv.block, Rwkv),
     "composed": (composed.block, ComposedNetwork),
 }
 """Kind of architecture -> (function that builds a layer's weights, class of the network)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mizarr
 from mizarr import Add, HookPoint, HookSpec, Model, Replace, Run, Scale, Zero
+from mizarr.stages.forward.architectures.mixers import AttentionSpec, MlpSpec
 from mizarr.stages.forward.hooks.edges import KnockoutSpec
 from mizarr.stages.forward.hooks.spec import BoundSpec
 from mizarr.stages.forward.hooks.taps import RunTaps
@@ -206,7 +208,7 @@ def test_stored_activations_are_those_of_a_pass(models, generation, tmp_path):
 
 def test_the_stream_of_layer_0_is_replaced_by_its_norm(models):
     model = models("rwkv7")
-    assert model.config.norm_first
+    assert model.config.blocks[0].has_pre_norm
     names = ("pre_norm", "attn_out", "mlp_out", "resid_post")
     cache = model.forward(IDS, HookSpec().capture(*(HookPoint(name, 0) for name in names)))
     start, attention, mlp, end = (cache[HookPoint(name, 0)] for name in names)
@@ -340,6 +342,31 @@ def test_every_field_of_the_config_is_in_the_key(tmp_path):
     other = Model.from_pretrained(tmp_path)
     assert other.identity != model.identity
     assert not torch.equal(other.forward(IDS).logits, model.forward(IDS).logits)
+
+
+def test_the_two_halves_of_a_layer_stand_together(models):
+    block = models("rwkv6").config.blocks[0]
+    with pytest.raises(ConfigError, match="a time mix in just the layers with a token-shifted"):
+        replace(block, channel_mixer=MlpSpec(40, "relu2", is_gated=False))
+    with pytest.raises(ConfigError, match="a time mix in just the layers with a token-shifted"):
+        replace(block, mixers=(AttentionSpec(4, 4, 6),))
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_final_norm_has_the_epsilon_of_the_reference(models, generation):
+    """Up to version 6, the reference builds its final norm without the epsilon of the config."""
+    config = replace(models(generation).config, norm_eps=1e-3)
+    assert config.final_norm_eps == (1e-3 if generation == "rwkv7" else 1e-5)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_all_up_to_the_second_token_shift_reaches_later_positions(models, generation):
+    config = models(generation).config
+    last = config.num_layers - 1
+    kinds = {point.kind for point in config.hook_points if point.layer == last} - {"resid_post"}
+    here = {kind for kind in kinds if config.reach(HookPoint(kind, last)) == "here"}
+    assert here == {"mlp_pre_act", "mlp_post_act", "mlp_post", "mlp_out"}
+    assert config.reach(HookPoint.resid_post(0)) == config.reach(HookPoint("embed")) == "later"
 
 
 def test_a_grid_of_states_costs_what_it_changes(models):

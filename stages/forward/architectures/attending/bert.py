@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .....store.errors import ConfigError
+from ..architecture import FinalNorm
 from ..composed import ComposedArchitecture
 from ..families import ACTIVATIONS, read_activation
 from ..layer_tensors import EncoderNames, Spelling
@@ -135,7 +136,7 @@ def bert_like(
     context = build.position_table(config, 512, start_row=0) if context is None else context
     # The direction is set here and in `context`, as `AttentionSpec` checks relative positions against it.
     attention_fields = {"bias": True, "is_bidirectional": looks_ahead, **layers.attention}
-    defaults = {"norms": "of sums", "has_embedding_norm": True, "has_final_norm": False, "tied": True}
+    defaults = {"norms": "of sums", "has_embedding_norm": True, "final_norm": None, "tied": True}
     return build.decoder(
         config,
         build.attention(config, **attention_fields),
@@ -195,7 +196,7 @@ def megatron_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
         replace(BERT_SPELLING, ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
         norms="before",
         has_embedding_norm=False,
-        has_final_norm=True,
+        final_norm=FinalNorm(),
     )
 
 
@@ -424,7 +425,7 @@ def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         eps=config.number("layer_norm_eps", 1e-5),
         norms="before",
         has_embedding_norm=False,
-        has_final_norm=True,
+        final_norm=FinalNorm(),
         token_types=1,
         context=build.position_table(config, 514),
     )
@@ -439,7 +440,7 @@ def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> Composed
         ln2="intermediate.LayerNorm",
         final_norm="roberta_prelayernorm.LayerNorm",
     )
-    return roberta_like(config, shapes, spelling, norms="before", has_final_norm=True)
+    return roberta_like(config, shapes, spelling, norms="before", final_norm=FinalNorm())
 
 
 @bert_family("luke", "LUKE, its words")
@@ -548,7 +549,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         context=context,
         norms="before",
         has_embedding_norm=config.flag("emb_layer_norm_before", False),
-        has_final_norm=True,
+        final_norm=FinalNorm(),
         token_types=None,
         dropped_token=config.integer("mask_token_id", least=0) if is_dropped else None,
     )

@@ -80,7 +80,7 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norms="of sums",
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        has_final_norm=False,
+        final_norm=None,
         tied=True,
         spelling=build.rooted(spelling, ROOT, shapes),
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from .....store.errors import ConfigError
+from ..architecture import FinalNorm
 from ..composed import ComposedArchitecture
 from ..families import listed_windows, read_activation
 from ..layer_tensors import LLAMA, EncoderNames, Spelling
@@ -149,7 +150,7 @@ def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         context=build.PositionContext(2048, looks_ahead=True),
         norm_type="layer",
         eps=1e-5,
-        has_final_norm_bias=False,
+        final_norm=FinalNorm(has_bias=False),
         transform=build.head_transform(config, 1e-5),
         has_head_bias=True,
         tied=None,
@@ -193,7 +194,7 @@ def _rotary_bert(
         norms="of sums",
         norm_type="layer",
         has_embedding_norm=True,
-        has_final_norm=False,
+        final_norm=None,
         token_types=config.integer("type_vocab_size", token_types, least=0),
         has_head_bias=True,
         tied=True,

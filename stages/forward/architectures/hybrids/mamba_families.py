@@ -78,6 +78,8 @@ class FamilyReader:
     """Whether `read` needs the tensor shapes: checkpoints of the family use two naming schemes."""
     may_look_both_ways: bool = False
     """Whether `read` itself checks use_bidirectional_attention."""
+    norm: str = "RMS"
+    """Its norms in words."""
 
     def config(self, reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         """The architecture that a config describes.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .....store.errors import ConfigError
+from ..architecture import FinalNorm
 from ..composed import ComposedArchitecture, PairSpec
 from ..families import read_activation
 from ..layer_tensors import EncoderNames, PairNames, Spelling
@@ -209,7 +210,7 @@ def _bart(
         has_embedding_norm=embedding_norm is not None,
         has_head_bias="final_logits_bias" in shapes,
         unknown_token=padding,
-        has_final_norm=norms == "before",
+        final_norm=FinalNorm() if norms == "before" else None,
         pair=PairSpec(
             depths[0],
             token_id(config, "decoder_start_token_id", start),
