@@ -20,6 +20,7 @@ from ..stages.forward.models.reference import ModelRef
 from ..stages.logits.lens import format_token
 from ..store.errors import ConfigError, PromptError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
+from .general_facts import general_facts
 
 if TYPE_CHECKING:
     from ..stages.forward.architectures.architecture import Architecture
@@ -166,15 +167,24 @@ class Subject:
 
     @property
     def general_facts(self) -> list[dict[str, Any]]:
-        """General facts that the model knows (`material/facts/general.py`); all of them before that was
+        """General facts that the model knows (general_facts.py); all of them before that was
         measured, and if it knows fewer than FEWEST_KNOWN."""
-        from .material.facts.general import general_facts
-
         self.asks_general = True
         facts = list(general_facts())
         if self.known_facts is None or sum(self.known_facts) < FEWEST_KNOWN:
             return facts
         return [fact for fact, is_known in zip(facts, self.known_facts, strict=True) if is_known]
+
+    def general_ranks(self) -> ExperimentNode:
+        """The node that ranks the answers of all general facts in the model; its axis `prompt` follows
+        `general_facts`."""
+        from ..stages.causal.answer_ranks import AnswerRanks
+
+        facts = [(self.asked(fact["prompt"]), fact["target"]) for fact in general_facts()]
+        prompts = self.tokenizer.ids_of([prompt for prompt, _ in facts], add_special=True)
+        answers = self.answer_ids(facts)
+        positions = [self.read_at(ids) for ids in prompts]
+        return self.on_model(AnswerRanks(tuple(zip(map(tuple, prompts), answers, positions, strict=True))))
 
     @cached_property
     def special_tokens(self) -> int:

@@ -21,6 +21,7 @@ from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 from ..store.upkeep.questions import note_question
 from ..store.version import __version__
+from .general_facts import GENERAL_NODE
 from .report.reported import NO_CLAIM
 from .settings import as_given
 from .subject import FEWEST_KNOWN, Need, Subject
@@ -411,17 +412,13 @@ class ModelWorkflow(Workflow):
 
     def _planned(self) -> Nodes:
         """The nodes of `plan`, and the ranks of the answers of the general facts if it asked for facts."""
-        from .material.facts.general import GENERAL_NODE, general_ranks
-
         nodes = self.plan()
         if not self.subject.asks_general:
             return nodes
-        return {GENERAL_NODE: self.on_model(general_ranks(self.subject)), **nodes}
+        return {GENERAL_NODE: self.subject.general_ranks(), **nodes}
 
     def first_nodes(self) -> Nodes:
         """See `Workflow`: the ranks of the answers of the general facts, before the known ones are chosen."""
-        from .material.facts.general import GENERAL_NODE
-
         is_open = self.subject.asks_general and self.subject.known_facts is None
         return {GENERAL_NODE: self.nodes[GENERAL_NODE]} if is_open else {}
 

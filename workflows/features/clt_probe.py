@@ -27,7 +27,7 @@ from ..material.feature_labels import FeatureLabels, active_words, ranked_words
 from ..settings import Count, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes, loaded
-from .prompt_features import PromptFeatures, PromptFeaturesSettings
+from .prompt_features import PromptFeaturesSettings, PromptFeaturesWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -54,7 +54,7 @@ class CltProbeSettings(PromptFeaturesSettings):
     )
 
 
-class CltProbe(PromptFeatures):
+class CltProbe(PromptFeaturesWorkflow):
     """Features active at one position, and features whose decoders align with a word's embedding."""
 
     name = "clt_probe"

@@ -18,7 +18,7 @@ from ..workflow import ModelWorkflow
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["PromptFeatures", "PromptFeaturesSettings"]
+__all__ = ["PromptFeaturesWorkflow", "PromptFeaturesSettings"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PromptFeaturesSettings(PromptSettings):
     )
 
 
-class PromptFeatures(ModelWorkflow):
+class PromptFeaturesWorkflow(ModelWorkflow):
     """A workflow that encodes one prompt with a dictionary."""
 
     settings: PromptFeaturesSettings

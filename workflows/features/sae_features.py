@@ -25,7 +25,7 @@ from ..material.feature_labels import FeatureLabels, active_words
 from ..settings import Count, Natural, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes
-from .prompt_features import PromptFeatures, PromptFeaturesSettings
+from .prompt_features import PromptFeaturesSettings, PromptFeaturesWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,7 +46,7 @@ class SaeFeaturesSettings(PromptFeaturesSettings):
     )
 
 
-class SaeFeatures(PromptFeatures):
+class SaeFeatures(PromptFeaturesWorkflow):
     """Active features and reconstruction error of a sparse autoencoder on one prompt."""
 
     name = "sae_features"

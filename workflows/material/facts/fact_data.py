@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ....stages.forward.models.files import SHIPPED
 from ....store.errors import ConfigError
 from ....store.exchange.outside import json_file
+from ...general_facts import GENERAL
 from ...subject import shipped_facts
 from ..answers import fact
-from .general import GENERAL
 
 if TYPE_CHECKING:
     from ...subject import Subject

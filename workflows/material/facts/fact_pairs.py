@@ -15,13 +15,13 @@ from ....stages.causal.counterfact import FactTokens, blocks_of, differing_span,
 from ....stages.causal.draws import AtOnce
 from ....stages.causal.factual_routing import FactualRouting
 from ....store.errors import ConfigError
+from ...general_facts import GENERAL
 from ...settings import PairSettings, SubjectRule
 from ...workflow import Nodes
 from ..answers import require_next
 from ..relations import relation_of
 from ..unrelated import Unrelated
 from .fact_data import FIELDS, SHIPPED_DATA, default_data, read_records, single_facts
-from .general import GENERAL
 from .known import CHOSEN_ON, SCORED, KnownWorkflow
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 import mizarr
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.facts.general import GENERAL_NODE, general_facts
+from mizarr.workflows.general_facts import GENERAL_NODE, general_facts
 from mizarr.workflows.subject import FEWEST_KNOWN, SPECIMEN_FOLDER, Subject, shipped_facts
 
 
