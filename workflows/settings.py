@@ -144,7 +144,8 @@ class DataSettings(ControlSettings):
 
     data: tuple[str, ...] = setting(
         (),
-        'JSON files of facts or pairs of facts; "shipped" stands for those of mizarr; none: only these',
+        'JSON files of facts or pairs of facts; "shipped" or "general" for those of mizarr; none: the shipped '
+        "ones for a model that ships with it, for others those general ones that it knows",
     )
 
 
