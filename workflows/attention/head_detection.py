@@ -61,6 +61,7 @@ STATISTICS = {
 }
 """Title and caption of the heatmap of each statistic of a head's attention."""
 SCORES = ("score", "spread", "control")
+# "distance", the last statistic, has a column of its own: one decimal instead of two.
 COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
 """Column name -> variable, for the table of the best heads."""
 
@@ -208,6 +209,7 @@ class HeadDetection(ModelWorkflow):
             f"shuffled tokens ({self.measure}, difference)"
         )
         of = f"other distances after the occurrence, each with the best of {n_heads} heads"
+        # Each distance has its own best head: a maximum over heads is larger by chance than one fixed head.
         best = lead.max(("layer", "head")).values
         yield Claim.against(text, best[0], best[1:], of)
 
