@@ -140,6 +140,7 @@ class HeadDetection(ModelWorkflow):
                 sum(encoding.special) for encoding in subject.tokenizer.encode_batch(list(settings.prompts))
             ]
             mixed = [
+                # At least 1: `shuffled` steps through a row by this length, and a step of 0 raises.
                 shuffled(row, n_fixed, max(1, len(row) - n_fixed), settings.seed + i)
                 for i, (row, n_fixed) in enumerate(zip(rows, special, strict=True))
             ]

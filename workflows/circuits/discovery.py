@@ -205,6 +205,7 @@ class CircuitDiscovery(CircuitWorkflow):
         # Where edges of the circuit score exactly 0, `top` may pick edges outside it: hence `& pruned`.
         shown = Circuit.top(self.layout, masked, min(self.settings.drawn, len(pruned))) & pruned
         names = [name.partition("->") for name in shown.edges]
+        # Transposed, as `edges` lists its names by destination first.
         columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",

@@ -82,6 +82,7 @@ def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, dra
             "expected text beyond the prompts that are scored, to compute means over, found none; score "
             "fewer prompts: limit=…"
         )
+    # Without BOS the first token is the attention sink, with activations unlike all others (`Means`).
     skip = max(SKIP, subject.special_tokens)
 
     def fields(points: Sequence[HookPoint]) -> dict[str, Any]:
