@@ -75,6 +75,7 @@ class AttentionPatterns(ModelWorkflow):
         self.query = position_of(self.encoding, settings.query)
         if settings.key is not None:
             # `resolved` raises for a key after the query, unless attention is bidirectional.
+            # Nothing is steered: the spec is made for the check of its edge alone.
             edge = SteeringSpec.scale(1.0).edge(self.query, position_of(self.encoding, settings.key))
             edge.resolved(len(self.encoding), ahead=self.subject.config.looks_ahead)
         tokens = self.subject.pack([self.prompt])

@@ -61,6 +61,7 @@ STATISTICS = {
 }
 """Title and caption of the heatmap of each statistic of a head's attention."""
 SCORES = ("score", "spread", "control")
+# "distance", the last statistic, has a column of its own: one decimal instead of two.
 COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
 """Column name -> variable, for the table of the best heads."""
 
@@ -139,6 +140,7 @@ class HeadDetection(ModelWorkflow):
                 sum(encoding.special) for encoding in subject.tokenizer.encode_batch(list(settings.prompts))
             ]
             mixed = [
+                # At least 1: `shuffled` steps through a row by this length, and a step of 0 raises.
                 shuffled(row, n_fixed, max(1, len(row) - n_fixed), settings.seed + i)
                 for i, (row, n_fixed) in enumerate(zip(rows, special, strict=True))
             ]
@@ -208,6 +210,7 @@ class HeadDetection(ModelWorkflow):
             f"shuffled tokens ({self.measure}, difference)"
         )
         of = f"other distances after the occurrence, each with the best of {n_heads} heads"
+        # Each distance has its own best head: a maximum over heads is larger by chance than one fixed head.
         best = lead.max(("layer", "head")).values
         yield Claim.against(text, best[0], best[1:], of)
 

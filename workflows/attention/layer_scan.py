@@ -213,6 +213,7 @@ class LayerScan(ModelWorkflow):
         yield Table.of(
             results,
             ("layer", "layer", "d"),
+            # Field names of the viewer, whatever the two conditions are.
             ("A", "python_mean", ".4f"),
             ("±", "python_std", ".4f"),
             ("B", "rust_mean", ".4f"),

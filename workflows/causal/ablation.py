@@ -204,6 +204,7 @@ class AblationOfEach(KnownWorkflow):
     def candidates(self) -> CandidateEffects:
         """KL of the ablation of each compared unit on other facts that the model knows, in nats: [fact,
         unit]."""
+        # Facts to choose on are the first half, as in `_fact_nodes`.
         parts = zip(np.split(self.lost, 2), (CHOSEN_ON, SCORED), strict=True)
         chosen_on, scored_on = (
             part[self.is_known(name)].reshape(-1, part[0].size)[:, self.compared] for part, name in parts

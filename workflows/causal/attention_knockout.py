@@ -60,6 +60,7 @@ class AttentionKnockout(EdgeWorkflow):
     @cached_property
     def edges(self) -> xr.Dataset:
         """Knockout of the edge to every key in every layer, in all heads: [layer, key], in memory."""
+        # All edges have the same query, so that the key alone identifies an edge.
         return self.result("edges").load().swap_dims(edge="key")
 
     def plan(self) -> Nodes:

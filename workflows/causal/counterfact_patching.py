@@ -209,6 +209,7 @@ class CounterFactPatches(PairWorkflow):
             caption="The states of one position, in one block of layers, are taken from the counterfactual "
             "prompt.",
             name="pair",
+            # strict=False: only the first PAIRS pairs have a map.
             options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
         )
         # If prompts end with their fact, patching its last token patches the prediction itself.

@@ -63,6 +63,7 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def positions(self, task: str) -> int | None:
         """Number of positions that edges of a task distinguish; None without by_position."""
+        # One length for both halves: edges chosen at positions of one half are run at those of the other.
         return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
 
     def edges(self, task: str) -> int:
@@ -201,8 +202,10 @@ class CircuitDiscovery(CircuitWorkflow):
             scores = np.take_along_axis(by_position, largest, 0)[0]
         pruned = circuit.anywhere
         masked = np.where(pruned.chosen, scores, 0.0)
+        # Where edges of the circuit score exactly 0, `top` may pick edges outside it: hence `& pruned`.
         shown = Circuit.top(self.layout, masked, min(self.settings.drawn, len(pruned))) & pruned
         names = [name.partition("->") for name in shown.edges]
+        # Transposed, as `edges` lists its names by destination first.
         columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",

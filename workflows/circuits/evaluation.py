@@ -111,7 +111,10 @@ class CircuitEvaluation(CircuitWorkflow):
                 "circuits": SelectedCircuits(sizes=self.sizes, **options),
                 **self.grown(task, self.sizes, alternative=self.settings.alternative),
                 "minimal": SelectedCircuits(
-                    sizes=(max(1, self._edges(self.settings.share)),), minimal=True, **options
+                    # In a small graph the share may round down to no edge.
+                    sizes=(max(1, self._edges(self.settings.share)),),
+                    minimal=True,
+                    **options,
                 ),
             }
             nodes |= self.checked_nodes(task, experiments)
@@ -124,6 +127,7 @@ class CircuitEvaluation(CircuitWorkflow):
         return {
             "circuit": 100 * faithfulness(circuits),
             "complement": 100 * _complement(circuits),
+            # `grown` lists random circuits by size first, then by draw.
             "random": self.random_kept(task).reshape(len(self.sizes), -1),
         }
 
@@ -147,6 +151,7 @@ class CircuitEvaluation(CircuitWorkflow):
         curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
         under, between = areas(self.shares, curves["circuit"] / 100)
         circuit = Circuit(self.layout, minimal["chosen"].values[0] > 0)
+        # Means over pairs, as in `faithfulness`: the denominator of a single pair may be near 0.
         clean, empty = (float(minimal[name].mean()) for name in ("clean", "empty"))
         without = (minimal["without"].values[0] - empty) / (clean - empty)
         with_all = float(faithfulness(minimal)[0])

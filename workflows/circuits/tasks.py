@@ -202,9 +202,11 @@ class CircuitWorkflow(TaskWorkflow):
         if not count:
             return {}
         draws = [
+            # `seed` itself draws the pairs of the task.
             Circuit.growing(self.layout, sizes, seed=seed + 1 + draw, positions=positions)
             for draw in range(count)
         ]
+        # Sizes first, then draws, so that results reshape to [size, draw].
         circuits = tuple(circuit for of_a_size in zip(*draws, strict=True) for circuit in of_a_size)
         return {RANDOM: CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **options)}
 

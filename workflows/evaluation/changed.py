@@ -82,6 +82,7 @@ def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, dra
             "expected text beyond the prompts that are scored, to compute means over, found none; score "
             "fewer prompts: limit=…"
         )
+    # Without BOS the first token is the attention sink, with activations unlike all others (`Means`).
     skip = max(SKIP, subject.special_tokens)
 
     def fields(points: Sequence[HookPoint]) -> dict[str, Any]:
@@ -108,6 +109,7 @@ def reconstructed(subject: Subject, name: str, model: str, draws: int, seed: int
     dictionary = fitting_dictionary(subject, name, model, "clt")
     _ = dictionary.read_hooks  # raises for a crosscoder, before anything runs
     fields = {"dictionary": dictionary.name, "features": dictionary.identity}
+    # Seeds enter keys, whose integers must be within 2**53 (store/digest.py).
     seeds = np.random.default_rng(seed).integers(2**53, size=draws).tolist()
     return Change(
         f"replacing activations by reconstructions of {dictionary.name}",
@@ -139,6 +141,7 @@ def _with_layer_controls(
         fields: fields of the experiment for a list of hook points.
     """
     available = subject.config.hook_points
+    # Patterns may overlap; `fromkeys` keeps each hook point once, in order.
     points = tuple(dict.fromkeys(point for pattern in patterns for point in expand(pattern, available)))
     controls = layer_controls(points, available, draws, seed=seed)
     return Change(

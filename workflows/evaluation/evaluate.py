@@ -180,6 +180,7 @@ class Evaluate(ModelWorkflow):
         rows, further = all_rows[: settings.limit], all_rows[settings.limit : 2 * settings.limit]
         n_fixed = self.subject.special_tokens  # these stay in front
         mixed = [
+            # At least 1: `shuffled` steps through a row by this length, and a step of 0 raises.
             shuffled(row, n_fixed, max(1, len(row) - n_fixed), settings.seed + i)
             for i, row in enumerate(rows)
         ]
@@ -190,6 +191,7 @@ class Evaluate(ModelWorkflow):
         settings, room = self.settings, self.subject.config.context_length - self.subject.special_tokens
         length = min(settings.length, room // 2)
         blocks = RepeatedBlocks.of(self.subject, settings.sequences, length, seed=settings.seed)
+        # No token predicts position 0, and nothing announces the repetition: its first token is left out.
         self.spans = (max(1, blocks.prefix), blocks.start), (blocks.start + 1, blocks.start + length)
         return _as_prompts(blocks.rows), _as_prompts(blocks.mixed)
 
@@ -264,6 +266,7 @@ class Evaluate(ModelWorkflow):
             return None
         losses = self.result("orders").load()
         loss = losses["loss"].transpose("order", "prompt").values
+        # Order 0 is that of the model as loaded.
         cost = loss[1:] - loss[0]
         best = int(cost.mean(axis=1).argmin())
         flips = random_signs(cost, self.settings.controls, seed=self.settings.seed).min(axis=1)

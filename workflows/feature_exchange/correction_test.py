@@ -83,6 +83,7 @@ class Correction(FeatureExchange):
         # A fixed dose does not grow with the strength of the run, which is that of the correction.
         commitment = [replace(dose, fixed=dose.factor * strength, factor=0.0) for dose in self.preset_doses]
         correct = Dose(self.correct.layer, self.correct.index, factor=1.0, from_layer=from_layer)
+        # The last dose is the cause, the ones before it its company: tables and controls rely on this order.
         return (*commitment, correct)
 
     @property
@@ -249,6 +250,7 @@ class CorrectionTest(ExchangeWorkflow):
             run: one strength of the sweep.
             prefix: "baseline_" for the run without injection, else "".
         """
+        # In the order of `words`.
         correct, commit = np.exp(run[f"{prefix}logprob"].values).tolist()
         return {
             "p_commit_word": commit,

@@ -57,6 +57,7 @@ class PlanningInPoems(ExchangeWorkflow):
         preset, exchange, labels, swept = self.preset, self.exchange, self.labels, self.sweep.isel(strength=0)
         word, strength, injected = preset.inject_word, preset.strength, labels.short(exchange.inject)
         probability, suppressed = np.exp(swept["logprob"].transpose("word", "place").values)
+        # The run without injection is the same for every position.
         baseline = float(np.exp(swept["baseline_logprob"][0, 0]))
         best = int(probability.argmax())
         highest = float(probability[best])
@@ -122,6 +123,7 @@ class PlanningInPoems(ExchangeWorkflow):
             ),
             stacked=True,
             log=True,
+            # Bars on a logarithmic axis need a lower end above 0, below the smallest bar.
             low=min(float(probability.min()), baseline) / 3,
             levels=((baseline, before),),
             **axis,

@@ -115,11 +115,13 @@ class AttributionPatchingTrace(AttributedPairs):
         effects."""
         settings, (estimate, exact) = self.settings, self.effects
         is_random = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
+        # A grid of at most `verify` cells is checked whole, and leaves none to draw at random.
         if is_random.any():
             text = (
                 f"patching the {self._cell_name} with the largest estimate changes the logit difference "
                 "(absolute recovery)"
             )
+            # Cell 0 has the largest |estimate|, of either sign, so exact effects are compared by size too.
             largest, controls = np.abs(exact[:, 0]), np.abs(exact[:, is_random])
             of = f"a random {self._cell_name} of each pair"
             yield Claim.over(text, largest, controls, of, settings, unit="%")
@@ -148,6 +150,7 @@ class AttributionPatchingTrace(AttributedPairs):
         recovery in percent."""
         cells = self.checked.isel(draw=0)
         percent = cells.assign(estimate=100 * cells["estimate"], exact=100 * cells["exact"])
+        # Patches go into the corrupted run, so that a position is one of its tokens.
         tokens = self.subject.token_texts(self.read[0].corrupted)
         rows = records(percent, "cell", *PLACE, "sort", "estimate", "exact")
         return [row | {"token": tokens[row["position"]]} for row in rows]
@@ -190,6 +193,7 @@ class AttributionPatchingTrace(AttributedPairs):
         return Table.of(
             self.cells,
             ("layer", "layer", "d"),
+            # -1: a state of the residual stream, which has no heads.
             ("head", lambda row: row["head"] if row["head"] >= 0 else "all", "{}".format),
             ("position", lambda row: f"{format_token(row['token'])} ({row['position']})"),
             ("chosen", "sort"),

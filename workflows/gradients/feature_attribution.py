@@ -96,6 +96,7 @@ class FeatureAttributionTrace(AttributedPairs):
             random.append(RandomAttribution(draws=settings.draws, **arguments))
         if writes_to_stream(self.subject, dictionary):
             readout = readout_node(self.subject.files, dtype=self.subject.dtype)
+            # A copy, as the loop adds nodes.
             for name in tuple(nodes):
                 nodes[f"words_{name}"] = words_of_attribution.on(
                     attribution=nodes[name],

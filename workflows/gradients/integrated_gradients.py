@@ -128,6 +128,7 @@ class IntegratedGradientsTrace(AttributedPairs):
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
         """Log-probability lost, in nats, by replacing the token with the largest attribution, and each other
         token, [token]."""
+        # Signed, unlike the table: the claim is that the log-probability falls, not that it changes.
         most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 

@@ -127,6 +127,7 @@ class AttributedPairs(KnownWorkflow):
         counts."""
         if self.settings.prompt:
             return {}
+        # -1: the answer is predicted at the last position.
         return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in self.read]})
 
     def token_columns(self, number: int) -> tuple[str, ...]:

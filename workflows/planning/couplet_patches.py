@@ -91,6 +91,8 @@ class PlacedPair:
     def ways(self) -> tuple[Way, ...]:
         """Positions patched and positions fixed in every layer (`Way`), in the order of `WAYS`."""
         between = tuple(range(self.at + 1, len(self.ids) - 1))
+        # In the last way the end of line 1 is patched while all positions between keep the prompt's states,
+        # so that only the last token can read the change.
         early = tuple(at for role in PLAN for at in self.roles[role])
         return (early, ()), (between, ()), (self.roles[END], between)
 
@@ -135,6 +137,7 @@ class CoupletPatches:
         self._subject, self._seed, self._donors = subject, seed, donors
         self.choice, self.scored = (
             [placed for pair in couplets if (placed := self._placed(pair))]
+            # Fixed halves: with another `pairs` no couplet moves from the choice to the scored ones.
             for couplets in (COUPLETS[:pairs], COUPLETS[half : half + pairs])
         )
         if min(len(self.choice), len(self.scored)) < FEWEST:
@@ -143,6 +146,7 @@ class CoupletPatches:
                 f"{len(self.choice)} of {pairs} pairs to choose on and {len(self.scored)} to score can be "
                 "asked; give more pairs, or name another model: model=…"
             )
+        # The same number for every pair, as results are reshaped to [pair, donor].
         counts = {kind: min(len(getattr(pair, kind)) for pair in self.scored) for kind in ("third", "same")}
         self.donors: Mapping[str, int] = {**counts, "random": donors}
 
@@ -191,12 +195,14 @@ class CoupletPatches:
         # Unequal lengths are refused below, hence strict=False.
         differing = [i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b]
         line_2 = [i for i, (begin, end) in enumerate(encoding.offsets) if start <= begin < end]
+        # All roles but the first two lie in line 2, and each needs a token.
         if len(ids) != len(other_ids) or len(differing) != 1 or len(line_2) < len(ROLES) - 2:
             return None
         (at,) = differing
         if (
             ids[at] != self._tokens[pair.end]
             or other_ids[at] != self._tokens[pair.other]
+            # The line break needs at least one token of its own, to be patched apart from line 2.
             or line_2[0] < at + 2
         ):
             return None
@@ -261,6 +267,7 @@ class CoupletEffects:
             name: variable of the result with probabilities, [draw, ..., group].
             group: OWN or OTHER.
         """
+        # Run 0 of "unpatched" is the prompt, run 1 the donor.
         patched, unpatched = (100 * self._result[v].values[..., group] for v in (name, "unpatched"))
         change: Floats = patched - unpatched[:, 0].reshape(-1, *(1,) * (patched.ndim - 1))
         return change

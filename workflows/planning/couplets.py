@@ -362,6 +362,7 @@ class CoupletPlanning(ModelWorkflow):
     def _on_the_way(self, pick: Pick) -> dict[str, Any]:
         """KL of next tokens within line 2, with its controls and p-value; all None for the last token."""
         values = {kind: self.values(kind, pick) for kind in ("scored", *ON_THE_WAY["kinds"])}
+        # No position lies from the last token to the last but one: its KL is NaN.
         if np.isnan(values["scored"]).any():
             return dict.fromkeys((*values, "p"))
         finding = self.strictest("", pick, **ON_THE_WAY)

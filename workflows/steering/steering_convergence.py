@@ -150,6 +150,7 @@ class PushedStatesCases(ModelWorkflow):
         """Per case: its pushes, their vectors, and control pushes in random directions."""
         settings = self.settings
         steps = settings.strength_steps
+        # From 1: strength 0 is the undisturbed run, which every push is compared with.
         self.sweep = tuple(k * settings.max_strength / steps for k in range(1, steps + 1))
         self.skipped: list[dict[str, str]] = []
         """Experiments of the batch that cannot be run: {"group", "prompt", "error"}."""
@@ -170,6 +171,7 @@ class PushedStatesCases(ModelWorkflow):
 
     def _controls(self, experiment: Experiment) -> Draws:
         """Pushes of the same norm in random directions, or along random features of the same layer."""
+        # Only the fields of the base class: control pushes have no counterpart and bring their own vectors.
         shared = {f.name: getattr(experiment, f.name) for f in fields(Pushes)}
         shared["strengths"] = self.control_strengths
         settings = self.settings

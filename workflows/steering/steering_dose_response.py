@@ -156,6 +156,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         ]
         controls = [np.take_along_axis(flat, order[:, :NEAREST], axis=1) for order in near]
         return CandidateEffects(
+            # Edges of roles come first; the random keys after them are controls, never candidates.
             lost[chosen_on][..., : len(ROLES)],
             lost[scored],
             np.stack(controls, axis=-1).reshape(len(scored), -1, *lost.shape[1:]),
