@@ -73,6 +73,7 @@ def export_attention(
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         plain = [
+            # In float64: a float32 that was rounded is printed with all digits of its binary value.
             document | {"attention": np.round(document["attention"].astype(float), DIGITS).tolist()}
             for document in documents
         ]

@@ -99,6 +99,7 @@ class Checkpoints(Workflow):
         if "@" in name or not self._results:
             return super().result(name)
         parts = [workflow.result(name).load() for workflow in self.by_revision.values()]
+        # Where labels of an axis differ between revisions, cells that one lacks become NaN.
         joined = xr.concat(parts, "revision", join="outer", coords="minimal", compat="override")
         result: xr.Dataset = joined.assign_coords(revision=list(self.by_revision))
         return result
@@ -217,4 +218,5 @@ def _commit(workflow: Workflow) -> str:
 
 
 def _is_number(value: Any) -> bool:
+    # In Python True and False are ints.
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))

@@ -312,6 +312,7 @@ class Claim:
         """Coordinates from 0 to 100 for a drawing: all draws, zero, the effect and its interval."""
         ends: list[float] = [*self.null.values.tolist(), self.effect, 0.0, *(self.spread or ())]
         low, high = min(ends), max(ends)
+        # All values may be equal.
         width = (high - low) or 1.0
 
         def place(value: float) -> float:

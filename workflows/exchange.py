@@ -213,8 +213,10 @@ def _is_label(name: str) -> bool:
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
     """(hook point of an array, pattern that maps it), with "" if the array is named after the hook point."""
     for pattern, target in names.items():
+        # At most 18 digits, which fit in int64.
         expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d{1,18})")
         if match := re.fullmatch(expression, name):
+            # Through int, as some files pad layer numbers with zeros.
             return target.replace("{layer}", str(int(match[1]))) if match.groups() else target, pattern
     return name, ""
 

@@ -280,6 +280,7 @@ class Holdings:
         with self._lock:
             looking = self._looking
             if looking is None and time.monotonic() - self._seen > self._refresh:
+                # A daemon: reading a large store never keeps the process from ending.
                 looking = threading.Thread(target=self._look_again, name="mizarr-look", daemon=True)
                 looking.start()
                 self._looking = looking
@@ -306,6 +307,7 @@ class Holdings:
         pins: dict[str, str] = {}
         with suppress(CorruptEntry):
             pins = self.store.pins()
+        # A copy: a dict cannot be iterated while the reading thread adds to it.
         folders = {data: folder for data, (_, folder) in list(self._cached.items())}
         unread = 0 if is_whole else max(1, self._folders - len(folders) - len(self._damaged))
         return Snapshot(self.store, folders, pins, tuple(self._damaged), unread)

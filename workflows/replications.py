@@ -338,6 +338,7 @@ REPLICATIONS: dict[str, Replication] = {
         f"{CANDLE}; after nostalgebraist 2020",
         "logit_lens",
         (GEMMA, STARCODER, LLAMA),
+        # The published lens left out Gemma's final soft cap.
         {"prompts": (FRANCE,), "answers": (" Paris",), "soft_cap": False},
         {"prompts": None, "answers": None},
         claims=(

@@ -378,6 +378,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, str):
             as_text(item, key)
+        # Settings are part of keys, which are JSON: readers of JSON are exact up to 2**53.
         elif isinstance(item, int) and abs(item) > LARGEST:
             raise ConfigError(f"expected {key} to hold numbers up to {LARGEST}, found {item}")
     try:

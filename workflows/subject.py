@@ -297,6 +297,7 @@ class Subject:
             )
         if self.mask in prompt.ids:
             return list(prompt.ids)
+        # Special tokens at the end, such as BERT's [SEP], stay behind the masks.
         end = next((n for n, special in enumerate(reversed(prompt.special)) if not special), 0)
         stop = len(prompt.ids) - end
         return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]

@@ -52,6 +52,7 @@ def uses() -> dict[str, Use]:
     for workflow in WORKFLOWS:
         for name in dict.fromkeys(_registered_names(in_order(build(workflow).nodes.values()))):
             users[name].append(workflow)
+    # Reversed, so that of several used forms in one module the first one wins.
     used = {declarations[name].home: name for name in reversed(declarations) if users[name]}
     return {
         name: Use(declaration, tuple(users[name]), "" if users[name] else used.get(declaration.home, ""))

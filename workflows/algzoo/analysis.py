@@ -120,10 +120,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             "roles": neuron_roles.on(**on),
             "regions": linear_regions.on(**on),
         }
+        # Units of the input need an input weight of every neuron that is not 0.
         if is_standardizable(network.weights):
             nodes["standardized"] = standardized_rnn.on(weights=weights)
         if network.sequence in DIMENSIONS:
             nodes["exact"] = gaussian_accuracy.on(weights=weights, **about)
+        # Residual bits encode which class an answer is instead; a real number has no classes.
         if not network.task.is_scalar:
             nodes["surprise"] = surprise_accounting.on(
                 **on,
@@ -186,12 +188,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ablation costs most, [draw]; empty without controls."""
         if "controls" not in self.nodes:
             return np.empty(0)
+        # The worst of as many directions as there are neurons, since the claimed neuron is the worst of
+        # these.
         return values_of(self.result("controls").load()["delta"].min("direction"))
 
     def claims(self) -> Iterator[Claim]:
         """Claim about the cost of ablating the selected neuron, compared with random directions."""
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
+        # A negative change of the score is damage; the claim is about the size of the damage.
         effect = -float(self.ablation["delta"][self.neuron])
         claim = (
             f"ablating neuron {self.neuron} of {self.network.title}, whose ablation costs most on other "
@@ -391,6 +396,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             }
             for i in range(min(self.settings.top, regions.sizes["region"]))
         ]
+        # One ReLU per neuron and step, each open or closed.
         gates = network.shape.hidden * network.sequence
         yield Table.of(
             rows,

@@ -80,6 +80,7 @@ class StoicheiaInference(AlgZooWorkflow):
                 "expected source=task for a transformer, whose inputs are integers, found 'lcg'"
             )
         x = (
+            # Seed 0 starts the generator as candle-mi does, so that numbers compare.
             lcg(settings.inputs, sequence, SURPRISE_STATE + settings.seed)
             if settings.source == "lcg"
             else drawn(task, sequence, settings.inputs, seed=settings.seed, end_token=settings.end_token)
@@ -102,6 +103,7 @@ class StoicheiaInference(AlgZooWorkflow):
     def is_exhaustive(self) -> bool:
         """Whether accuracy is computed on all possible inputs instead of random samples."""
         network = self.network
+        # Each of the `sequence` integers of an input is below `sequence`.
         is_small = network.sequence**network.sequence <= ENUMERATED
         return not network.is_rnn and is_small and not self.settings.end_token
 
@@ -162,6 +164,7 @@ class StoicheiaInference(AlgZooWorkflow):
         panels: list[View] = []
         if not network.task.is_scalar:
             confusion = self.counted["confusion"]
+            # A class that is the correct answer to no input has a sum of 0.
             shares = confusion / np.maximum(confusion.sum("output"), 1)
             labels = [str(i) for i in range(network.shape.outputs)]
             panels.append(

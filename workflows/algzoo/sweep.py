@@ -124,6 +124,8 @@ class StoicheiaSweep(Workflow):
                 "hidden": hidden,
                 "sequence": sequence,
                 "seed": seed,
+                # The learning rate schedule depends on the length of the training, so checkpoints share the
+                # longest one.
                 "sequences": self.trained[-1],
             }
             if not self._has_several:
@@ -155,6 +157,8 @@ class StoicheiaSweep(Workflow):
             trained = metadata.trained or 0
             place = (*size, trained if self.settings.trained else LAST)
             if size in sizes and place in self.places:
+                # Tuples compare by length of training first; -1 is shorter than that of an untrained network,
+                # 0.
                 longest[place] = max(longest.get(place, (-1, path)), (trained, path))
         if not longest:
             raise ConfigError(
@@ -200,7 +204,9 @@ class StoicheiaSweep(Workflow):
         (name,) = map(str, self.table.data_vars)
         scores = self.table[name]
         dims = list(map(str, scores.dims))
+        # RMSE is an error, so the smallest is best.
         best_seed = scores.min("seed") if self.task.is_scalar else scores.max("seed")
+        # Reductions of xarray drop attributes by default.
         best_seed.attrs = scores.attrs
         if self._has_several:
             yield self._course(name, best_seed)

@@ -98,10 +98,13 @@ class AttributionGraphsSettings(ModelSettings):
     max_feature_nodes: int | None = setting(
         7500, "largest number of features whose incoming edges are computed, by influence; null: all"
     )
+    # Two settings, as on circuit-tracer's command line; here only their product matters.
     batch_size: int = setting(
         256, "times update_interval: number of features added before influences are ranked again"
     )
     update_interval: int = setting(4, "number of batches before influences are ranked again")
+    # The first position is an attention sink: its states are far larger, and dictionaries are seldom trained
+    # on them.
     zero_positions: Natural = setting(1, "number of first positions without features and error nodes")
     node_threshold: Share = setting(
         0.8, "nodes are kept, largest influence first, until they have this share of the influence"
@@ -143,6 +146,7 @@ class AttributionGraphs(Workflow):
             self.subject.source,
             preset.dictionary,
             preset.prompt,
+            # No targets mean the most likely tokens, for which the graph expects None.
             targets=list(settings.targets) or None,
             max_n_logits=settings.max_n_logits,
             desired_logit_prob=settings.desired_logit_prob,
@@ -264,6 +268,7 @@ class AttributionGraphs(Workflow):
             "attribution_graph",
             f"Direct effects on {_listed(graph.logit_tokens)} in {self.subject.name}",
             net,
+            # In circuit-tracer's order of nodes, which this graph keeps, features come first.
             caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {n_kept[FEATURE]:,} kept "
             f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {n_kept[ERROR]:,} kept "
             f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence "

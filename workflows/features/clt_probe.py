@@ -75,6 +75,8 @@ class CltProbe(PromptFeaturesWorkflow):
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
         nodes: Nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
+        # A decoder is compared with one row of the embedding, which an answer of several tokens does not
+        # have.
         self.word = settings.search or (answer if is_one_token(self.subject, answer) else "")
         if self.word:
             self.token = word_id(self.subject, self.word)
@@ -116,6 +118,7 @@ class CltProbe(PromptFeaturesWorkflow):
         """Features proposed to suppress: the strongest feature of each of up to `CANDIDATES` layers."""
         by_layer: dict[int, FeatureId] = {}
         for row in self.active:
+            # `active` is sorted by activation, so the first feature of a layer is its strongest.
             by_layer.setdefault(row["layer"], FeatureId(row["layer"], row["index"]))
         return list(by_layer.values())[:CANDIDATES]
 
@@ -192,6 +195,7 @@ class CltProbe(PromptFeaturesWorkflow):
         if not word:
             return position_of(self.encoding, self.settings.position)
         for position, token in enumerate(self.tokens):
+            # Most tokens contain the space before their word.
             if token.strip().lower() == word:
                 return position
         raise ConfigError(

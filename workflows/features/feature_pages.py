@@ -310,6 +310,7 @@ class FeaturePages(ModelWorkflow):
             raised = self.result("logits")["raised"].sel(feature=feature.index).values
             parts.append(f"writes '{format_token(words[int(raised[0])])}'")
         token = int(self.result("strongest")["token"].sel(feature=feature.index).values[0])
+        # -1: the feature is active nowhere in the corpus.
         if token >= 0:
             parts.append(f"fires on '{format_token(words[int(self.material.token_id[token])])}'")
         return ", ".join(parts) or "silent here"
@@ -318,6 +319,7 @@ class FeaturePages(ModelWorkflow):
         """Number of features by the share of tokens at which they are active, [which, share_of_tokens], in 30
         bins of equal width in log10; features that are active nowhere are left out."""
         shares = np.log10(count[count > 0] / n_tokens)
+        # The rarest feature that is not silent is active at one token.
         low = np.floor(np.log10(1 / n_tokens))
         counts, edges = np.histogram(shares, 30, (low, 0))
         centres = 10 ** ((edges[:-1] + edges[1:]) / 2)

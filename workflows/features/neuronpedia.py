@@ -112,6 +112,7 @@ def write_neuronpedia(
     common = {"modelId": source.model, "layer": source.source}
     creation = {"creatorId": source.creator, "createdAt": created or now()}
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, in the same file system, so that the rename at the end is atomic.
     unfinished = target.with_name(f".{source.source}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir()
@@ -210,8 +211,10 @@ def _features(material: PageMaterial, results: Mapping[str, xr.Dataset]) -> Iter
             "correlated_neurons_l1": [],
             "correlated_features_indices": correlated[is_partner].tolist(),
             "correlated_features_pearson": _numbers(partners["correlation"].values[row][is_partner]),
+            # SAEDashboard writes the cosine of activations into this field.
             "correlated_features_l1": _numbers(partners["cosine"].values[row][is_partner]),
             **_logits(material, results.get("logits"), row),
+            # More digits than elsewhere: three would round the share of a rare feature to 0.
             "frac_nonzero": round(int(count[row]) / n_tokens, 8),
             "freq_hist_data_bar_heights": histogram[row].tolist() if count[row] else [],
             "freq_hist_data_bar_values": _numbers(middles * largest[row]) if count[row] else [],
@@ -258,6 +261,8 @@ def _activations(
             is_text = inside[row, example]
             active = values[row, example][is_text]
             top = int(active.argmax())
+            # The strongest examples come first; for them it is negative, and what is computed from it stays
+            # unused.
             interval = (example - material.strongest) // per_interval
             edges = largest[row] * np.array([interval, interval + 1]) / intervals
             share = counts[row, interval] / n_tokens

@@ -108,6 +108,7 @@ class PageMaterial:
         At least one chunk of the store is read at a time, so that no chunk is read twice.
         """
         activation = self.results["windows"]["activation"]  # by far the largest variable
+        # The default is for arrays in memory, for which xarray lists no chunks.
         chunks = activation.chunksizes.get("feature", (len(self.features),))
         edges = np.cumsum([0, *chunks]).tolist()
         in_memory: dict[str, xr.Dataset] = {}
@@ -238,6 +239,7 @@ class PageFiles:
         levels = 255 * value / np.where(largest > 0, largest, 1)[:, None, None]
         corpus_index = np.maximum(token, 0)
         data = {
+            # -1, no token, becomes 0.
             "ids": ids + 1,
             # Rounded up, so that no positive activation becomes 0, which is shown as inactive.
             "levels": np.ceil(levels.clip(0, 255)).astype(np.uint8),
@@ -299,6 +301,7 @@ def _page(title: str) -> str:
     import jinja2
 
     page, style, script = _parts()
+    # By default jinja would write nothing in place of a variable that is missing in the template's arguments.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text: str = environment.from_string(page).render(
         title=title,

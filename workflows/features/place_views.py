@@ -42,6 +42,7 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     rows = [
         {
             "place": place,
+            # The mean of no features is NaN in numpy, which JSON does not have.
             "mean_norm": float(place_norm.mean()) if len(place_norm) else 0.0,
             "strongest": int((largest == i).sum()) if norm.size else 0,
         }

@@ -128,6 +128,8 @@ class SaeFeatures(PromptFeaturesWorkflow):
             "prompt": self.prompt,
             "position": self.position,
             "mse": float(read["error"].mean()),
+            # Sums before the ratio: 1 - R2 over all positions together, not a mean of ratios of single
+            # positions.
             "fraction_of_variance_unexplained": float(read["error"].sum() / read["size"].sum()),
         }
         yield Data(json=about)

@@ -108,6 +108,7 @@ def encoded(subject: Subject, prompt: str, *, chat: bool = False) -> Encoding:
         TokenizerError: the model has no chat template.
     """
     tokenizer = subject.tokenizer
+    # A chat template writes the special tokens itself; `encode` would add them once more.
     encoding = tokenizer.encode_raw(tokenizer.chat(prompt)) if chat else tokenizer.encode(prompt)
     config = subject.config
     check_prompts(

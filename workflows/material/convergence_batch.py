@@ -45,6 +45,7 @@ def read_batch(path: Path) -> list[dict[str, Any]]:
             kinds = (str, int) if name == "inject_position" else (str,)
             value = complete.get(name)
             is_empty = value == "" and name in ("prompt", "contrastive")
+            # In Python True and False are ints, which `kinds` would accept.
             if not isinstance(value, kinds) or isinstance(value, bool) or is_empty:
                 raise ConfigError(
                     f"experiment {number} of {path.name}: expected {name} to be a text, found {value!r}"

@@ -168,6 +168,7 @@ class PlaceWorkflow(KnownWorkflow):
         experiments: list[Experiment] = []
         for number, (encoding, _, role_positions) in enumerate(self.others):
             query, roles = len(encoding) - 1, list(role_positions.values())
+            # With a common seed, facts of equal length would draw the same keys.
             seed = self.settings.seed + number
             drawn = (
                 chosen_at_random(range(query + 1), count, seed=seed, without=roles) if count else list[int]()
@@ -242,6 +243,7 @@ class PlaceWorkflow(KnownWorkflow):
             other_encoding = self.subject.tokenizer.encode(fact.other) if fact.other else None
             roles = roles_of(encoding, len(encoding) - 1, other_encoding)
             fits = shortest <= len(encoding) and self.subject.fits(encoding.ids)
+            # Two roles at one position would be one candidate that is counted twice.
             if fact.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
                 answer = self.subject.answer_id(fact.prompt, fact.target)
                 facts.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
@@ -289,6 +291,7 @@ class PlaceWorkflow(KnownWorkflow):
         role]."""
         if self.is_claimed:
             return self.on_facts(*self.halves)
+        # Roles that are not open stay NaN; `among` leaves them out of the choice.
         lost: Floats = np.full((1, self.last_layer + 1, len(ROLES)), np.nan)
         for role, place in self.open.items():
             lost[0, :, list(ROLES).index(role)] = self.lost_here(place)

@@ -122,6 +122,7 @@ def _table(
     strongest: Sequence[StrongFeature], sources: tuple[str, ...], called: Mapping[FeatureId, str]
 ) -> Table:
     """Table of the features with most influence, with the tokens that they raise and lower, if known."""
+    # Features carry no tokens if the graph's effects on the logits were not computed.
     is_known = any(strong.raised for strong in strongest)
     effects = (
         ("raises", lambda strong: " · ".join(strong.raised)),

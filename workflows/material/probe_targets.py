@@ -79,6 +79,7 @@ def _next_breaks(tokens: PackedTokens) -> npt.NDArray[np.float64]:
     values = np.full(tokens.n_tokens, np.nan)
     for i, text in enumerate(tokens.texts):
         row = tokens.row(i)
+        # Line breaks before each character: the count rises within a token that contains one.
         breaks = np.cumsum([0, *(char == "\n" for char in text)])
         holds = breaks[tokens.char_end[row]] > breaks[tokens.char_start[row]]
         values[row.start : row.stop - 1] = holds[1:]
@@ -123,6 +124,7 @@ def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, T
 
 
 def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Target:
+    # In Python True and False are ints.
     are_numbers = {isinstance(one, int | float) and not isinstance(one, bool) for one in labels.values()}
     if kind == "auto":
         if len(are_numbers) > 1:
@@ -148,6 +150,7 @@ def _entries(path: str) -> list[dict[str, Any]]:
     """Entries of a file, with checked form."""
     data = read_outside(Path(path).expanduser(), ConfigError, "correct it, or name another file")
     try:
+        # Editors on Windows write a byte order mark in front of UTF-8.
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
         is_list = bool(lines) and lines[0].lstrip().startswith("[")
         entries = json_value(data) if is_list else [json_value(line.encode()) for line in lines]

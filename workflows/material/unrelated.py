@@ -49,6 +49,7 @@ class Unrelated:
                 words to one token.
         """
         random, size = np.random.default_rng(seed), len(prompt)
+        # A state of a fact with the same answer would restore that answer, and be no control.
         facts = [
             ids
             for ids, target in self._facts

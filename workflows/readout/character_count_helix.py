@@ -174,6 +174,7 @@ class CharacterCountHelix(ModelWorkflow):
             stored_layers, n_computed = [], 0
             for layer in self.layers:
                 nodes = self._nodes_of([layer])
+                # The three nodes share inputs, whose keys are then looked up once.
                 with one_look():
                     is_stored = all(node.status(store).is_cached for node in nodes.values())
                 if not is_stored and settings.stop and n_computed == settings.stop:
@@ -182,6 +183,7 @@ class CharacterCountHelix(ModelWorkflow):
                 run(nodes.values(), store, **options)
                 self._write(layer, nodes, store)
                 stored_layers.append(layer)
+            # With the nodes of all layers, `super().run` would compute those after `stop` too.
             self.nodes = self._nodes_of(stored_layers)
         return super().run(store, **options)
 
@@ -196,6 +198,7 @@ class CharacterCountHelix(ModelWorkflow):
         record = {
             "layer": layer,
             "explained_variance": ratio.tolist(),
+            # The name is candle-mi's; the number of components is that of the settings.
             "total_variance_top6": float(ratio.sum()),
             "time_secs": round(sum(note.get("seconds", 0.0) for note in notes), 3),
             "text": self.settings.text or "shipped prose",
@@ -223,6 +226,7 @@ class CharacterCountHelix(ModelWorkflow):
         is_missing = settings.stop > 0 and settings.show not in self.geometry["layer"].values
         if settings.show >= 0 and not is_missing:
             return int(settings.show)
+        # xarray's argmax skips NaN and raises if all scores are NaN.
         best = self.r2.sel(counts="true").fillna(-np.inf).argmax("layer")
         return int(self.r2["layer"][int(best)])
 

@@ -152,6 +152,7 @@ class LogitAttribution(ModelWorkflow):
                 "expected a residual stream that is the sum of the outputs of all layers, found "
                 f"{config.model_type}, which normalises the stream itself; use logit_lens"
             )
+        # Behind the activation of a head such as BERT's, a logit is not a sum of shares.
         config.require_linear_head()
 
     def _require_parts(self) -> None:
@@ -231,6 +232,7 @@ class LogitAttribution(ModelWorkflow):
         parts = [self.result(name) for name in self.nodes if name != "readout"]
         # The stages label tokens differently; without these labels their results can be merged.
         bare = [part.drop_vars([name for name in part.coords if name != "layer"]) for part in parts]
+        # "exact" raises where results have other layers; the default of xarray would fill gaps with NaN.
         shares = xr.merge(bare, compat="override", join="exact", combine_attrs="drop")
         last = np.flatnonzero(shares["target_id"].values != NONE)
         shares = shares.isel(token=last).rename(token="prompt").load()

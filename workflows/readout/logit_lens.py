@@ -93,7 +93,11 @@ class LogitLens(ModelWorkflow):
         """Number of facts by default: all for a model that ships with mizarr; for any other what reading the
         whole vocabulary after every layer allows."""
         config = self.subject.config
+        # Two operations per multiply-add, in the product of each state with the unembedding, which dominates
+        # the cost.
         per_fact = 2.0 * TOKENS * config.num_layers * config.hidden_size * config.vocab_size
+        # Operations instead of seconds: a measured time would give other facts, and other keys, on every
+        # machine.
         return 0 if self.subject.files.name in SHIPPED else affordable(per_fact, len(self.subject.facts))
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
@@ -117,6 +121,7 @@ class LogitLens(ModelWorkflow):
     def prompt(self, i: int) -> xr.Dataset:
         """The lens on prompt `i`, with the axis `position` in place of `token`."""
         rows = np.flatnonzero(self.lens["prompt"].values == i)
+        # xarray refuses to rename an axis to the name of a label that exists.
         part = self.lens.isel(token=rows).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="position").assign_coords(position=np.arange(len(rows)))
 
@@ -260,6 +265,7 @@ class LogitLens(ModelWorkflow):
     def _answers_table(self, answers: xr.Dataset) -> Table:
         """Table of the first layer at which the answer of each prompt is among the most likely tokens."""
         n = answers.sizes["prompt"]
+        # Ranks of the lens count from 1.
         best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
         more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
         ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values

@@ -73,6 +73,7 @@ class ProbeSettings(ModelSettings):
     examples: Natural = setting(
         6000, "largest number of tokens per target; 0: all, which are in memory one layer at a time"
     )
+    # Line breaks are few: a probe that never predicts one would be right at most tokens.
     balance: bool = setting(True, "use the same number of examples of each label")
     test_share: float = setting(0.25, "share of the prompts held out as the test set")
     penalties: tuple[float, ...] = setting(
@@ -142,6 +143,7 @@ class Probe(ModelWorkflow):
         settings, config = self.settings, self.subject.config
         if settings.labels:
             tokens, target = read_labels(self.subject, settings.labels, settings.kind)
+            # Texts of a file may be longer than the context; wrapped prose is cut to it.
             check_prompts(list(tokens), config.vocab_size, config.context_length, self.subject.name)
             return tokens, [target]
         context = settings.context or min(config.context_length, 256)
@@ -157,6 +159,7 @@ class Probe(ModelWorkflow):
     def best(self, name: str) -> int:
         """Layer with the largest held-out score of a target."""
         score = self.results_by_target[name]["score"].sel(targets="true")
+        # xarray's argmax skips NaN and raises if all scores are NaN.
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 
     def views(self) -> Iterator[View]:
@@ -212,7 +215,7 @@ def _measure(document: dict[str, Any]) -> str:
 def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
     """Scores by layer with true and with shuffled targets, and the score of a constant prediction.
 
-    document: see `Probe._document`. found: result of the stage `probe`.
+    document: see `Probe._document`. scored: result of the stage `probe`.
     """
     lines = []
     for label in ("true", "shuffled"):

@@ -176,6 +176,7 @@ class RecurrentFeedback(ModelWorkflow):
 
     def _last_token(self, word: str) -> int:
         """Last token id of a word with a space in front."""
+        # Within a line, the space before a word belongs to its first token.
         return int(self.subject.tokenizer.encode(f" {word}", add_special=False).ids[-1])
 
     def other(self, row: int) -> int:
@@ -206,6 +207,7 @@ class RecurrentFeedback(ModelWorkflow):
         """A record per condition: numbers and ids of the lines that rhymed, and the number of second lines
         that ended before `max_tokens`."""
         numbers = np.array([line.number for line in self.lines])
+        # Steps after the end of a line are padded with -1.
         tokens = (self.trials["token_id"].values >= 0).sum(axis=1).reshape(-1, len(self.lines))
         return [
             {
@@ -256,6 +258,7 @@ class RecurrentFeedback(ModelWorkflow):
         yield self._claim(
             f"feedback of the line's rhyme ({condition}) changes the share of second lines that end on "
             "another rhyming word",
+            # Not score 1: a line that copies the first one ends on the same word, without any rhyme.
             (fed == 2).astype(float) - (base == 2),
             [
                 [_score(line, word) == 2 for word in words]
@@ -495,6 +498,7 @@ class RecurrentFeedback(ModelWorkflow):
         all rhymes together."""
         return {
             "word": self.subject.tokenizer.decode_token(int(trial["best_word"])),
+            # Stored ranks count from 0, those of documents and tables from 1.
             "rank": int(trial["best_word_rank"]) + 1,
             "probability": float(np.exp(trial["best_word_logprob"])),
             "family_probability": float(np.exp(trial["words_logprob"])),

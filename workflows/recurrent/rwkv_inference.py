@@ -159,7 +159,9 @@ class RwkvInference(PlaceWorkflow):
         # A token writes the same in every prompt: a write chosen for its own effect, the largest of many by
         # chance, would have a large effect on held-out prompts too.
         random = values_of(self.result("facts")["kl"], "draw", "draw_of_write", "layer", "position")
+        # The node "scored" holds only the second half of the facts, hence `scored - self.half` below.
         knockout = values_of(self.result("scored")["kl"], "draw", "layer", "position")
+        # Axis 1: the random values of each write.
         return CandidateEffects(random[chosen_on].mean(1), knockout[scored - self.half], random[scored])
 
     @property

@@ -162,6 +162,7 @@ class Composition(ModelWorkflow):
         """Heatmap of scores minus those of randomly rotated heads: of all pairs of heads, or of the best pair
         of each two layers if there are more than `MOST_CELLS` heads."""
         scores = self.scores.sel(mode=mode)
+        # Unrelated heads score about sqrt(rank / width), not 0, so the excess is drawn.
         above: xr.DataArray = scores["score"] - scores["control"]
         above = above.assign_attrs(long_name="score minus mean of random heads", units="1")
         layers, heads = above["layer"].values.tolist(), range(above.sizes["head"])
@@ -177,6 +178,7 @@ class Composition(ModelWorkflow):
             )
         writes, reads = (
             tuple(f"L{layer}H{head}" for layer in side for head in heads)
+            # No later layer reads from the last one, and the first one reads from none.
             for side in (layers[:-1], layers[1:])
         )
         below = above.isel(source_layer=slice(None, -1), layer=slice(1, None))

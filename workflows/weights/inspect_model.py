@@ -146,12 +146,15 @@ def _statistics(tensor: Any, shape: tuple[int, ...], on_progress: Callable[[int]
         return {"norm": 0.0, "mean": None, "std": None, "finite": True}
     total = squares = 0.0
     for block in _blocks(tensor, shape):
+        # Squares of large float16 or float32 entries would overflow in their own dtype.
         entries = np.asarray(block).astype(np.float64)
         total += float(entries.sum())
         squares += float(np.square(entries).sum())
         on_progress(entries.size)
+    # One NaN or infinite entry makes the sum NaN or infinite, so no entry needs a test of its own.
     if not math.isfinite(squares):
         return {"norm": None, "mean": None, "std": None, "finite": False}
+    # Mean and deviation from two sums: deviations from the mean would need a second pass over the file.
     mean = total / count
     # Rounding may make the difference slightly negative.
     variance = max(squares / count - mean * mean, 0.0)

@@ -288,6 +288,7 @@ class InspectWeights(Workflow):
             "dtype": " or ".join(dict.fromkeys(fact.dtype for fact in facts)),
             **dict.fromkeys(("low", "low_layer", "high", "high_layer")),
         }
+        # `nanargmin` raises if every norm is NaN.
         if np.isfinite(norms).any():
             for key, i in (("low", np.nanargmin(norms)), ("high", np.nanargmax(norms))):
                 row |= {key: norms[i], f"{key}_layer": self.layers[i]}

@@ -77,6 +77,8 @@ class OvQk(ModelWorkflow):
         settings, config = self.settings, self.subject.config
         require_outputs(config)
         require_embedding(config)
+        # Behind the activation of a head such as BERT's, there is no linear map from what a head writes to
+        # logits.
         config.require_linear_head()
         # Attention by position applies the layer's first norm itself, so it needs unfolded matrices.
         folded, plain = (
@@ -102,7 +104,9 @@ class OvQk(ModelWorkflow):
             nodes["qk"] = singular_directions.on(
                 weights=folded, circuit="QK", offset=settings.offset, **selection
             )
+            # Only learned position embeddings are a tensor; rope and ALiBi have none.
             if "positions" in config.tensors.outside:
+                # Some tables have rows in front of the first position, as OPT's.
                 length = min(POSITIONS, config.position_rows - config.first_position)
                 nodes["positions"] = position_scores.on(
                     weights=plain, length=length, offsets=min(OFFSETS, length - 1)

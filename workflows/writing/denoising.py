@@ -26,20 +26,21 @@ STEPS, PLACES = 24, 24
 
 
 def denoising_views(
-    subject: Subject, texts: Sequence[str], found: xr.Dataset, unchanged: xr.Dataset | None, without: str
+    subject: Subject, texts: Sequence[str], denoised: xr.Dataset, unchanged: xr.Dataset | None, without: str
 ) -> Iterator[View]:
     """Views of texts with filled masks, and the first text's most likely token at every mask by pass.
 
     Arguments:
         subject: model and tokenizer.
         texts: prompts.
-        found: result of `Denoising`.
+        denoised: result of `Denoising`.
         unchanged: result of the model without intervention, if hook points are set to zero; else None.
         without: end of titles that names these hook points, such as ", without blocks.0.hook_mlp_out"; "" for
             none.
     """
-    documents = [_document(subject, texts[row], _of_prompt(found, row)) for row in range(len(texts))]
+    documents = [_document(subject, texts[row], _of_prompt(denoised, row)) for row in range(len(texts))]
     baselines = [] if unchanged is None else [_of_prompt(unchanged, row) for row in range(len(texts))]
+    # Not strict: without interventions there are no baselines.
     for document, baseline in zip(documents, baselines, strict=False):
         document["unchanged_text"] = _text(subject, baseline["token_id"].values)
     shown = [
@@ -50,7 +51,7 @@ def denoising_views(
         )
         for row, text in enumerate(texts)
         for prefix, filled in (
-            ("", _of_prompt(found, row)),
+            ("", _of_prompt(denoised, row)),
             *(("unchanged: ", baseline) for baseline in baselines[row : row + 1]),
         )
     ]
@@ -86,7 +87,7 @@ def denoising_views(
         title=f"Order in which masks were filled in: {_short(texts[0])!r}",
         sources=("generation",),
     )
-    yield _trace(subject, _of_prompt(found, 0), without)
+    yield _trace(subject, _of_prompt(denoised, 0), without)
 
 
 def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
@@ -162,6 +163,7 @@ def _text(subject: Subject, ids: Any) -> str:
 
 
 def _geometric_mean(probabilities: Sequence[float]) -> float:
+    # The reciprocal of the perplexity of these tokens.
     return float(np.exp(np.mean(np.log(probabilities))))
 
 

@@ -179,6 +179,7 @@ class Generate(ModelWorkflow):
     def run(self, store: Store, **options: Any) -> Self:
         """Computes the results; see `Workflow.run` for `options`. In a terminal, unless `quiet` is set or
         other processes compute, text is printed on stderr while it is generated."""
+        # The callback that prints tokens is called in the process that generates them.
         is_remote = options.get("cluster") is not None or options.get("workers", 0) > 1
         if not options.get("quiet", True) and not is_remote and sys.stderr.isatty():
             self._live = _Printer(self._text_of)
@@ -319,6 +320,7 @@ class _Printer:
             self._print("\n\n")
 
     def _print(self, text: str, style: str | None = None) -> None:
+        # Rich would read brackets in generated text as markup, and wrap every token by itself.
         self._console.print(text, end="", markup=False, soft_wrap=True, style=style)
 
 
@@ -330,6 +332,7 @@ def default_prompts(model: str) -> tuple[str, ...]:
     facts = tuple(fact["prompt"] for fact in shipped_facts()[:FACTS])
     # The first line is the title.
     lines = wrap(shipped_prose().partition("\n")[2], LINE).split("\n")
+    # Without its last word, which the model is to write.
     unfinished = lines[LINES][: lines[LINES].rindex(" ")]
     return (*facts, "\n".join([*lines[:LINES], unfinished]))
 

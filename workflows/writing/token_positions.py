@@ -198,6 +198,7 @@ def read_span(written: str) -> tuple[str, int, int]:
     >>> read_span("Paris=31-36")
     ('Paris', 31, 36)
     """
+    # At most 18 digits, which fit in int64.
     match = re.fullmatch(r"(?:(?P<name>.+)=)?(?P<start>\d{1,18})-(?P<end>\d{1,18})", written, re.DOTALL)
     if not match:
         raise ConfigError(f'expected spans as "name=start-end" in characters, found {written!r}')

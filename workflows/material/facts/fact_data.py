@@ -150,6 +150,7 @@ def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list
         ConfigError: fewer than `count` shipped facts, or fewer than two of the user's.
     """
     if len(facts) >= count or (data and len(facts) > 1):
+        # Even, as one half chooses and the other half scores.
         return facts[: min(count, len(facts) // 2 * 2)]
     source, more = ("facts in data", ", or give more") if data else ("shipped facts", "")
     if tuple(data) == (GENERAL,):

@@ -179,6 +179,7 @@ class PairWorkflow(KnownWorkflow):
         require_next(self.subject)
         settings, layers = self.settings, self.subject.config.num_layers
         self.pairs = fact_pairs(self.subject, settings.data, settings.limit, rule=settings.subject)
+        # At least three blocks where there are three layers, or there would be little to choose from.
         self.block_size = settings.block_size or max(1, min(4, layers // 3))
         self.blocks = blocks_of(layers, self.block_size)
         return {"pairs": tuple(pair.tokens for pair in self.pairs), "block_size": self.block_size}
@@ -221,6 +222,7 @@ class PairWorkflow(KnownWorkflow):
     def _other_records(self) -> list[PairTexts]:
         """Records of further pairs for selection and scoring: of `data`, or shipped facts without `data`;
         slightly more records than required."""
+        # More than needed: pairs that are shown, and prompts longer than the context, drop out.
         start, count = len(self.pairs), 4 * self.settings.others
         records = pair_records(self.subject, self.settings.data)[start : start + count]
         records = records or pair_records(self.subject, ())[:count]

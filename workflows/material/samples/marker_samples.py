@@ -130,6 +130,7 @@ def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample
             f"expected {3 * samples} sentences of {SENTENCE[0]} to {SENTENCE[1]} words, found "
             f"{len(sentences)}; ask for fewer samples"
         )
+    # Every third sentence, so that both lists come from the whole text.
     repeated, control, before_control = (sentences[start : 3 * samples : 3] for start in range(3))
     return [_with_repetition(f"repeated_{i}", part, part) for i, part in enumerate(repeated)], [
         _with_repetition(f"other_{i}", *pair)

@@ -59,6 +59,7 @@ class RepeatedBlocks:
             candidates, prefix, sequences=sequences, length=length, repeats=repeats, seed=seed
         )
         start = len(prefix) + length
+        # The same tokens at other places: the rows differ from these in the order of the repetition only.
         mixed = [shuffled(row, start, length, seed + i) for i, row in enumerate(rows)]
         return cls(rows, mixed, len(prefix), start)
 
