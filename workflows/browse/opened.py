@@ -193,6 +193,7 @@ def harvest(store: Store, folder: HeldFolder) -> Harvest:
     entry = open_run(store, folder).entry
     segments = entry.committed()
     cells = {cell for segment in segments for cell in segment}
+    # `cells and`: the empty set is part of every segment, so that a run without data would be complete.
     complete = [i for i, segment in enumerate(segments) if cells and cells <= set(segment)]
     now = store.files.now()
     # A claim that was not renewed within TTL belongs to a process that has died.

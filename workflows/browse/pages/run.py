@@ -97,6 +97,7 @@ def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
         "device": folder.note("device"),
         "on disk": sized(folder.usage.bytes),
         "last written (UTC)": moment(folder.written),
+        # Notes are sorted by time; of the oldest one the date.
         "first written": str(folder.notes[0].get("at", ""))[:10] if folder.notes else "",
     }
     pairs = tuple((name, str(value)) for name, value in values.items() if value)

@@ -140,6 +140,7 @@ def _norms(
     }
     flat = [name for name in variables if name not in layered]
     if layered:
+        # False sorts before True: the residual stream comes first.
         names = sorted(layered, key=lambda name: (name not in STREAM, name))[:CURVES]
         all_layers = sorted({int(layer) for name in names for layer in layered[name] if layer is not None})
         lines = []
@@ -178,11 +179,13 @@ def _neighbours(
         token: Index of the token along the packed axis.
         address: Address of the page.
     """
+    # A single number has no direction to compare.
     vectors = [name for name in variables if math.prod(run.spec(name).tail) > 1]
     if not vectors:
         return
     variable = next((name for name in STREAM if name in vectors), sorted(vectors)[0])
     layers = variables[variable]
+    # Without duplicates, in order: with one or two layers the middle one is the last.
     compared_layers = list(dict.fromkeys([layers[len(layers) // 2], layers[-1]]))
     options = [
         ("all" if layer is None else f"layer {layer}", _similar(run, variable, layer, token, address))
@@ -271,6 +274,7 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
     except MizarrError as error:
         return Note(title=title, text=str(error))
     columns = [
+        # `rank` is bound as a default: a closure would see the last rank.
         (f"{rank}." if rank > 1 else "most likely", lambda row, rank=rank: row[1][rank - 1])
         for rank in range(1, LISTED + 1)
     ]
