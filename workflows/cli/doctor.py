@@ -70,6 +70,7 @@ def _packages() -> dict[str, str]:
     """Required packages of mizarr -> installed version."""
     # Requirements of extras have the marker `extra == "..."`.
     requirements = [line for line in requires("mizarr") or () if "extra ==" not in line]
+    # A requirement such as "numpy>=1.26": its name ends before the first other character.
     names = [match[0] for line in requirements if (match := re.match(r"[\w.-]+", line))]
     return {name: _version(name) for name in names}
 

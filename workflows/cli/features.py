@@ -335,6 +335,7 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
             ]
             # An infinite or NaN weight makes the norm of its row so: W_enc and W_dec are not read again.
             finite = all(bool(tensor.isfinite().all()) for tensor in [*norms, *small])
+            # norms[0] is of the encoder, the others of one decoder per target layer.
             decoders = torch.stack(norms[1:])
             rows.append(
                 {

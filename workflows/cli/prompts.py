@@ -80,6 +80,7 @@ class PromptSources:
         with ExitStack() as stack:
 
             def copy_of_stdin() -> str:
+                # The suffix selects the format: one prompt per line, as in a text file.
                 file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
                 shutil.copyfileobj(sys.stdin.buffer, file)
                 # The corpus opens the file by name: buffered bytes must be on disk.

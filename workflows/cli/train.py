@@ -88,6 +88,7 @@ def _list_settings(context: click.Context, _: click.Parameter, is_set: bool) -> 
 @click.option(
     "--settings",
     is_flag=True,
+    # Eager options are handled before click misses the required arguments: --settings works alone.
     is_eager=True,
     expose_value=False,
     callback=_list_settings,
@@ -280,7 +281,10 @@ def _train(
     training = Training(training_settings, source, out, save_every=save_every)
     with Progress(quiet) as progress, _interrupted() as stop:
         task = progress.task(
-            "train", total=(training_settings.steps - training.step) * training_settings.batch, unit="tokens"
+            # A resumed training has only the steps after its checkpoint left.
+            "train",
+            total=(training_settings.steps - training.step) * training_settings.batch,
+            unit="tokens",
         )
         if not training.run(advance=task.advance, stop=stop):
             raise KeyboardInterrupt

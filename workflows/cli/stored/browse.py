@@ -75,6 +75,7 @@ def _exit_on_signals() -> Iterator[None]:
 @store_option
 @click.option(
     "--pages",
+    # The first page and the search page are always written.
     type=click.IntRange(2),
     default=1000,
     show_default=True,
