@@ -122,6 +122,7 @@ class OpenedRun:
             layers = None if layer is None else [layer]
             # chunks=None opens without dask: a page reads few rows, for which a task graph is slower.
             array = self.entry.open([variable], layers, chunks=None)[variable].variable
+            # One layer was opened: the layer axis is the first, of length 1.
             array = array if layer is None else array.isel({array.dims[0]: 0})
             self._arrays[variable, layer] = array
         values = np.asarray(array.isel(token=slice(start, stop)).values, np.float32)

@@ -119,6 +119,7 @@ def _store(path: str) -> str:
     from ...store.errors import MizarrError
     from ...store.files import is_remote
 
+    # Whether a bucket can be written would show only by writing to it, which this command does not do.
     if is_remote(path):
         try:
             open_store(path, mode="r")

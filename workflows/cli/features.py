@@ -231,6 +231,7 @@ def pages(
     from ..features.page_files import check_folder
 
     # All errors of the options are raised before the workflow is computed.
+    # (model, "/", source set); without a slash the last of them is empty.
     ids = ("", "", "") if neuronpedia is None else neuronpedia.partition("/")
     if neuronpedia is not None and not (ids[0] and ids[2]):
         raise click.UsageError(

@@ -171,6 +171,7 @@ def inspect(
         "parameters": sum(fact.parameters for fact in facts),
         "bytes": size,
         "bytes_in_float32": 4 * sum(fact.parameters for fact in facts),
+        # A model with issues cannot be loaded.
         "timed": asdict(pass_times(files.name, revision)) if is_timed and not issues else None,
         "tensors": [asdict(fact) for fact in facts],
     }

@@ -121,6 +121,7 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
         documents = {name: options.pop(name) for name in DOCUMENT_OPTIONS}
         command(prompts=PromptSources(prompts, text, documents), **options)
 
+    # A share of 0 would leave no document.
     share = click.FloatRange(0, 1, min_open=True)
     return with_options(
         with_prompts,

@@ -162,6 +162,7 @@ def train(
     training = _train(training_settings, source, out, options["save_every"], quiet)
     # Written last: if the folder exists, evaluation and export are complete.
     if not (out / RESULT).exists():
+        # Only a crosscoder has places: pairs of a model and a hook point.
         if training.places:
             _finish_crosscoder(training, models, out)
         else:
@@ -229,6 +230,7 @@ def _hooks(training_settings: TrainingSettings) -> list[str]:
     from ...stages.forward.architectures.points import BY_NAME
 
     layers = ["*"] if training_settings.layers is None else list(map(str, training_settings.layers))
+    # An autoencoder reads and writes one hook point, which is captured once.
     kinds = dict.fromkeys((training_settings.read, training_settings.writes))
     return [BY_NAME[kind].path.format(layer) for kind in kinds for layer in layers]
 
@@ -286,6 +288,7 @@ def _train(
             total=(training_settings.steps - training.step) * training_settings.batch,
             unit="tokens",
         )
+        # False: Ctrl-C stopped it, and a checkpoint is written.
         if not training.run(advance=task.advance, stop=stop):
             raise KeyboardInterrupt
     return training

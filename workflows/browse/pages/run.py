@@ -59,6 +59,7 @@ def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None
         over=f"run {digest[:12]}",
         up=(home(address),),
         views=tuple(views),
+        # A complete run does not change any more: its page does not poll.
         live="" if state.is_whole and not state.is_live else f"run/{digest}/live.json",
     )
 

@@ -87,6 +87,7 @@ def token_page(snapshot: Snapshot, folder: HeldFolder, token: int) -> Page | Non
         views += [_lens(snapshot, run, variables, token), _features(snapshot, run, token, address)]
     else:
         views.append(Note(title="States", text="Nothing with a row for each token is published of this run."))
+    # Of the pages of the prompt's tokens the one that shows this token.
     page = addresses.prompt(digest, prompt, 1 + position // PER_PAGE)
     return Page(
         address=address,
@@ -337,6 +338,7 @@ def _readout_of(snapshot: Snapshot, folder: HeldFolder) -> HeldFolder | None:
         if result.label.partition("/")[0] == "readout":
             params = (result.note("request") or {}).get("params", {})
             if (params.get("weights"), params.get("config")) == (identity["weights"], identity["config"]):
+                # The folder, which is unique, breaks ties: a `HeldFolder` has no order.
                 candidates.append((params.get("dtype") != identity["dtype"], result.data, result))
     # False sorts before True: a readout of the run's dtype comes first.
     return min(candidates)[2] if candidates else None

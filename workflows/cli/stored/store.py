@@ -66,6 +66,7 @@ def ls(store_path: str, has_pieces: bool, by_key: bool, as_json: bool) -> None:
             "KEY": row["key"][:12],
             "LABEL": row["label"],
             "DATA": row["data"].rpartition("/")[2][:12],
+            # The digest alone, without the name of the hash function.
             "CONTENT": row["content"].partition(":")[2][:12],
             "CREATED": row["created"],
             "PIN": row["pin"],
