@@ -104,11 +104,13 @@ def _question(snapshot: Snapshot, digest: str) -> Page | None:
 
 
 _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
+    # The root of the site, "", is the first page, too.
     (r"(?:index\.html)?", store_page),
     (r"search\.html", lambda snapshot: search_page(snapshot, "")),
     (rf"(runs|questions|results|cells)/{NUMBER}\.html", _list),
     (r"question/([0-9a-f]{64})\.html", _question),
     (r"result/([0-9a-f]{64})\.html", _result),
+    # Pages of a list are counted from 1, prompts and tokens from 0.
     (rf"{_RUN}/prompts/([1-9][0-9]{{0,11}})\.html", _of_run(run_page)),
     (rf"{_RUN}/prompt/{NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),
     (rf"{_RUN}/token/{NUMBER}\.html", _of_run(token_page)),

@@ -88,7 +88,9 @@ def lineage(snapshot: Snapshot, folder: HeldFolder, link_of: Callable[[HeldFolde
     corners = {}
     for column, names in columns.items():
         top = (tallest - len(names)) * DOWN / 2
+        # The folder breaks ties of labels, so that equal stores give equal drawings.
         for row, name in enumerate(sorted(names, key=lambda name: (snapshot.folders[name].label, name))):
+            # A margin of 6 on each side: `width` and `height` below add 12.
             corners[name] = (6.0 + (column - leftmost) * ACROSS, 6.0 + top + row * DOWN)
     boxes = []
     for name, (x, y) in corners.items():

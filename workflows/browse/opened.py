@@ -122,6 +122,7 @@ class OpenedRun:
             layers = None if layer is None else [layer]
             # chunks=None opens without dask: a page reads few rows, for which a task graph is slower.
             array = self.entry.open([variable], layers, chunks=None)[variable].variable
+            # One layer was opened: the layer axis is the first, of length 1.
             array = array if layer is None else array.isel({array.dims[0]: 0})
             self._arrays[variable, layer] = array
         values = np.asarray(array.isel(token=slice(start, stop)).values, np.float32)
@@ -193,6 +194,7 @@ def harvest(store: Store, folder: HeldFolder) -> Harvest:
     entry = open_run(store, folder).entry
     segments = entry.committed()
     cells = {cell for segment in segments for cell in segment}
+    # `cells and`: the empty set is part of every segment, so that a run without data would be complete.
     complete = [i for i, segment in enumerate(segments) if cells and cells <= set(segment)]
     now = store.files.now()
     # A claim that was not renewed within TTL belongs to a process that has died.

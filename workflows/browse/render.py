@@ -57,6 +57,7 @@ def static_files() -> Mapping[str, tuple[str, str]]:
 @cache
 def _template() -> Any:
     """The template browse.html, which imports templates of reports."""
+    # Two loaders: browse.html imports parts.html, which lies in the assets of reports.
     loader = jinja2.FunctionLoader(lambda name: _asset(name) if name == "browse.html" else None)
     shared = environment()
     return shared.overlay(loader=jinja2.ChoiceLoader([loader, shared.loader])).get_template("browse.html")

@@ -46,6 +46,7 @@ POLICY = (
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
+    # The address contains the secret word: no other site is told where a link was followed.
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -121,6 +122,7 @@ def serve(app: Starlette, server_socket: socket.socket) -> None:
     config = uvicorn.Config(
         app,
         http=TimedProtocol,
+        # The pages use neither websockets nor the startup events of ASGI.
         ws="none",
         lifespan="off",
         # uvicorn's log could print text of the store without escaping terminal control characters.
@@ -176,6 +178,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
                 page: Page | None = search_results(snapshot, request)
             else:
                 page = find_page(snapshot, path)
+        # FileNotFoundError: `mizarr gc` may remove an entry after the snapshot was taken.
         except (MizarrError, FileNotFoundError) as error:
             return error_page(500, "This cannot be read", str(error))
         if page is None and snapshot.unread:
@@ -209,6 +212,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
     # starlette adds HEAD to a route for GET.
     routes = [Route("/{word}/{path:path}", answer, methods=["GET"])]
     app = Starlette(routes=routes, middleware=[_guard(hosts)])
+    # starlette would redirect "/x" to "/x/", which matches the route, before the word is checked.
     app.router.redirect_slashes = False
     return app
 
@@ -235,6 +239,7 @@ def _guard(hosts: Collection[str]) -> Any:
                 await send(message)
 
             host = Headers(scope=scope).get("host", "").lower()
+            # 421 Misdirected Request: this server does not answer for that host.
             refusal = PlainTextResponse(f"expected one of {', '.join(sorted(hosts))} as host\n", 421)
             await (self.app if host in hosts else refusal)(scope, receive, send_with_headers)
 

@@ -51,6 +51,7 @@ def stretches(n_tokens: int, row_bytes: int) -> list[tuple[int, int]]:
     >>> stretches(100, 4), len(stretches(10**9, 1024))
     ([(0, 100)], 24)
     """
+    # At least one token per range.
     room = max(STRETCHES, SAMPLE_BYTES // row_bytes)
     if n_tokens <= room:
         return [(0, n_tokens)]
@@ -72,6 +73,7 @@ def most_similar(
         most: Largest number of similar tokens.
     """
     query = run.rows(variable, layer, token, token + 1)[0]
+    # A vector of zeros is not divided by 0.
     query = query / (np.linalg.norm(query) or 1.0)
     n_tokens = run.entry.tokens.n_tokens
     index_parts, cosine_parts = [], []

@@ -84,6 +84,7 @@ class _Frontier:
         """
         if address in self.known:
             return True
+        # An address becomes a file name here: it must not lead out of the folder.
         if len(self.known) >= self.limits.pages or not is_below(address):
             return False
         if not self._is_within_limits(address, source):
@@ -94,6 +95,7 @@ class _Frontier:
 
     def _is_within_limits(self, address: str, source: str) -> bool:
         """Count a link to a prompt (per run) or token (per page); whether the count is within its limit."""
+        # run/DIGEST/prompt/… or run/DIGEST/token/…
         kind = address.split("/")[2] if address.startswith("run/") else ""
         limit = {"prompt": self.limits.prompts, "token": self.limits.tokens}.get(kind)
         if limit is None:
@@ -139,6 +141,7 @@ def write_site(
     try:
         written = _write(Holdings(store).look(), temporary, limits, progress)
         if folder.exists():
+            # `rename` does not replace a folder that has files.
             shutil.rmtree(folder)
         temporary.rename(folder)
     finally:
@@ -186,6 +189,7 @@ def _with_valid_links(text: str, address: str, frontier: _Frontier, written: Wri
     """
 
     def link(match: re.Match[str]) -> str:
+        # The template has escaped the link, "&" as "&amp;".
         target = posixpath.normpath(posixpath.join(posixpath.dirname(address), unescape(match[2])))
         if frontier.admits(target, address):
             return match[0]

@@ -70,6 +70,7 @@ def _packages() -> dict[str, str]:
     """Required packages of mizarr -> installed version."""
     # Requirements of extras have the marker `extra == "..."`.
     requirements = [line for line in requires("mizarr") or () if "extra ==" not in line]
+    # A requirement such as "numpy>=1.26": its name ends before the first other character.
     names = [match[0] for line in requirements if (match := re.match(r"[\w.-]+", line))]
     return {name: _version(name) for name in names}
 
@@ -118,6 +119,7 @@ def _store(path: str) -> str:
     from ...store.errors import MizarrError
     from ...store.files import is_remote
 
+    # Whether a bucket can be written would show only by writing to it, which this command does not do.
     if is_remote(path):
         try:
             open_store(path, mode="r")

@@ -231,6 +231,7 @@ def pages(
     from ..features.page_files import check_folder
 
     # All errors of the options are raised before the workflow is computed.
+    # (model, "/", source set); without a slash the last of them is empty.
     ids = ("", "", "") if neuronpedia is None else neuronpedia.partition("/")
     if neuronpedia is not None and not (ids[0] and ids[2]):
         raise click.UsageError(
@@ -335,6 +336,7 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
             ]
             # An infinite or NaN weight makes the norm of its row so: W_enc and W_dec are not read again.
             finite = all(bool(tensor.isfinite().all()) for tensor in [*norms, *small])
+            # norms[0] is of the encoder, the others of one decoder per target layer.
             decoders = torch.stack(norms[1:])
             rows.append(
                 {

@@ -67,6 +67,7 @@ def generate(
     stream = TokenStream(loaded, inputs, settings=settings)
     # Tokens of several prompts arrive interleaved: only those of a single prompt are printed at once.
     is_streamed = len(prompts) == 1 and not as_json
+    # With --chat the tokens are an answer, not a continuation of the prompt's line.
     if is_streamed and not chat:
         echo(prompts[0], nl=False)
     for token in stream:

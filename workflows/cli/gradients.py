@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GRADIENT_OPTIONS", "METRICS", "gradient_options", "with_metric"]
 
+# Names of classes, so that `--help` does not import them.
 METRICS: Mapping[str, tuple[str, int]] = {
     "logit_difference": ("LogitDifference", 2),
     "log_probability": ("LogProbability", 1),
@@ -124,6 +125,7 @@ def _token(word: str, source: ModelSource) -> int:
 
     if source.tokenizer is None:
         raise no_tokenizer(source.name)
+    # Without its space: `find_token_id` tries the word with a space first, then without.
     return source.tokenizer.find_token_id(word.strip(" "))
 
 

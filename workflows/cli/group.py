@@ -50,6 +50,7 @@ INTERRUPTED = 130
 
 @click.group(
     cls=SuggestingGroup,
+    # click wraps help at 80 columns by default, in a wider terminal too.
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Example: mizarr demo",
 )
@@ -83,6 +84,7 @@ def run(args: Sequence[str] | None = None) -> int:
         args: Command-line arguments; None for `sys.argv[1:]`.
     """
     with warnings.catch_warnings():
+        # `catch_warnings` restores it at the end of the block.
         warnings.showwarning = _show_warning
         return _run(args)
 
@@ -93,6 +95,7 @@ def _run(args: Sequence[str] | None) -> int:
         result = cli.main(args, prog_name="mizarr", standalone_mode=False)
         # Flushed within `try`, so that a closed pipe is noticed here and not at exit.
         sys.stdout.flush()
+    # Before ClickException, its base class: a wrong usage also names the --help of its command.
     except click.UsageError as error:
         command_path = error.ctx.command_path if error.ctx else "mizarr"
         return _print_error(f"{error.format_message()} (see {command_path} --help)")
@@ -100,9 +103,11 @@ def _run(args: Sequence[str] | None) -> int:
         return _print_error(error.format_message())
     except MizarrError as error:
         return _print_error(str(error))
+    # click turns a KeyboardInterrupt within a command into Abort.
     except (click.Abort, KeyboardInterrupt):
         echo("mizarr: interrupted; what was finished is kept, the same command resumes", err=True)
         return INTERRUPTED
+    # Before OSError, its base class.
     except BrokenPipeError:
         # The reader of the pipe (head, less) has exited. Python flushes stdout again at exit, which would
         # print a second BrokenPipeError: stdout is redirected to /dev/null.
@@ -114,6 +119,7 @@ def _run(args: Sequence[str] | None) -> int:
         if error.filename is None:
             raise
         return _print_error(f"{error.strerror}: {os.fspath(error.filename)!r}")
+    # Without standalone mode click returns what the command returns, or the code of `ctx.exit`.
     return result if isinstance(result, int) else 0
 
 

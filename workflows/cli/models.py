@@ -146,6 +146,7 @@ def inspect(
 
     files = resolve(model, revision, backend=backend, adapter=adapter)
     size = sum(path.stat().st_size for path in files.weight_files)
+    # Headers alone are read too fast for a progress bar.
     with Progress(quiet=quiet or shapes_only) as bars:
         read = bars.task(f"reading {files.name}", unit="numbers")
         facts = list(tensor_facts(_readable(files), values=not shapes_only, on_progress=read.advance))
@@ -170,6 +171,7 @@ def inspect(
         "parameters": sum(fact.parameters for fact in facts),
         "bytes": size,
         "bytes_in_float32": 4 * sum(fact.parameters for fact in facts),
+        # A model with issues cannot be loaded.
         "timed": asdict(pass_times(files.name, revision)) if is_timed and not issues else None,
         "tensors": [asdict(fact) for fact in facts],
     }
@@ -294,6 +296,7 @@ def _print(document: dict[str, Any], config: Architecture | None) -> None:
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Sort key that compares numbers within names as numbers: layer 2 before layer 10."""
+    # Pairs, as a number and a text cannot be compared; -1 sorts texts before numbers.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 

@@ -142,6 +142,7 @@ class DeclaredCommand(click.Command):
     @params.setter
     def params(self, params: list[click.Parameter]) -> None:
         self._params = params
+        # click.Command assigns `callback` before `params`: the function is known here.
         self._pending = getattr(self.callback, "declared", ())
 
 
@@ -162,6 +163,7 @@ def given_options(options: Mapping[str, Any], *declared: Declared) -> dict[str, 
 
 def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
     """Apply option decorators to a command function, so that `--help` lists them in this order."""
+    # Decorators apply from the bottom up: the option that help lists first is applied last.
     for option in reversed(options):
         command = option(command)
     return command
@@ -264,6 +266,7 @@ def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> A
     import numpy as np
 
     try:
+        # Loading a pickle can run code of whoever wrote the file.
         return np.load(text, allow_pickle=False)
     except FileNotFoundError:
         raise click.BadParameter(f"expected a mask in {text!r}, found no such file", ctx, param) from None
@@ -286,6 +289,7 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         # dask reads "h" as one hour, and a minus sign: a number is required first.
         if text[:1].isdigit():
+            # default=False: dask refuses a number without a unit instead of reading seconds.
             return float(parse_timedelta(text, default=False))
     raise click.BadParameter(f"expected a duration such as 90s, 24h or 7d, found {text!r}", ctx, param)
 
@@ -369,6 +373,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> No
 def _fitted(widths: Sequence[int], total: int) -> list[int]:
     """Column widths reduced to fit `total` characters: the widest are narrowed, never below _NARROWEST."""
     fitted = list(widths)
+    # 2: the spaces between two columns.
     while sum(fitted) + 2 * (len(fitted) - 1) > total and max(fitted) > _NARROWEST:
         fitted[fitted.index(max(fitted))] -= 1
     return fitted

@@ -80,6 +80,7 @@ class PromptSources:
         with ExitStack() as stack:
 
             def copy_of_stdin() -> str:
+                # The suffix selects the format: one prompt per line, as in a text file.
                 file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
                 shutil.copyfileobj(sys.stdin.buffer, file)
                 # The corpus opens the file by name: buffered bytes must be on disk.
@@ -120,6 +121,7 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
         documents = {name: options.pop(name) for name in DOCUMENT_OPTIONS}
         command(prompts=PromptSources(prompts, text, documents), **options)
 
+    # A share of 0 would leave no document.
     share = click.FloatRange(0, 1, min_open=True)
     return with_options(
         with_prompts,

@@ -51,6 +51,7 @@ def replicate(
     settings = replication.asked(published) if is_cached else replication.here
     with requested_store(store_path) as store:
         workflow = build(replication.workflow, **settings).run(store, **options)
+    # Numbers of a built-in model are not compared with published ones.
     claims = _compared_claims(replication, published, workflow) if is_cached else []
     header = {
         "replication": name,
@@ -103,6 +104,7 @@ def _is_cached(replication: Replication, model: str, fetch: bool) -> bool:
         if replication.dictionary:
             dictionaries.fetch(replication.dictionary)
     try:
+        # Raises if a file is not in the local cache.
         resolve(model, replication.revision)
         if replication.dictionary:
             resolve_dictionary(replication.dictionary)

@@ -388,6 +388,7 @@ def compute(
     if figures is not None:
         from ..report.page import check_output
 
+        # Any name: checked is that files can be written into the folder.
         check_output(figures / "figure.png")
     with requested_store(store_path) as store:
         if figures is not None:
@@ -429,6 +430,7 @@ def _compute_every(
     documents: list[dict[str, Any]] = []
     for name, revision in _runnable_models():
         header = {"model": name, "revision": revision}
+        # A hub id such as org/name would be a folder within a folder.
         folder = figures and figures / name.replace("/", "--")
         if not as_json:
             echo(f"== {name}")

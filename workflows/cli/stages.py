@@ -63,6 +63,7 @@ def workflows(ctx: click.Context, name: str | None, as_json: bool) -> None:
         return
     by_subject: dict[str, list[tuple[str, str]]] = {title: [] for title in SUBJECTS.values()}
     for label, module in WORKFLOWS.items():
+        # ".readout.logit_lens:LogitLens": the part after the first dot is the folder.
         by_subject[SUBJECTS[module.split(".")[1]]].append((label, kind_of(label).question))
     if as_json:
         print_json(

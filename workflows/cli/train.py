@@ -88,6 +88,7 @@ def _list_settings(context: click.Context, _: click.Parameter, is_set: bool) -> 
 @click.option(
     "--settings",
     is_flag=True,
+    # Eager options are handled before click misses the required arguments: --settings works alone.
     is_eager=True,
     expose_value=False,
     callback=_list_settings,
@@ -161,6 +162,7 @@ def train(
     training = _train(training_settings, source, out, options["save_every"], quiet)
     # Written last: if the folder exists, evaluation and export are complete.
     if not (out / RESULT).exists():
+        # Only a crosscoder has places: pairs of a model and a hook point.
         if training.places:
             _finish_crosscoder(training, models, out)
         else:
@@ -228,6 +230,7 @@ def _hooks(training_settings: TrainingSettings) -> list[str]:
     from ...stages.forward.architectures.points import BY_NAME
 
     layers = ["*"] if training_settings.layers is None else list(map(str, training_settings.layers))
+    # An autoencoder reads and writes one hook point, which is captured once.
     kinds = dict.fromkeys((training_settings.read, training_settings.writes))
     return [BY_NAME[kind].path.format(layer) for kind in kinds for layer in layers]
 
@@ -280,8 +283,12 @@ def _train(
     training = Training(training_settings, source, out, save_every=save_every)
     with Progress(quiet) as progress, _interrupted() as stop:
         task = progress.task(
-            "train", total=(training_settings.steps - training.step) * training_settings.batch, unit="tokens"
+            # A resumed training has only the steps after its checkpoint left.
+            "train",
+            total=(training_settings.steps - training.step) * training_settings.batch,
+            unit="tokens",
         )
+        # False: Ctrl-C stopped it, and a checkpoint is written.
         if not training.run(advance=task.advance, stop=stop):
             raise KeyboardInterrupt
     return training

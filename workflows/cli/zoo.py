@@ -69,6 +69,7 @@ def train_zoo(
     # The other options have the names of its fields.
     trainings = [ZooTraining(task, seed=seed, **settings) for seed in seeds]
     ending = ".pth" if pth else ".safetensors"
+    # All networks go into one folder: one file is checked, before any training.
     check_output(out / file_name(trainings[0], ending))
     networks = []
     with Progress(quiet) as progress:

@@ -35,6 +35,7 @@ LIMIT = 20 << 20
 """Largest number of embedded bytes; browsers open larger pages slowly."""
 STYLES = ("report.css", "graph.css")
 """Style sheets of a page, in order."""
+# parts.html has the ratio of both: 96 / 160 = 0.6.
 DPI = 160
 """Pixels per inch of a picture, which is shown at 96 per inch."""
 
@@ -80,6 +81,7 @@ def check_output(path: Path) -> None:
         raise ConfigError(
             f"expected a file to write, such as {path / 'report.html'}, found the folder {path}"
         )
+    # A broken link does not `exist`, yet no folder can be made in its place.
     folder = next(parent for parent in path.absolute().parents if parent.exists() or parent.is_symlink())
     if not folder.is_dir():
         raise ConfigError(f"expected a folder for {path.name}, found the file {folder}; choose another path")
@@ -90,6 +92,7 @@ def check_output(path: Path) -> None:
 def render(workflow: Reported) -> str:
     """The page as HTML. Views that exceed the size limit are thinned or left out, with a note."""
     pictures, missing = _pictures(workflow)
+    # A `Figure` is not listed itself: `_panels` adds those of its panels that the page lacks.
     views = [view for view in workflow.shown if view.on_page]
     views, pictures = _fitted([*views, *_panels(workflow, views, drawn=not missing)], pictures)
     style, drawing = "".join(map(asset, STYLES)), script()
@@ -121,6 +124,7 @@ def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]
     """
     figures = [view for view in workflow.shown if isinstance(view, Figure)]
     kinds = {panel.panel().kind for figure in figures for panel in figure.panels}
+    # Only a view of a panel's kind can equal it: the others are not encoded and hashed.
     seen = {_content(view) for view in _options(views) if view.kind in kinds}
     seen |= {_cells(view.overview) for view in views if isinstance(view, Attention)}  # its grid of heads
     additional: list[View] = []
@@ -136,6 +140,7 @@ def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]
             if panel.on_page:
                 additional.append(replace(panel, **titles))
             else:
+                # The page writes title and caption around the picture: they are not drawn into it as well.
                 untitled = replace(panel, title="", caption="")
                 additional.append(Picture(png=paper.png([untitled], dpi=DPI), alt=titles["title"], **titles))
     return additional
@@ -151,6 +156,7 @@ def _options(views: Iterable[View]) -> Iterator[View]:
 
 def _content(view: View) -> str:
     """Digest of a view's contents, without title and caption."""
+    # `sources` are links to recipes: without them, as they change nothing that is drawn.
     shown = plain(replace(view, title="", caption="", sources=()))
     return hashlib.sha256(f"{view.kind}{shown}".encode()).hexdigest()
 
@@ -178,6 +184,7 @@ def _pictures(workflow: Reported) -> tuple[list[View], str]:
 def _fitted(*groups: list[View]) -> list[list[View]]:
     """Reduce views to the size limit: small ones stay complete, large ones share the remaining bytes
     equally."""
+    # Ascending, so that bytes which small views leave over are shared among the larger ones.
     sizes = sorted(size(view) for group in groups for view in group)
     remaining, share = LIMIT, LIMIT
     for number, n_bytes in enumerate(sizes):
@@ -186,6 +193,7 @@ def _fitted(*groups: list[View]) -> list[list[View]]:
             break
         remaining -= n_bytes
     else:
+        # The loop did not break: every view fits.
         share = LIMIT
     return [[view.within(share) for view in group] for group in groups]
 
@@ -199,6 +207,7 @@ def policy(style: str, drawing: str, beside: str = "") -> str:
         beside: further source of scripts; empty for none.
     """
     allowed = (
+        # By hash, so that no other inline script, such as one in a prompt, can run; data: for embedded PNGs.
         f"style-src {hashed(style)}; script-src {hashed(drawing)}{beside and ' '}{beside}; img-src data:"
     )
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"

@@ -110,6 +110,7 @@ def made(workflow: Reported) -> list[Made]:
     store = workflow.store
     if store is None:
         return []
+    # Else each node's key is computed again for every node that reads it: 2^n look-ups in a chain of n.
     with one_look():
         names = _names(workflow.nodes)
         unique = {name: node for node, name in names.items()}
@@ -121,6 +122,7 @@ def _names(nodes: Mapping[str, ResultNode]) -> dict[Node, str]:
     result_names: dict[Node, str] = {node: name for name, node in nodes.items()}
     names: dict[Node, str] = {}
     constants: dict[str, str] = {}
+    # Reserved first: an intermediate node must not take the name of a result.
     used = set(result_names.values())
 
     def unused(name: str) -> str:
@@ -191,6 +193,7 @@ def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[t
     yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
     records = [record for cell in node.cells if (record := entry.record(*cell)) is not None]
     yield "arrays", ", ".join(f"{record.label} {record.short}" for record in records)
+    # `content` would be the digest of the first array alone.
     yield from ((name, value) for name, value in facts(store, records[0]) if name != "content")
 
 

@@ -38,9 +38,11 @@ def environment() -> Any:
 
     jinja = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset),
+        # Prompts, tokens and labels may contain HTML.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        # jinja2 renders a missing field as an empty text by default: a misspelt one raises.
         undefined=jinja2.StrictUndefined,
     )
     jinja.filters["plain"] = plain
@@ -55,6 +57,7 @@ def asset(name: str) -> str:
 
 def script() -> str:
     """The script that draws the views of a page."""
+    # In a function, so that no name is global. "use strict", the first line of core.js, holds for all of it.
     return "(() => {\n" + "\n".join(map(asset, SCRIPTS)) + "})();\n"
 
 

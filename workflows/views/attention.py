@@ -56,6 +56,7 @@ class Attention(View):
     def within(self, room: int) -> View:
         """The attention patterns of the leading layers that fit into `room` bytes; the caption names them."""
         fixed = size(replace(self, pattern=self.pattern[:0], overview=self.overview[:0], layers=()))
+        # Pattern and overview grow with the number of layers, all other fields are `fixed`.
         n_layers = min(len(self.layers), (room - fixed) * len(self.layers) // max(1, size(self) - fixed))
         if n_layers == len(self.layers):
             return self

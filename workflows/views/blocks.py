@@ -21,6 +21,7 @@ MANY = 1 << 20
 """Number of values above which floats are stored as float16: three digits are enough for display."""
 _HALF = 65504.0
 """The largest finite float16."""
+# Narrowest first. ARRAYS of core.js has no other integer dtypes: neither uint32 nor 64 bits.
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
@@ -88,6 +89,7 @@ def listed(value: Any) -> Any:
     not computed for a terminal.
     """
     value = value() if callable(value) else value
+    # An xarray object, recognised without importing xarray.
     value = value.values if hasattr(value, "dims") else value
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()

@@ -70,6 +70,7 @@ class CircuitDrawing(View):
                     lw=THINNEST + (WIDEST - THINNEST) * share,
                     color=paper.ABOVE if self.weights[edge] > 0 else paper.BELOW,
                     alpha=0.25 + 0.65 * share,
+                    # In points: an arrow ends beside the name of a node, not in its middle.
                     shrinkA=9,
                     shrinkB=9,
                     zorder=1,

@@ -101,6 +101,7 @@ def _sector(rays: Array) -> list[Array]:
 def _arc(a: Array, b: Array) -> Array:
     """Points [ARC, axis] on the shorter arc between two unit vectors (spherical linear interpolation)."""
     share = np.linspace(0.0, 1.0, ARC)[:, None]
+    # Rounding may put the product of unit vectors just above 1, where arccos is NaN.
     angle = np.arccos(np.clip(a @ b, -1.0, 1.0))
     # sin(angle) would divide by zero.
     if angle < 1e-9:
@@ -116,6 +117,7 @@ FRAME /= np.linalg.norm(FRAME, axis=1, keepdims=True)
 
 def _disc_outlines(rays: Array) -> list[Array]:
     """Outlines [point, 2] of a three-dimensional cone on the discs of the two half spaces it reaches into."""
+    # Each arc without its last point, which is the first of the next arc.
     edge = np.vstack([_arc(a, b)[:-1] for a, b in zip(rays, np.roll(rays, -1, axis=0), strict=True)])
     outlines = []
     for sign in (1, -1):
@@ -138,6 +140,7 @@ def _clipped(outline: Array, normal: Array) -> Array:
     side = outline @ normal
     parts: list[Array] = []
     for i, point in enumerate(outline):
+        # -1 for the first point, as the outline is closed.
         before = i - 1
         # The edge crosses the plane: the crossing point is interpolated and put back onto the sphere.
         if side[before] * side[i] < 0:
@@ -168,6 +171,8 @@ def _projected(points: Array, sign: int) -> Array:
     depth, y, x = (points @ FRAME.T).T
     # The usual factor sqrt(2 / (1 + depth)) over sqrt(2): both discs have radius 1.
     scale = np.sqrt(1.0 / (1.0 + np.clip(sign * depth, 0.0, 1.0)))
+    # Each half is seen from outside, which swaps left and right of the other one. Discs of radius 1 whose
+    # centres are 2.3 apart.
     return np.column_stack([sign * x * scale - 1.15 * sign, y * scale])
 
 

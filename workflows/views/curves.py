@@ -167,6 +167,7 @@ class Lines(View):
         colours = {id(line): shade for line, shade in zip(coloured, self._shades(coloured), strict=True)}
         scale = max((np.nanmax(np.abs(line.values), initial=0.0) for line in self.lines), default=1.0) or 1.0
         for row, line in enumerate(self.lines):
+            # Scaled to -1..1: curves over baselines 2.2 apart do not overlap.
             values = line.values / scale - 2.2 * row if self.apart else self._placed(line.values)
             look: dict[str, Any] = {"color": colours.get(id(line), paper.ACCENT), "lw": 1.9, "zorder": 2}
             if line.control:
@@ -176,6 +177,7 @@ class Lines(View):
                 look |= {"color": "#7aa6c2", "lw": 0.9, "alpha": 0.75, "zorder": 1}
             elif line.strong:
                 look |= {"lw": 2.4, "zorder": 3}
+            # A dotted control has no dots at its points, except at a single one, where no line is visible.
             if len(x) <= 24 and not line.faint and not self.apart and (look.get("ls") != ":" or len(x) == 1):
                 look |= {"marker": "o", "ms": 3.5}
             if line.dots is not None:
@@ -428,6 +430,7 @@ class Curve(View):
     def draw(self, axes: Any) -> None:
         """Draw the curve in a box whose axes have no tick labels."""
         axes.plot(*self.points.T, color=paper.FAINT, lw=0.8, alpha=0.7)
+        # depthshade=False: matplotlib fades points that are farther away, but here the colour is a number.
         shades = axes.scatter(*self.points.T, c=self.values, cmap="viridis", s=22, depthshade=False)
         for name, text in zip("xyz", self.names, strict=True):
             getattr(axes, f"set_{name}label")(text, labelpad=-8, fontsize=8)

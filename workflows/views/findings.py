@@ -79,5 +79,6 @@ class Findings(View):
             axes.plot([strip["effect"]], [row], "o", color=paper.BLUE, markersize=7)
             axes.text(0, row - 0.2, "\n".join(wrap(claim.short, 140)), fontsize=8, va="bottom")
         axes.set_xlim(0, 100)
+        # Downward, so that the first claim is on top.
         axes.set_ylim(len(self.findings) - 0.4, -0.7)
         axes.set_axis_off()

@@ -162,6 +162,7 @@ class Heatmap(View):
         if self.diverging:
             high = max(abs(low), abs(high)) or 1.0
             return -high, high
+        # Cells that are all equal: a colour scale without extent would divide by zero.
         return low, high if high > low else low + 1.0
 
     def _write(self, axes: Any, low: float, high: float) -> None:

@@ -41,6 +41,7 @@ BELOW, ABOVE = RAMPS["diverging"][0], RAMPS["diverging"][-1]
 """Colours of numbers below and above zero, in bars as in heatmaps."""
 STYLE: Any = {
     "font.size": 9,
+    # Comes with matplotlib, so that figures do not depend on the fonts of a machine.
     "font.family": "DejaVu Sans",
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -263,6 +264,7 @@ def footer(figure: Any, text: str) -> None:
         text: The text.
     """
     text = "\n".join(textwrap.wrap(text, int(20 * figure.get_figwidth())))
+    # Constrained layout reserves space for supxlabel, not for Figure.text.
     figure.supxlabel(text, x=0.99, ha="right", fontsize=6.5, color=FAINT)
 
 
@@ -362,6 +364,7 @@ def mark(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e6:
         digits, _, power = f"{value:.11e}".partition("e")
         return f"{float(digits):.12g}e{int(power)}"
+    # + 0.0 turns -0.0 into 0.0, which is not printed as "-0".
     return f"{value + 0.0:,.0f}" if value == round(value) else f"{value:.12g}"
 
 
@@ -415,6 +418,7 @@ def shades(count: int, *, in_order: bool) -> list[Any]:
         return [BLUE]
     if not in_order:
         return [SHADES[i % len(SHADES)] for i in range(count)]
+    # Starts after the pale end of the ramp, which would vanish on white paper.
     return [ramp("sequential")((i + count / 3) / (count - 1 + count / 3)) for i in range(count)]
 
 
@@ -428,6 +432,7 @@ def tints(colour: str, count: int) -> list[Any]:
     from matplotlib.colors import LinearSegmentedColormap
 
     pale = LinearSegmentedColormap.from_list(colour, [colour, "white"])
+    # At most 65 % of the way to white, which would be invisible.
     return [pale(0.65 * i / max(2, count - 1)) for i in range(count)]
 
 
@@ -460,6 +465,7 @@ def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> No
     scale = axes.yaxis.get_transform()
     low, high = (float(end) for end in scale.transform(axes.get_ylim()))
     step = NAME_STEP * (high - low)
+    # Only NaN differs from itself.
     finite = sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0])
     if len(finite) > (most := int(1 / NAME_STEP)):
         finite = [finite[round(i * (len(finite) - 1) / (most - 1))] for i in range(most)]

@@ -215,6 +215,7 @@ class Choice(View):
         if sum(sizes) <= room:
             return self
         n_options, n_bytes = 0, 0
+        # Ends before the last option, as all of them together do not fit.
         while n_bytes + sizes[n_options] <= room:
             n_bytes += sizes[n_options]
             n_options += 1

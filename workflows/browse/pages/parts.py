@@ -102,6 +102,7 @@ def page_of(
     Returns:
         (items of this page, links to other pages); the links are None if the list has one page.
     """
+    # Rounded up; an empty list has one page.
     pages = max(1, -(-len(items) // per_page))
     page_items = items[(number - 1) * per_page : number * per_page]
     if pages == 1:

@@ -125,6 +125,7 @@ def _norms(run: OpenedRun, start: int, stop: int, prompt_start: int) -> View:
         f"{start - prompt_start + i} {text}" for i, text in enumerate(run.texts(range(start, stop)))
     )
     options = tuple(
+        # Only the first page of tokens begins with the attention sink.
         (name, heatmap.without_first_token() if start == prompt_start else heatmap)
         for name in names[:VARIABLES]
         for heatmap in [_heatmap(run, name, layered[name], start, stop, labels)]
@@ -155,6 +156,7 @@ def _heatmap(
         columns=labels,
         column_name="token",
         value_name=name if is_number else f"norm of {name}",
+        # A norm is never negative; a stored number can be.
         low=None if is_number else 0.0,
         upward=True,
     )

@@ -64,10 +64,12 @@ def report(dataset: xr.Dataset) -> Iterator[View]:
 
     Only the beginning of a large array is shown; the caption then says how much.
     """
+    # An empty array is in the table of variables only: there is nothing to draw.
     names = [str(name) for name in dataset.data_vars if dataset[name].size]
     numbers = []
     for name in names[:VARIABLES]:
         array = dataset[name]
+        # dtype kinds of numpy: U, T (StringDType) and O hold text; b, i, u and f numbers.
         if array.ndim == 0:
             numbers.append((labels.name(array), _scalar_text(array.values.item())))
         elif array.dtype.kind in "UTO":
@@ -159,6 +161,7 @@ def _scalar_text(value: Any) -> str:
 def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
     """Date, size and pin of a result, and what `mizarr gc` would do with it."""
     pairs = {
+        # An ISO 8601 time, to the minute.
         "stored (UTC)": folder.records[0].created[:16].replace("T", " "),
         "on disk": sized(folder.usage.bytes),
         "pinned as": snapshot.pin(folder) or "–",

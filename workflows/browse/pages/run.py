@@ -59,6 +59,7 @@ def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None
         over=f"run {digest[:12]}",
         up=(home(address),),
         views=tuple(views),
+        # A complete run does not change any more: its page does not poll.
         live="" if state.is_whole and not state.is_live else f"run/{digest}/live.json",
     )
 
@@ -97,6 +98,7 @@ def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
         "device": folder.note("device"),
         "on disk": sized(folder.usage.bytes),
         "last written (UTC)": moment(folder.written),
+        # Notes are sorted by time; of the oldest one the date.
         "first written": str(folder.notes[0].get("at", ""))[:10] if folder.notes else "",
     }
     pairs = tuple((name, str(value)) for name, value in values.items() if value)

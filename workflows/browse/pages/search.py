@@ -75,6 +75,7 @@ def search_page(
     action = addresses.relative(address, addresses.SEARCH)
     views: list[View] = [SearchForm(action=action, words=words, filters=is_static)]
     if words.strip() or is_static:
+        # No time limit for a file: it has no link that continues the search. The text "" matches all prompts.
         seconds = float("inf") if is_static else SECONDS
         result = search_prompts(snapshot, words.strip(), start, seconds=seconds)
         views += _result_views(result, address, words.strip(), is_static=is_static)

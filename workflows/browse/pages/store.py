@@ -129,6 +129,7 @@ def reading(snapshot: Snapshot) -> Iterator[HarvestProgress]:
 
 def harvests(snapshot: Snapshot, address: str) -> Iterator[HarvestProgress]:
     """Progress of the captures that a process is working on, among the LOOKED_AT last written runs."""
+    # Not all runs: the segments of each are listed, and a store may hold thousands of runs.
     for folder in [folder for folder in snapshot.runs if folder.run][:LOOKED_AT]:
         assert folder.run is not None
         state = harvest(snapshot.store, folder)

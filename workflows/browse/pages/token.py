@@ -87,6 +87,7 @@ def token_page(snapshot: Snapshot, folder: HeldFolder, token: int) -> Page | Non
         views += [_lens(snapshot, run, variables, token), _features(snapshot, run, token, address)]
     else:
         views.append(Note(title="States", text="Nothing with a row for each token is published of this run."))
+    # Of the pages of the prompt's tokens the one that shows this token.
     page = addresses.prompt(digest, prompt, 1 + position // PER_PAGE)
     return Page(
         address=address,
@@ -140,6 +141,7 @@ def _norms(
     }
     flat = [name for name in variables if name not in layered]
     if layered:
+        # False sorts before True: the residual stream comes first.
         names = sorted(layered, key=lambda name: (name not in STREAM, name))[:CURVES]
         all_layers = sorted({int(layer) for name in names for layer in layered[name] if layer is not None})
         lines = []
@@ -178,11 +180,13 @@ def _neighbours(
         token: Index of the token along the packed axis.
         address: Address of the page.
     """
+    # A single number has no direction to compare.
     vectors = [name for name in variables if math.prod(run.spec(name).tail) > 1]
     if not vectors:
         return
     variable = next((name for name in STREAM if name in vectors), sorted(vectors)[0])
     layers = variables[variable]
+    # Without duplicates, in order: with one or two layers the middle one is the last.
     compared_layers = list(dict.fromkeys([layers[len(layers) // 2], layers[-1]]))
     options = [
         ("all" if layer is None else f"layer {layer}", _similar(run, variable, layer, token, address))
@@ -271,6 +275,7 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
     except MizarrError as error:
         return Note(title=title, text=str(error))
     columns = [
+        # `rank` is bound as a default: a closure would see the last rank.
         (f"{rank}." if rank > 1 else "most likely", lambda row, rank=rank: row[1][rank - 1])
         for rank in range(1, LISTED + 1)
     ]
@@ -333,6 +338,7 @@ def _readout_of(snapshot: Snapshot, folder: HeldFolder) -> HeldFolder | None:
         if result.label.partition("/")[0] == "readout":
             params = (result.note("request") or {}).get("params", {})
             if (params.get("weights"), params.get("config")) == (identity["weights"], identity["config"]):
+                # The folder, which is unique, breaks ties: a `HeldFolder` has no order.
                 candidates.append((params.get("dtype") != identity["dtype"], result.data, result))
     # False sorts before True: a readout of the run's dtype comes first.
     return min(candidates)[2] if candidates else None

@@ -42,6 +42,7 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
     store = open_store(store_path, mode="r")
     with listening(port) as server_socket:
         word = new_word()
+        # The port that the system chose, if --port is 0.
         app = application(store, word, server_socket.getsockname()[1])
         address = address_of(server_socket.getsockname()[1], word)
         echo(address)
@@ -75,6 +76,7 @@ def _exit_on_signals() -> Iterator[None]:
 @store_option
 @click.option(
     "--pages",
+    # The first page and the search page are always written.
     type=click.IntRange(2),
     default=1000,
     show_default=True,

@@ -65,6 +65,7 @@ def export(
         layers=None if layers is None else _layers(layers),
         **form,  # --format, --layout and --context
     )
+    # A folder for Zarr, datasets, saelens and sparsify.
     files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
     if as_json:
         print_json({"path": str(written), "bytes": sum(file.stat().st_size for file in files)})

@@ -105,6 +105,7 @@ def _selected_records(store: Store, runs: str | None, results: str | None) -> li
     for text, option in ((runs, "--runs"), (results, "--results")):
         if text is not None and not text.strip(","):
             raise click.UsageError(f"expected starts of keys with {option}, found {text!r}; leave it out")
+    # A run has a record per variable and layer: they are selected by its folder.
     folders = {store.entry(prefix).path for prefix in (runs or "").split(",") if prefix}
     keys = {store.record(prefix).key for prefix in (results or "").split(",") if prefix}
     return [record for record in store.records() if record.data in folders or record.key in keys]

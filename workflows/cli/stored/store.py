@@ -66,6 +66,7 @@ def ls(store_path: str, has_pieces: bool, by_key: bool, as_json: bool) -> None:
             "KEY": row["key"][:12],
             "LABEL": row["label"],
             "DATA": row["data"].rpartition("/")[2][:12],
+            # The digest alone, without the name of the hash function.
             "CONTENT": row["content"].partition(":")[2][:12],
             "CREATED": row["created"],
             "PIN": row["pin"],
@@ -97,6 +98,7 @@ def _print_tables(store: Store, has_pieces: bool) -> None:
     for number, (columns, rows) in enumerate(table for table in tables if table[1]):
         if number:
             echo()
+        # Without pins the column would be empty: it is left out.
         is_pinned = any(row.get("PIN") for row in rows)
         print_table([column for column in columns if column != "PIN" or is_pinned], rows)
     if not any(rows for _, rows in tables):
@@ -167,6 +169,7 @@ def _result_row(snapshot: Snapshot, folder: HeldFolder) -> dict[str, Any]:
 
 def _minute(seconds: float) -> str:
     """Local date and time, to the minute, of a Unix time in seconds."""
+    # Local time, unlike on the pages of browse, which must not depend on the machine that wrote them.
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
@@ -262,6 +265,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
     from ....pipeline.progress import Progress
     from ....store import open_store
 
+    # Quarantine moves files, for which the store must be writable.
     store = open_store(store_path, mode="a" if quarantine else "r")
     with Progress(quiet=quiet) as bars:
         bar = bars.task("verifying", unit="B")

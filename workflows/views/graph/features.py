@@ -174,6 +174,7 @@ def notes_of(
     features = node_indices[node_indices < graph.counts.features]
     # Columns of active_features are (layer, position, index): position does not matter for notes.
     active = graph.active_features[graph.selected_features[features]][:, [0, 2]]
+    # Features are the first nodes: their rows are the beginning of `row`.
     unique, first_index, row[: len(features)] = np.unique(
         active, axis=0, return_index=True, return_inverse=True
     )

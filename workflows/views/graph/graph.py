@@ -192,14 +192,17 @@ class Graph(View):
         edge_rank = np.maximum(rank[self.source], rank[self.target])
         # Number of edges among the nodes up to each rank, from rank -1 on.
         n_edges_by_rank = np.bincount(edge_rank + 1, minlength=len(rank) + 1).cumsum()
+        # As in `prune`: the node that reaches the threshold is kept, and all of equal influence.
         lowest_influence = self.influence[self.cumulative >= self.node_threshold].max(initial=0)
         required_rank = int(rank[self.influence >= lowest_influence].max(initial=-1))
+        # Index j counts the edges up to rank j - 1; searchsorted gives the first index with too many edges.
         last_rank = max(int(np.searchsorted(n_edges_by_rank, edges, side="right")) - 2, required_rank)
         nodes = rank <= last_rank
         indices = np.flatnonzero(edge_rank <= last_rank)
         n_edges = self.n_edges if nodes.all() else len(indices)
         if len(indices) > edges:
             indices = indices[np.argsort(-self._scores()[indices], kind="stable")[:edges]]
+        # The last key of lexsort sorts first: by magnitude, ties by target and source.
         order = np.lexsort((self.source[indices], self.target[indices], -abs(self.weight[indices])))
         indices = indices[order]
         new_index = np.cumsum(nodes) - 1
