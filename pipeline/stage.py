@@ -77,7 +77,10 @@ class Stage(StageFunction):
     def form(self, name: str) -> Stage:
         """The form of this name; StageError lists the names that exist."""
         if name not in self.forms:
-            raise StageError(f"stage {self.name!r} has the forms {', '.join(self.forms)}, found {name!r}")
+            raise StageError(
+                f"expected a form of stage {self.name!r}, one per set of inputs: {', '.join(self.forms)}; "
+                f"found {name!r}"
+            )
         if name == self.name:
             return self
         return _named_as_function(replace(self, name=name, inputs=self.forms[name]))

@@ -144,8 +144,8 @@ class DataSettings(ControlSettings):
 
     data: tuple[str, ...] = setting(
         (),
-        'JSON files of facts or pairs of facts; "shipped" or "general" for those of mizarr; none: the shipped '
-        "ones for a model that ships with it, for others those general ones that it knows",
+        'JSON files of facts or pairs of facts; "shipped" or "general" for those of mizarr; none: the '
+        "shipped ones for a model that ships with it, for others those general ones that it knows",
     )
 
 

@@ -113,8 +113,8 @@ class PackedAccessor:
             conditions = {"token": token, "chars": chars, "position": position}
             named = ", ".join(f"{name}={value!r}" for name, value in conditions.items() if value is not None)
             raise PromptError(
-                f"expected at least one token with {named}, found none in {len(rows)} prompts; say less, or "
-                "select other prompts"
+                f"expected at least one token with {named}, found none in {len(rows)} prompts; drop a "
+                "condition, or select other prompts"
             )
         full = np.array([len(positions) > 0 for positions in selected])
         return self._repacked(

@@ -179,7 +179,7 @@ ds.mi.sel(prompt=1.5) -> prompts: expected whole numbers, found 1.5; write ints,
 ds.mi.sel(position=99) -> expected positions in 0..2 (or negative, from the end), found 99 in a prompt of 3
 ds.mi.sel(position=1.5) -> positions: expected whole numbers, found 1.5; write ints, or a list of them
 ds.mi.sel(token="nope") -> expected a token of the vocabulary, found 'nope'; did you mean 'no'?; strings are
-ds.mi.sel(token=99999) -> expected at least one token with token=99999, found none in 2 prompts; say less, or
+ds.mi.sel(token=99999) -> expected at least one token with token=99999, found none in 2 prompts; drop a
 ds.mi.sel(token=1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
 ds.mi.sel(nope=1) -> expected a selector among prompt, token, chars, position, layer, found
 store[None] -> expected a key, or the start of one as a text, found None; `mizarr ls` lists them

@@ -78,7 +78,7 @@ def test_what_works_is_named(name):
 def test_every_workflow_has_its_settings_on_a_page():
     page = loaded("reference").settings_page()
     assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == list(WORKFLOWS)
-    assert "| `controls` | `50` | random causes" in page
+    assert "| `controls` | `50` | number of random causes" in page
 
 
 def test_docstrings_become_markdown():

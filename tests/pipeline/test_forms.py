@@ -92,7 +92,7 @@ def test_forms_that_take_the_same_inputs_are_named(store):
     assert flat.on(values=WEIGHTS).name == "flat"
     node = flat.form("deep").on(values=LAYERS)
     assert node.name == "deep" and float(opened(node, store)["sum"]) == 15.0
-    with pytest.raises(StageError, match="has the forms flat, deep, found 'steep'"):
+    with pytest.raises(StageError, match="flat, deep; found 'steep'"):
         flat.form("steep")
 
 

@@ -15,7 +15,7 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.layers.files import resolve as resolve_dictionary
 from mizarr.stages.forward.models import files
 from mizarr.stages.forward.models.download import _remember
-from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.models.files import repository_folder, resolve
 from mizarr.store import open_store
 from mizarr.store.errors import MizarrError, ModelNotFound, ShapeError, WeightsError
 from mizarr.store.exchange.outside import path_below
@@ -88,7 +88,7 @@ def of_a_revision(name: object, hub: Path) -> None:
 
 
 def of_a_revision_that_is_noted(name: object, hub: Path) -> None:
-    _remember(hub.parent, "org/name", str(name), COMMIT)
+    _remember(repository_folder("org/name"), str(name), COMMIT)
 
 
 def of_a_folder_of_a_dictionary(name: object, hub: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_second_run_says_all_was_cached_and_needs_neither_torch_zarr_nor_matpl
     out, talk = (Console(record=True, width=100, file=StringIO()) for _ in range(2))
     done = demo.run(store, folder, console=out, talk=talk, model=str(tiny_model), quiet=True)
     assert set(done.ran) == {
+        "answer_ranks",
         "capture",
         "readout",
         "logit_lens",

@@ -285,11 +285,12 @@ class StoicheiaSweep(Workflow):
         is_log = min(self.trained) > 0  # the untrained network, at 0, is not on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
-            caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint of one training"
+            caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint; the checkpoints of "
+            "a seed are of one training"
             + (
                 ""
                 if self.settings.zoo
-                else f", with the learning rate schedule of {self.trained[-1]:,} sequences"
+                else f", whose learning rate schedule is that of {self.trained[-1]:,} sequences"
             ),
             x=self.trained if is_log else tuple(f"{trained:,}" for trained in self.trained),
             lines=tuple(

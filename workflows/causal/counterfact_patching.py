@@ -189,7 +189,10 @@ class CounterFactPatches(PairWorkflow):
             caption += "; the last token of a fact is the one whose prediction is read"
         pair = self.prompts_json(0, self.raw_patches)
         clean, counterfactual = (format_token(pair[f"{name}_continuation"]) for name in ("original", "cf"))
-        caption += f"\nfirst pair: {format_text(pair['label'])}; predicted: {clean!r} and {counterfactual!r}"
+        caption += (
+            f"\nfirst pair: {format_text(pair['label'])}; predicted for the original prompt: {clean!r}, "
+            f"for the counterfactual prompt: {counterfactual!r}"
+        )
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),

@@ -77,7 +77,7 @@ class LogitLens(ModelWorkflow):
     def plan(self) -> Nodes:
         """Nodes of the lens on the residual stream after every layer, and of the model's readout."""
         settings = self.settings
-        limit = settings.limit or self._affordable_facts
+        limit = settings.limit or (0 if settings.prompts else self._affordable_facts)
         self.texts, self.words = answered(self.subject, settings.prompts, settings.answers, limit)
         self.texts = tuple(map(self.subject.asked, self.texts))
         tokens = self.subject.pack(self.texts)

@@ -53,7 +53,7 @@ RESAMPLED = 2000
 """Number of draws of the null distribution; each is a mean over lines with one direction drawn per line."""
 FEWEST = 2
 """Smallest number of lines that a model must rhyme with without feedback for a claim."""
-WORDS = {0: "no rhyme", 1: "the same word", 2: "another rhyming word"}
+WORDS = {0: "no rhyme", 1: "the last word of the first line", 2: "another rhyming word"}
 """Name of each score of a second line's last word."""
 
 
@@ -375,7 +375,8 @@ class RecurrentFeedback(ModelWorkflow):
         return Heatmap(
             title="Last words of second lines",
             caption="; ".join(f"{value}: {word}" for value, word in WORDS.items())
-            + ". Conditions: block of layers and strength of the feedback; +: at every token",
+            + ". Conditions: first and last layer of the block, and strength of the feedback; +: feedback at "
+            "every generated token, otherwise only at the end of the first line",
             values=values,
             rows=tuple(line.target for line in self.lines),
             columns=tuple(condition.short for condition in self.conditions),
@@ -432,8 +433,8 @@ class RecurrentFeedback(ModelWorkflow):
             ("feedback of another rhyme", "foreign_word"),
             title=f"Last words of second lines, {self.condition.description}",
             caption="OK: rhymes in the plain pass and with feedback; RESCUED: only with feedback; REGRESS: "
-            "only in the plain pass; -: never. Last column: feedback of the rhyme of another line, half of "
-            "all lines later",
+            "only in the plain pass; -: never. Last column, a control: last word if the rhyme that is "
+            "fed back is that of another line, half the list further on",
             json={"couplets": couplets},
         )
         yield Table.of(
@@ -451,8 +452,9 @@ class RecurrentFeedback(ModelWorkflow):
             ),
             ("in the top 100", lambda couplet: _pair(couplet["planning"])),
             title="Most probable rhyme right after the first line",
-            caption="best rhyme: the most probable of the last tokens of all rhyming words; ranks from 1; in "
-            "the top 100: number of rhymes among the 100 most probable tokens, plain -> feedback",
+            caption="best rhyme: of all words that rhyme with the line, each by its last token, the most "
+            "probable one; rank 1 is the most probable token; in the top 100: number of rhymes among the 100 "
+            "most probable tokens, plain pass -> feedback",
         )
 
     def _trials_of(self, condition: int) -> xr.Dataset:

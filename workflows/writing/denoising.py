@@ -75,7 +75,8 @@ def denoising_views(
             format_probability,
         ),
         title=f"Masks filled in by {subject.name}{without}",
-        caption="mean probability: geometric mean over the tokens filled in, each when it was filled in",
+        caption="mean probability: geometric mean, over the filled-in tokens, of the probability that each "
+        "had in the pass that filled it in",
         json={"results": documents},
     )
     yield Table.of(

@@ -143,8 +143,9 @@ class TokenPositions(Workflow):
             ("nearest", lambda row: dash(row["fuzzy"]), str),
             ("first at or after", lambda row: dash(row["starts_at_or_after"]), str),
             title="Character to token",
-            caption="exact: token that covers the character; nearest: or else the nearest token; first at or "
-            "after: first token that starts there or later. Characters of the first tokens: "
+            caption="exact: the token that covers the character; nearest: that token or, if there is none, "
+            "the nearest one; first at or after: the first token that starts at the character or later. "
+            "Characters that the first tokens cover: "
             + ", ".join(f"{i}: {a}-{b}" for i, (a, b) in enumerate(char_ranges)),
             json={"characters": characters},
         )

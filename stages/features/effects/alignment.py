@@ -81,7 +81,8 @@ def align(
     sources = [layer for layer in dictionary.layers if target in dictionary.targets(layer)]
     if not sources:
         raise DictionaryError(
-            f"{dictionary.name} writes to {layers_text(dictionary.write_layers)}, found target {target}"
+            f"expected a layer that {dictionary.name} writes to ({layers_text(dictionary.write_layers)}), "
+            f"found target={target}"
         )
     scores_by_layer = [_scores(dictionary, layer, target, matrix, cosine) for layer in sources]
     return [_ranked(sources, [scores[i] for scores in scores_by_layer], top_k) for i in range(len(matrix))]

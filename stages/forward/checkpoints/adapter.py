@@ -214,8 +214,9 @@ class Adapted:
             shape = self._shape(change)
             if shape != entries[name].shape:
                 raise WeightsError(
-                    f"expected a change of {name!r}, {list(entries[name].shape)}, found one of {list(shape)} "
-                    f"in {self.adapter.directory}; is it an adapter of another model?"
+                    f"expected the adapter in {self.adapter.directory} to change {name!r} by a matrix "
+                    f"of shape {list(entries[name].shape)}, found shape {list(shape)}; is it an adapter of "
+                    "another model?"
                 )
             # Merged in float32; whoever reads a weight rounds it once to the dtype of the model.
             entries[name] = TensorEntry(shape, "F32")

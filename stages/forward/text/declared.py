@@ -247,7 +247,8 @@ def _by_id(decoder: Any) -> dict[int, AddedToken]:
     for number, value in decoder.items():
         if not isinstance(value, Mapping | AddedToken):
             raise TokenizerError(
-                f"expected {_DECODER} as objects with a content, found {value!r} as {number}"
+                f"expected each entry of {_DECODER} to be an object with a content, found {value!r:.80} for "
+                f"token id {number}; fetch the tokenizer again"
             )
         token = value if isinstance(value, AddedToken) else _from_fields(value, _DECODER)
         tokens[int(number)] = token

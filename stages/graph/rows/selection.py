@@ -41,8 +41,8 @@ class RowSelection:
                 as_count(value, name, least=-LARGEST, error=StageError)
         if (self.most is not None and self.most < 1) or self.at_once < 1:
             raise StageError(
-                f"expected max_feature_nodes, batch_size and update_interval of 1 or more, found "
-                f"{self.most} features, {self.at_once} at once"
+                "expected max_feature_nodes of 1 or more, or None for all features, and batch_size * "
+                f"update_interval of 1 or more, found {self.most} and {self.at_once}"
             )
 
     def canonical(self) -> dict[str, int] | None:

@@ -197,6 +197,7 @@ def test_an_edge_that_nobody_named_is_chosen_on_facts_and_scored_on_others(tiny_
         store=tmp_path / "s",
         model=str(tiny_model),
         prompt="A spring is developed by",
+        data="shipped",
         facts=2,
         controls=30,
         seed=3,

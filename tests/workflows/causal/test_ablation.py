@@ -91,7 +91,7 @@ def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(tiny_model: Path
     (told,) = (view for view in done.shown if view.kind == "findings")
     assert done.to_json()["findings"] == []
     assert "of 2 facts to choose on and " in told.caption and "; a claim needs 2 of each." in told.caption
-    assert list(done.nodes) == ["heads", "layers", "known"], "no other fact was run"
+    assert list(done.nodes) == ["general_facts", "heads", "layers", "known"], "no other fact was run"
     without = ablated(tiny_model, tmp_path, facts=2, controls=0)
     assert list(without.nodes) == ["heads", "layers"]
     assert without.to_json()["not_claimed"] == "Nothing is claimed, as no control was run (controls=0)."
@@ -114,7 +114,7 @@ def test_which_facts_are_known_is_what_a_plain_pass_says(tmp_path: Path):
 def test_the_head_told_is_chosen_on_facts_and_scored_on_others(model, tiny_model: Path, tmp_path: Path):
     """Choice, effects and nulls again, by plain passes over the heads of the facts and of the prompt."""
     given = {"model": str(tiny_model), "prompt": PROMPT, "how": "zero", "facts": 2, "controls": 9}
-    done = compute_as_known("ablation", store=tmp_path, **given)
+    done = compute_as_known("ablation", store=tmp_path, data="shipped", **given)
     document = done.to_json()
 
     def losses(ids) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(done, tiny_model
         assert f"The model knows the answer of 0 of 2 pairs to choose on{scored}" in found.caption
         assert "data=FILE" in found.caption and "controls=0" in found.caption
         assert answer.to_json()["not_claimed"] == found.caption
-        assert answer.nodes.keys() == {"pair_0", "known"}, "no control was run"
+        assert answer.nodes.keys() == {"general_facts", "pair_0", "known"}, "no control was run"
         assert answer.result("known")["rank"].values.min() > 0
 
 

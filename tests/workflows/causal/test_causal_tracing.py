@@ -75,9 +75,11 @@ def test_one_noise_has_no_spread(tiny_model: Path, tmp_path: Path):
         "causal_tracing", store=tmp_path, model=str(tiny_model), samples=1, kinds=["mlp_out"], **GIVEN
     )
     assert one.to_json()["mlp_out"]["std"] is None
-    assert list(one.nodes) == ["known", "mlp_out"], "of facts that nobody knows none is traced"
+    assert list(one.nodes) == ["general_facts", "known", "mlp_out"], (
+        "of facts that nobody knows none is traced"
+    )
     planned = build("causal_tracing", model=str(tiny_model), kinds=["mlp_out"], **GIVEN)
-    assert list(planned.nodes) == ["known", "mlp_out", "choice_mlp_out", "scored_mlp_out"]
+    assert list(planned.nodes) == ["general_facts", "known", "mlp_out", "choice_mlp_out", "scored_mlp_out"]
 
 
 FEW = {"facts": 2, "fact_samples": 2, "controls": 30}

@@ -339,7 +339,8 @@ def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_
     np.testing.assert_allclose(null.values[:4], drawn, atol=1e-4)
     share = (1 + (null.values <= claim["effect"]).sum()) / 21
     assert claim["null"]["share_as_large"] == pytest.approx(share)
-    assert claim["sentence"].startswith(f"Pushes from {PROMPT!r} away from {OTHER!r} after layers 0 to 1, 1")
+    pushed = f"Pushes from {PROMPT!r} away from {OTHER!r} after layers 0 to 1, at strength 1"
+    assert claim["sentence"].startswith(pushed)
 
 
 @pytest.mark.parametrize(("name", "value"), [("controls", 3), ("seed", 1)])

@@ -228,8 +228,8 @@ def _similar(run: OpenedRun, variable: str, layer: int | None, token: int, addre
             "prompt",
             lambda row: linked(f"{row['prompt']:,}", address, addresses.prompt(digest, row["prompt"])),
         ),
-        caption=f"Cosine similarity of the stored activations, among {compared}; "
-        f"their median is {similar.median:.4f}.",
+        caption=f"Cosine similarity to the stored activation of this token: the most similar of {compared}; "
+        f"the median over the compared tokens is {similar.median:.4f}.",
     )
 
 

@@ -61,9 +61,16 @@ class Fact(NamedTuple):
 
 
 def default_data(subject: Subject, data: Sequence[str]) -> tuple[str, ...]:
-    """The setting `data`; empty, that of the model: () for one that ships with mizarr, which is asked about
-    the shipped facts, and the general facts for any other."""
-    return tuple(data) or (() if subject.files.name in SHIPPED else (GENERAL,))
+    """Names of files and sources of facts; () for the shipped facts.
+
+    Arguments:
+        subject: the model, whose default is used if `data` is empty: the shipped facts for a model that ships
+            with mizarr, the general facts for any other.
+        data: the setting.
+    """
+    if data:
+        return () if tuple(data) == (SHIPPED_DATA,) else tuple(data)
+    return () if subject.files.name in SHIPPED else (GENERAL,)
 
 
 def single_facts(subject: Subject, source: str) -> list[dict[str, Any]]:

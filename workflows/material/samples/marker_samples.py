@@ -179,8 +179,8 @@ def _read(record: Any, condition: str, unit: str) -> Sample:
         name, code, pattern = str(record["id"]), str(record["code"]), str(record.get("marker_pattern", ""))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"expected samples of {condition!r} with id, code, marker_char_pos and target_char_positions, "
-            f"found one without: {error}"
+            f"expected samples of {condition!r} with id, code, marker_char_pos (a number) and "
+            f"target_char_positions (numbers), found one with a field missing or of another type: {error!r}"
         ) from error
     size = len(code) if unit == "characters" else byte_positions(code)[-1]
     if outside := [position for position in positions if not 0 <= position < size]:

@@ -90,9 +90,9 @@ def _experts(source: TensorSource) -> dict[str, Packed]:
         scales = f"{weight}_scales"
         if scales not in source.entries or len(entry.shape) != 4 or entry.shape[3] != 16:
             raise WeightsError(
-                f"expected {name!r} as [expert, out, group, 16] beside {scales!r}, found "
-                f"{list(entry.shape)}; "
-                "fetch the checkpoint again"
+                f"expected {name!r} of shape [expert, out, group, 16] and a tensor {scales!r}, found shape "
+                f"{list(entry.shape)}{'' if scales in source.entries else f' and no {scales!r}'}; fetch the "
+                "checkpoint again"
             )
         # Stored [expert, out, in / 32, 16 bytes of 2 values]; the model reads [expert, in, out].
         shape = (entry.shape[0], entry.shape[2] * 32, entry.shape[1])

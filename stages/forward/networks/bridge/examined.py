@@ -34,7 +34,7 @@ size or in how a change is made: float32 passes of other shapes differ by 1e-6 t
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a pass."""
+    """Logits and captured activations of one forward pass."""
 
     logits: Tensor
     """[B, S, V]."""

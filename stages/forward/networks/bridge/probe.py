@@ -180,7 +180,10 @@ def _require_stream(model: Examined, config: BridgeConfig) -> None:
         ids = model.ids(2, length, seed=6)
         passed = model.hooked(config, ids, reading)
         if not torch.equal(passed.logits, model.plain(ids)):
-            raise NotBridged("expected hooks that read to change nothing, found other logits")
+            raise NotBridged(
+                "expected the same logits with capturing hooks as without, found others in prompts of "
+                f"{length} tokens"
+            )
         for layer in range(config.num_layers - 1):
             left, entered = HookPoint.resid_post(layer), HookPoint.resid_pre(layer + 1)
             if not torch.equal(passed.at[left], passed.at[entered]):

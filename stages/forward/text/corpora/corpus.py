@@ -286,8 +286,8 @@ class Corpus:
         framing = Framing(before, after, self.context, separator)
         if framing.room is not None and framing.room < 1:
             raise PromptError(
-                f"expected a context of more than the {len(before) + len(after)} special tokens around each "
-                f"prompt, found {self.context}"
+                f"expected a context longer than the {len(before) + len(after)} special tokens that "
+                f"every prompt gets, found context={self.context}; give a larger one"
             )
         return framing
 

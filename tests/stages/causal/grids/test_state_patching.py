@@ -113,7 +113,7 @@ def test_states_are_put_in_head_by_head(rwkv6, tmp_path):
     found = computed(ActivationPatching(over="head_position", layers=(1,), **given), model, tmp_path)
     assert found["kl"].dims == ("layer", "head", "position")
     own, source = (forward(tensors, config, ids).states[1, 3] for ids in (CORRUPTED, CLEAN))
-    for head in range(model.config.num_heads):
+    for head in range(model.config.attention_heads):
         state = own.copy()
         state[head] = source[head]
         logits = forward(tensors, config, CORRUPTED, states={(1, 3): state}).logits[-1]

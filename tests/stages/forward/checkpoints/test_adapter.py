@@ -217,7 +217,7 @@ def test_the_command_line_takes_an_adapter_once(base, tmp_path, capsys):
         ({"init_lora_weights": "pissa_niter_4"}, "leaves the base model as it is, found 'pissa_niter_4'"),
         ({"r": "four"}, "expected r to be a positive number, found 'four'"),
         ({"r": 3}, "expected factors of rank 3 of 'model.layers.0.mlp.down_proj'"),
-        ({"fan_in_fan_out": True}, r"expected a change of '.*', \[\d+, \d+\], found one of"),
+        ({"fan_in_fan_out": True}, r"to change '.*' by a matrix of shape \[\d+, \d+\], found shape"),
     ],
 )
 def test_what_is_not_merged_is_refused_in_one_line(base, tmp_path, edit, said):
