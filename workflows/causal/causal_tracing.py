@@ -250,6 +250,7 @@ class CausalTrace(KnownWorkflow):
     @property
     def says_answer(self) -> bool:
         """Whether the answer is the likeliest next token of the prompt shown, without noise."""
+        # The run without noise is the same for every kind.
         grid = next(iter(self.grids.values()))
         return float(grid["unpatched"].sel(run="clean", metric="rank")) == 0
 

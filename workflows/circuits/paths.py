@@ -360,6 +360,7 @@ class _ReceiverEffects:
         names = self._result["sender"].values.tolist()
         senders = []
         for place, (index, role) in enumerate(zip(selected, roles, strict=True)):
+            # Fewer senders than asked for have a path to this receiver.
             if index == NONE:
                 continue
             effects, null = self._effects[names[index]], self.null(place)
