@@ -266,6 +266,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             i: index of the pair.
             metric: name of the metric.
         """
+        # Unpatched runs are the same in every grid of a pair.
         unpatched = next(iter(self.grids(i).values()))["unpatched"].sel(metric=metric)
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
@@ -280,6 +281,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             "corrupted_prompt": pair.corrupted,
             "subject_pos": start,
             "subject_last_pos": last,
+            # Patches go into the corrupted run, so that the positions of grids are those of its tokens.
             "tokens": self.subject.token_texts(pair.corrupted_ids),
             "clean_tokens": self.subject.token_texts(pair.clean_ids),
             "n_layers": self.subject.config.num_layers,

@@ -80,6 +80,7 @@ class CausalTraceSettings(DataSettings, FactSettings):
     window: Natural = setting(
         0, "number of layers whose attention or MLP outputs are restored together; 0: a fifth of all layers"
     )
+    # 3 standard deviations and 10 samples of noise are those of ROME (Meng et al. 2022).
     multiplier: Positive = setting(
         3.0, "standard deviation of the noise, as a multiple of that of the embeddings"
     )
@@ -182,11 +183,13 @@ class CausalTrace(KnownWorkflow):
             if not noised:
                 continue
             roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
+            # In short prompts roles coincide, or no position is left for the controls.
             has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
             if has_room and ids != self.tokens and self.subject.fits(ids):
                 # Another seed for each fact, so that facts draw independent positions.
                 drawn = chosen_at_random(reached, OTHERS, seed=settings.seed + len(facts), without=roles)
                 answer = answer_pieces(self.subject, text, target)[0]
+                # Prompts of equal ids count once.
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(facts) == n_facts:
                 break
@@ -247,6 +250,7 @@ class CausalTrace(KnownWorkflow):
     @property
     def says_answer(self) -> bool:
         """Whether the answer is the likeliest next token of the prompt shown, without noise."""
+        # The run without noise is the same for every kind.
         grid = next(iter(self.grids.values()))
         return float(grid["unpatched"].sel(run="clean", metric="rank")) == 0
 

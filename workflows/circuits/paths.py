@@ -303,6 +303,7 @@ class _ReceiverEffects:
         self._effects = {
             name: effects
             for name, effects in zip(names, result["effect"].transpose("sender", "pair").values, strict=True)
+            # NaN: a sender without a path to the receiver.
             if np.isfinite(effects).all()
         }
         self.senders = len(self._effects)
@@ -353,11 +354,13 @@ class _ReceiverEffects:
         """Records of the selected senders: strongest heads, strongest other senders, then the weakest
         head."""
         selected = self._result["chosen"].values.tolist()
+        # An odd number: as many heads as other senders, and one weakest head.
         half = len(selected) // 2
         roles = [*[HEAD] * half, *[OTHER] * half, QUIETEST]
         names = self._result["sender"].values.tolist()
         senders = []
         for place, (index, role) in enumerate(zip(selected, roles, strict=True)):
+            # Fewer senders than asked for have a path to this receiver.
             if index == NONE:
                 continue
             effects, null = self._effects[names[index]], self.null(place)

@@ -143,6 +143,7 @@ class CltVsPlt(ExchangeWorkflow):
                     *ranked, over_targets=over_targets, inject=inject, **swept
                 )
             for name, experiment in experiments.items():
+                # Raises for wrong settings before anything runs.
                 experiment.cells(self.subject.config)
                 node = nodes[f"{arm}_{name}"] = self.subject.on_model(experiment)
                 if name != "controls":

@@ -205,6 +205,7 @@ class FeatureExchange:
         """Random shipped facts of other relations: token ids, and the position at which features are
         exchanged."""
         facts = strangers(self.preset.prompt)
+        # All of them in random order, as `_placed` passes over those that are too short.
         order = chosen_at_random(facts, len(facts), seed=self.settings.seed)
         return self._placed([(prompt, None) for prompt in order], self.settings.controls)
 
@@ -237,6 +238,7 @@ class FeatureExchange:
         """Nodes by name: "controls" at the site, or without one at every position; with a site, "held_out"
         and "elsewhere" in other prompts; "trace" and "words" for the labels of the features."""
         places = self.every_position if self.site is None else [(self.ids, self.site)]
+        # Placed after the random features, so that `tried` keeps its indices; tables read it as index -1.
         alone = [self.doses[-1:]] if self.doses[:-1] else []
         nodes = {"controls": self.node(places, [*self.tried, *alone])}
         if self.held_out:

@@ -157,6 +157,7 @@ class PairResult:
         """Record of the pair: the fields of candle-mi's figure 13, and the null distribution."""
         preset, tokens, sweep = self.exchange.preset, self.exchange.tokens, self.probability[:, ALL_DOSES]
         best = int(sweep.argmax())
+        # The run without injection is the same for every position.
         baseline, baseline_suppressed = np.exp(self.result["baseline_logprob"].isel(place=0).values).tolist()
         return {
             "prompt": preset.prompt,
@@ -237,6 +238,7 @@ class PlanningPairs(Workflow):
             name: value for name in ("model", "dictionary", "strength") if (value := getattr(settings, name))
         }
         pairs = read_pairs(Path(settings.pairs)) if settings.pairs else preset.pairs
+        # limit=0 stands for all pairs.
         self.own = PairSet(replace(preset, **replaced), pairs[: settings.limit or None], settings, model)
         self.preset, self.subject = self.own.preset, self.own.subject
         self.other = self._other("" if settings.pairs or replaced else preset.against)

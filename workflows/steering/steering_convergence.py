@@ -171,7 +171,7 @@ class PushedStatesCases(ModelWorkflow):
 
     def _controls(self, experiment: Experiment) -> Draws:
         """Pushes of the same norm in random directions, or along random features of the same layer."""
-        # Only the fields of the base class: control pushes have no counterpart and bring their own vectors.
+        # The counterpart stays among the fields: random directions take the norm of its vector.
         shared = {f.name: getattr(experiment, f.name) for f in fields(Pushes)}
         shared["strengths"] = self.control_strengths
         settings = self.settings
