@@ -322,6 +322,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield from maps
         yield Figure(name="stoicheia_ablation", title=f"Ablations of {network.title}", panels=(single, *maps))
         by_time = (
+            # The state after the last number is the one that the readout reads.
             self.roles["by_time"]
             .isel(time=-1)
             .transpose("neuron", "role_")

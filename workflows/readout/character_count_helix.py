@@ -148,6 +148,7 @@ class CharacterCountHelix(ModelWorkflow):
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
         count = column(token_counts(tokens, line_breaks=settings.line_breaks), "token", "count")
+        # The regression is scored on held-out prompts: tokens of one prompt are too similar to be split.
         prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         counting = {"max_count": self.max_count, "shuffle_seed": settings.seed}
         sums = count_sums.on(states=states, count=count, **counting)

@@ -295,6 +295,7 @@ class LogitAttribution(ModelWorkflow):
         count, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
         results = {"results": lambda: [self.document(i) for i in range(count)]}
+        # A soft cap is not linear, so shares sum to logits before it.
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
         parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
         parts = [("mean of all", shares), *parts] if count > 1 else parts

@@ -103,6 +103,8 @@ class LogitLens(ModelWorkflow):
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """Target token id of each token, int [token]: the next token of the prompt, and the answer at the
         prompt's end. In masked models the token itself, and the answer at the mask. -1 for no answer."""
+        # With a mask shift, logits at a position predict the next one, as in a model that predicts next
+        # tokens.
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:

@@ -126,6 +126,7 @@ class RwkvInference(PlaceWorkflow):
         random_writes = RandomWrites(
             positions=positions, draws=settings.controls, seed=settings.seed, **shared | {"top_k": 1}
         )
+        # Not computed if the model knows too few facts for a claim.
         self.only_claims = ("controls", "scored")
         return {
             **nodes,

@@ -110,6 +110,7 @@ class Generate(ModelWorkflow):
         if not self.subject.config.predicts_next:
             return self._denoising_nodes()
         ids = tuple(tuple(self._encoded(text).ids) for text in self.texts)
+        # The callback for new tokens gets the prompt as token ids only.
         self._text_of = dict(zip(ids, self.texts, strict=True))
         self._live: _Printer | None = None
         whole = Continuation(
