@@ -429,6 +429,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         number of open gates."""
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
+            # Eight gates per byte; the bits that fill up the last byte are 0.
             n_open = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
             # Only numbers of gates that occur get a colour.
             levels, classes = np.unique(n_open, return_inverse=True)

@@ -234,6 +234,7 @@ class LogitAttribution(ModelWorkflow):
         bare = [part.drop_vars([name for name in part.coords if name != "layer"]) for part in parts]
         # "exact" raises where results have other layers; the default of xarray would fill gaps with NaN.
         shares = xr.merge(bare, compat="override", join="exact", combine_attrs="drop")
+        # Only the last token of each prompt has a target.
         last = np.flatnonzero(shares["target_id"].values != NONE)
         shares = shares.isel(token=last).rename(token="prompt").load()
         return shares.assign_coords(prompt=np.arange(len(last)))

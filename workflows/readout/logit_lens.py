@@ -79,6 +79,7 @@ class LogitLens(ModelWorkflow):
         settings = self.settings
         limit = settings.limit or self._affordable_facts
         self.texts, self.words = answered(self.subject, settings.prompts, settings.answers, limit)
+        # A masked model is asked at a mask, which is appended to prompts without one.
         self.texts = tuple(map(self.subject.asked, self.texts))
         tokens = self.subject.pack(self.texts)
         self.ends = [self.subject.read_at(ids.tolist()) for ids in tokens]

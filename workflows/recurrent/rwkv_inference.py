@@ -116,6 +116,7 @@ class RwkvInference(PlaceWorkflow):
         # Where only KL and logit difference are read, `top_k` 1 keeps stored results small.
         nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
+            # A window of all layers is one intervention, stored under a single layer.
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
             "response": self.on_model(AtOnce(response)),
             "attention": attention_flow.on(pattern=pattern, query=self.query),

@@ -122,6 +122,8 @@ class Generate(ModelWorkflow):
                 top_k=settings.top_k,
                 top_p=settings.top_p,
                 stop=settings.stop,
+                # Checkpoints name their end tokens in config, generation config or tokenizer: all of them end
+                # a text.
                 eos=end_ids(self.subject.files, self.subject.tokenizer),
                 cache=settings.cache,
             ),
