@@ -68,7 +68,7 @@ class CharacterCountHelixSettings(ModelSettings):
     max_count: Natural = setting(0, "largest character count; 0: the largest width")
     min_count: Natural = setting(1, "smallest character count; tokens nearer to the line start are left out")
     min_tokens: Natural = setting(30, "smallest number of tokens of a count; rarer counts are left out")
-    # They occur only at counts near the widths, so their means would reflect the widths and not the count.
+    # Line breaks occur only near the widths, so their means would reflect the widths and not the count.
     line_breaks: bool = setting(False, "include tokens that are line breaks, as candle-mi does")
     context: Natural = setting(0, "number of tokens per prompt; 0: the model's context, at most 4096")
     layers: tuple[int, ...] = setting((), "layers to analyse; none: all")
