@@ -97,6 +97,7 @@ def build(
     model: Any = settings.get("model")
     if isinstance(model, Path):
         settings["model"] = model = str(model)
+    # By attribute, as importing the class of loaded models would import torch.
     loaded = model if hasattr(model, "network") else None
     if loaded is not None:
         from ..stages.forward.models.reference import ModelRef

@@ -155,6 +155,7 @@ class Claim:
             looked_at: number of candidates that the cause was selected from on the same prompts.
             fields: further fields of the claim.
         """
+        # Without control causes, draws of the cause alone would be no null distribution.
         count = settings.controls if np.size(controls) else 0
         draws = random_means(np.column_stack([effects, controls]), count, seed=settings.seed)
         of, seed = f"draws of {of}", settings.seed

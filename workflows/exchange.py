@@ -118,6 +118,7 @@ def import_activations(
     packed, has_token_ids = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
+        # Sorted, as the same files in another order are the same run.
         "files": sorted(map(pinned.digest, paths)),
         # A list, as the order matters: the first pattern that fits an array is used.
         "names": [list(pair) for pair in (names or {}).items()],

@@ -342,6 +342,7 @@ class Holdings:
             before = self._cached.get(data)
             try:
                 folder = (
+                    # Unchanged time stamps and keys; without time stamps a folder is always read again.
                     before[1]
                     if before is not None and before[0] == states[data] and any(states[data][0])
                     else self._folder(data, tuple(by_data.get(data, ())))

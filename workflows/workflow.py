@@ -349,6 +349,7 @@ class Workflow:
         title = f"<h3>{escape(self.question)}</h3>"
         if not self._results:
             return f"{title}<p>{escape(self.name)} has not run yet.</p>"
+        # By identity, as `==` of views would compare their arrays cell by cell.
         panels = {id(panel) for view in self.shown for panel in getattr(view, "panels", ())}
         shown = (view for view in self.shown if view.kind != "data" and id(view) not in panels)
         return title + "".join(view._repr_html_() for view in shown)

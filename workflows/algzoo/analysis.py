@@ -322,6 +322,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield from maps
         yield Figure(name="stoicheia_ablation", title=f"Ablations of {network.title}", panels=(single, *maps))
         by_time = (
+            # The state after the last number is the one that the readout reads.
             self.roles["by_time"]
             .isel(time=-1)
             .transpose("neuron", "role_")
@@ -428,6 +429,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         number of open gates."""
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
+            # Eight gates per byte; the bits that fill up the last byte are 0.
             n_open = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
             # Only numbers of gates that occur get a colour.
             levels, classes = np.unique(n_open, return_inverse=True)

@@ -151,6 +151,8 @@ class StoicheiaInference(AlgZooWorkflow):
             ("output", lambda row: _numbers(row["output"])),
             ("answer", "answer", shown),
             ("correct", "target", shown),
+            # A number is hardly ever exactly the correct one, so no answer of a scalar task is marked as
+            # wrong.
             strong=lambda row: not is_scalar and row["answer"] != row["target"],
             title="Answers to the first inputs",
             caption="" if is_scalar else "bold: wrong answers",

@@ -78,6 +78,7 @@ class AlgZooWorkflow(Workflow):
             pairs, numbers = [("root mean squared error", f"{error:.5g} on {on}")], {"rmse": error}
         else:
             accuracy, chance = accuracy_of(counted), network.task.chance(network.sequence)
+            # Standard error of a proportion: samples are independent.
             standard_error = float(np.sqrt(accuracy * (1 - accuracy) / count))
             numbers = {"accuracy": accuracy} | ({"accuracy_error": standard_error} if with_error else {})
             error_text = f" ± {100 * standard_error:.2g}" if with_error else ""

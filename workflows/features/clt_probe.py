@@ -82,6 +82,8 @@ class CltProbe(PromptFeaturesWorkflow):
             self.token = word_id(self.subject, self.word)
             nodes["search"] = self.on_model(DecoderSearch(self.token, *names, top_k=settings.top))
             nodes["search_words"] = ranked_words(self.subject, self.dictionary, nodes["search"])
+        # Words are looked up for each layer; the larger number serves the lists by layer and the one over all
+        # layers.
         n_labelled = max(settings.top_k, settings.top)
         return nodes | active_words(
             self.subject, self.dictionary, nodes["activity"], most=n_labelled, position=self.position

@@ -203,6 +203,7 @@ def _features(material: PageMaterial, results: Mapping[str, xr.Dataset]) -> Iter
             "vectorLabel": None,
             "topkCosSimIndices": neighbour[is_neighbour].tolist(),
             "topkCosSimValues": _numbers(decoders["cosine"].values[row][is_neighbour]),
+            # Dimensions of the decoder vector, not neurons of the MLP.
             "neuron_alignment_indices": decoders["dim"].values[row].tolist(),
             "neuron_alignment_values": _numbers(decoders["part"].values[row]),
             "neuron_alignment_l1": _numbers(decoders["l1_share"].values[row]),
@@ -275,6 +276,7 @@ def _activations(
                 "maxValue": _number(active[top]),
                 "maxValueTokenIndex": top,
                 "minValue": _number(active.min()),
+                # SAEDashboard marks the strongest examples by -1 in place of an interval.
                 "binMin": -1 if is_top else _number(edges[0]),
                 "binMax": _number(largest[row]) if is_top else _number(edges[1]),
                 "binContains": -1 if is_top else round(float(share), 8),

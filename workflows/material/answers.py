@@ -199,6 +199,7 @@ def word_id(subject: Subject, word: str) -> int:
     Raises:
         ConfigError: the word has several tokens; the probability of its first token is not that of the word.
     """
+    # Within a text, a word and the space before it are usually another token than the word alone.
     pieces = []
     for text in (f" {word.strip()}", word.strip()):
         pieces = subject.tokenizer.encode(text, add_special=False).ids

@@ -100,6 +100,7 @@ def roles_of(encoding: Encoding, query: int, other: Encoding | None = None) -> d
     """
     positions = {"first": 0, "previous": query - 1}
     if other is not None:
+        # The two prompts of a pair end alike after the subject.
         positions["subject"] = len(encoding) - common_ends(encoding.ids, other.ids)[1] - 1
     elif end := _subject_end(encoding.text):
         positions["subject"] = encoding.char_range_to_tokens(end - 1, end)[-1]
@@ -178,6 +179,7 @@ class PlaceWorkflow(KnownWorkflow):
         self.only_claims = ("facts", *self.only_claims)
         prompts = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
         ranks_node = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
+        # `AtOnce`: a small experiment costs more to store by itself than to compute again.
         return ranks_node | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
     @property

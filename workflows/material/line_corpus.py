@@ -66,4 +66,5 @@ def wrapped_prose(
 def _pieces(subject: Subject, text: str, width: int, context: int) -> list[str]:
     """A text, wrapped at a width and cut into prompts of at most `context` tokens."""
     wrapped = wrap(text, width)
+    # `pack` adds the special tokens to every piece.
     return pack_lines(wrapped, subject.starts(wrapped), context - subject.special_tokens)

@@ -66,6 +66,7 @@ def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
     targets = []
     for name in names:
         values = counts if name == "character_count" else _next_breaks(tokens)
+        # -1: special tokens and line breaks.
         valid = np.where(counts >= 0, values, np.nan)
         targets.append(Target(name, valid, () if name == "character_count" else ("other", "line break")))
     return targets

@@ -80,6 +80,7 @@ class PushFates:
             f"{self.text} after {after}, at strength {times}, keep this share of their largest distance from "
             "the undisturbed run until the last layer"
         )
+        # Absorbed pushes keep less of their distance than random ones (stages/causal/absorption.py).
         return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
 
     @property

@@ -68,6 +68,7 @@ class CharacterCountHelixSettings(ModelSettings):
     max_count: Natural = setting(0, "largest character count; 0: the largest width")
     min_count: Natural = setting(1, "smallest character count; tokens nearer to the line start are left out")
     min_tokens: Natural = setting(30, "smallest number of tokens of a count; rarer counts are left out")
+    # Line breaks occur only near the widths, so their means would reflect the widths and not the count.
     line_breaks: bool = setting(False, "include tokens that are line breaks, as candle-mi does")
     context: Natural = setting(0, "number of tokens per prompt; 0: the model's context, at most 4096")
     layers: tuple[int, ...] = setting((), "layers to analyse; none: all")
@@ -148,6 +149,7 @@ class CharacterCountHelix(ModelWorkflow):
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
         count = column(token_counts(tokens, line_breaks=settings.line_breaks), "token", "count")
+        # The regression is scored on held-out prompts: tokens of one prompt are too similar to be split.
         prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         counting = {"max_count": self.max_count, "shuffle_seed": settings.seed}
         sums = count_sums.on(states=states, count=count, **counting)

@@ -234,6 +234,7 @@ class LogitAttribution(ModelWorkflow):
         bare = [part.drop_vars([name for name in part.coords if name != "layer"]) for part in parts]
         # "exact" raises where results have other layers; the default of xarray would fill gaps with NaN.
         shares = xr.merge(bare, compat="override", join="exact", combine_attrs="drop")
+        # Only the last token of each prompt has a target.
         last = np.flatnonzero(shares["target_id"].values != NONE)
         shares = shares.isel(token=last).rename(token="prompt").load()
         return shares.assign_coords(prompt=np.arange(len(last)))
@@ -295,6 +296,7 @@ class LogitAttribution(ModelWorkflow):
         count, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
         results = {"results": lambda: [self.document(i) for i in range(count)]}
+        # A soft cap is not linear, so shares sum to logits before it.
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
         parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
         parts = [("mean of all", shares), *parts] if count > 1 else parts

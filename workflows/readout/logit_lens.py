@@ -79,6 +79,7 @@ class LogitLens(ModelWorkflow):
         settings = self.settings
         limit = settings.limit or (0 if settings.prompts else self._affordable_facts)
         self.texts, self.words = answered(self.subject, settings.prompts, settings.answers, limit)
+        # A masked model is asked at a mask, which is appended to prompts without one.
         self.texts = tuple(map(self.subject.asked, self.texts))
         tokens = self.subject.pack(self.texts)
         self.ends = [self.subject.read_at(ids.tolist()) for ids in tokens]
@@ -103,6 +104,8 @@ class LogitLens(ModelWorkflow):
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """Target token id of each token, int [token]: the next token of the prompt, and the answer at the
         prompt's end. In masked models the token itself, and the answer at the mask. -1 for no answer."""
+        # With a mask shift, logits at a position predict the next one, as in a model that predicts next
+        # tokens.
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:

@@ -113,6 +113,7 @@ class Probe(ModelWorkflow):
             thinned(target, examples=settings.examples, balance=settings.balance, seed=settings.seed)
             for target in targets
         ]
+        # Prompts, not tokens, are split into train and test: neighbours in one prompt are similar.
         prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         for target in self.targets:
             n_prompts = len(np.unique(prompt.values[~np.isnan(target.values)]))

@@ -116,6 +116,7 @@ class RwkvInference(PlaceWorkflow):
         # Where only KL and logit difference are read, `top_k` 1 keeps stored results small.
         nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
+            # A window of all layers is one intervention, stored under a single layer.
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
             "response": self.on_model(AtOnce(response)),
             "attention": attention_flow.on(pattern=pattern, query=self.query),
@@ -126,6 +127,7 @@ class RwkvInference(PlaceWorkflow):
         random_writes = RandomWrites(
             positions=positions, draws=settings.controls, seed=settings.seed, **shared | {"top_k": 1}
         )
+        # Not computed if the model knows too few facts for a claim.
         self.only_claims = ("controls", "scored")
         return {
             **nodes,

@@ -54,4 +54,5 @@ class StatePatching(ActivationPatchingTrace):
     @property
     def kinds(self) -> tuple[str, ...]:
         """Hook point kinds to patch: the setting, or the recurrent states present in every layer."""
+        # A grid has a row per layer, so states that only some layers of a hybrid have are left out.
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)

@@ -111,6 +111,8 @@ class Composition(ModelWorkflow):
             yield Claim.against(
                 f"{reader} reads the output of {writer} {READS[mode]} (largest composition score)",
                 best["score"],
+                # The largest of all pairs in each draw, as the claimed score was chosen as the largest of all
+                # pairs.
                 scores["largest_control"].values,
                 "random rotations of the outputs of all heads, each with the largest score of "
                 f"{int(scores['score'].notnull().sum())} pairs",

@@ -248,6 +248,7 @@ class InspectWeights(Workflow):
         norms = self.norms(rms=self.settings.rms)
         drawn = labelled(norms.T, unit, matrix=self.short, layer=layers)
         ranks = {matrix: len(fact.shape) for _, matrix, fact in facts}
+        # Norms grow with the number of entries: beside matrices, curves of vectors would lie at 0.
         is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
         kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
         caption = f"{unit} of the weights as they are stored"

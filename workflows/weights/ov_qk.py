@@ -106,7 +106,7 @@ class OvQk(ModelWorkflow):
             )
             # Only learned position embeddings are a tensor; rope and ALiBi have none.
             if "positions" in config.tensors.outside:
-                # Some tables have rows in front of the first position, as OPT's.
+                # Some tables have rows in front of the first position, as BART's.
                 length = min(POSITIONS, config.position_rows - config.first_position)
                 nodes["positions"] = position_scores.on(
                     weights=plain, length=length, offsets=min(OFFSETS, length - 1)
@@ -127,6 +127,8 @@ class OvQk(ModelWorkflow):
             name = f"L{copying['layer'].values[layer]}H{head}"
             text = f"{name} {effect} the logits of the tokens it attends to ({rank} copying score)"
             of = f"draws of random output directions of all heads, each with the {rank} of {heads} scores"
+            # The extreme of all heads in each draw, as the claimed score was chosen as the extreme of all
+            # heads.
             return Claim.against(text, scores[layer, head], extreme(control, axis=(0, 1)), of, side=side)
 
         yield claim(np.nanmax, np.nanargmax, "raises", "largest", "above")

@@ -134,6 +134,7 @@ def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
 
 def _document(subject: Subject, prompt: str, filled: xr.Dataset) -> dict[str, Any]:
     """JSON record of a prompt: its final text, and every mask in the order in which they were filled in."""
+    # Passes count from 0; tokens that were no masks have -1.
     step_filled, ids = filled["step_filled"].values, filled["token_id"].values
     probabilities = np.exp(filled["logprob"].values)
     positions = sorted(

@@ -110,6 +110,7 @@ class Generate(ModelWorkflow):
         if not self.subject.config.predicts_next:
             return self._denoising_nodes()
         ids = tuple(tuple(self._encoded(text).ids) for text in self.texts)
+        # The callback for new tokens gets the prompt as token ids only.
         self._text_of = dict(zip(ids, self.texts, strict=True))
         self._live: _Printer | None = None
         whole = Continuation(
@@ -121,6 +122,8 @@ class Generate(ModelWorkflow):
                 top_k=settings.top_k,
                 top_p=settings.top_p,
                 stop=settings.stop,
+                # Checkpoints name their end tokens in config, generation config or tokenizer: all of them end
+                # a text.
                 eos=end_ids(self.subject.files, self.subject.tokenizer),
                 cache=settings.cache,
             ),

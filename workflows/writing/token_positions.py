@@ -178,6 +178,7 @@ class TokenPositions(Workflow):
             title="Characters converted to positions",
             json={"converted": converted},
         )
+        # The last token of a range has a label of its own, but the colour of the range.
         names = (label.removesuffix("_final") for label in self.labels)
         spans = tuple("" if label == "other" else label for label in names)
         added = [format_token(pieces[i]) for i, (start, end) in enumerate(encoding.offsets) if end <= start]

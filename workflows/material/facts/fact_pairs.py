@@ -145,6 +145,7 @@ def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[di
     single_first = [sorted(pair, key=has_several) for pair in in_order]
     return [
         dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
+        # A stable sort: within each kind, pairs keep the order of their facts.
         for a, b in sorted(single_first, key=lambda pair: [has_several(fact) for fact in pair])
     ]
 

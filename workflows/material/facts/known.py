@@ -64,6 +64,7 @@ class KnownWorkflow(ModelWorkflow):
         names = list(self.groups)
         ends = np.cumsum([self.groups[name] for name in names])
         ranks = np.split(self._ranks, ends[:-1])[names.index(group)]
+        # Ranks count from 0: the answer is the most likely next token.
         return np.array(ranks == 0)
 
     @cached_property

@@ -52,6 +52,7 @@ class RepeatedBlocks:
         Raises:
             PromptError: a block is longer than the number of ordinary tokens.
         """
+        # Any text shows the special tokens, as they do not depend on it.
         encoded = subject.tokenizer.encode("a")
         prefix = [token for token, is_special in zip(encoded.ids, encoded.special, strict=True) if is_special]
         candidates = _ordinary_tokens(subject, length)
