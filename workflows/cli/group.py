@@ -65,6 +65,7 @@ def cli() -> None:
 RUNNING = (demo, capture, generate, workflows, compute, report, replicate, train, train_zoo, explain, stages)
 STORED = (ls, show, browse, site, export, import_, copy, merge, verify, pin, gc)
 ABOUT = (doctor, completion)
+# The order of the list in --help, see `SuggestingGroup.list_commands`.
 for command in (*RUNNING, *STORED, models, features, *ABOUT):
     cli.add_command(command)
 

@@ -242,6 +242,7 @@ def capture(
         if dry_run:
             store = stack.enter_context(_read_only_store(options["store_path"]))
         else:
+            # A store that this creates is removed again if a later step refuses the request.
             store = stack.enter_context(requested_store(options["store_path"], options["durability"]))
         if dry_run and corpus is not None and not exact:
             token_nodes = corpus.nodes(source.tokenizer)
@@ -259,6 +260,7 @@ def capture(
             token_store = open_store(stack.enter_context(tempfile.TemporaryDirectory())) if exact else store
             tokens, labels = corpus.read(source.tokenizer, token_store, quiet=quiet)
             node = new_node(prompts=tokens)
+            # Labels become coordinates beside the captured variables: their names must differ.
             node.require_other_names(labels.coords)
         if dry_run:
             _print_plan(plan(node, store, context), as_json)
@@ -489,6 +491,7 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
         header = {"workflow": workflow.name, "question": workflow.question, "settings": parameters}
         print_json(header | steps.to_json())
         return
+    # To stderr, so that stdout holds the table alone.
     echo(workflow.question, err=True)
     if workflow.caution:
         echo(workflow.caution, err=True)

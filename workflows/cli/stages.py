@@ -124,6 +124,7 @@ def _rows(use: Use) -> list[dict[str, str]]:
         f"{label}{'?' * output.is_optional} {output.shape}" for label, output in declaration.outputs.items()
     ]
     lines = list(zip_longest(inputs, outputs, use.doors, fillvalue=""))
+    # Name, kind and version stand in the first row of a stage only.
     heads = [
         (declaration.name, declaration.kind, str(declaration.version)),
         *[("", "", "")] * (len(lines) - 1),

@@ -97,7 +97,7 @@ def _exit_on_signals() -> Iterator[None]:
     default=32,
     show_default=True,
     metavar="N",
-    help="Largest number of tokens per prompt.",
+    help="Largest number of tokens per page of a prompt.",
 )
 @json_option
 @quiet_option
