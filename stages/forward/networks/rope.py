@@ -50,6 +50,7 @@ def _tables(rope: RopeConfig, length: int, computed_in: torch.dtype) -> tuple[Te
     """`rope_tables` on the CPU, with angles computed in a dtype."""
     positions = torch.arange(length, dtype=computed_in)
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
+    # In the tables, the factor of yarn and longrope scales queries and keys, hence scores by its square.
     magnitude = rope.magnitude
     sign = -magnitude if rope.is_backwards else magnitude
     return angles.cos() * magnitude, angles.sin() * sign
