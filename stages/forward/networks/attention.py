@@ -166,6 +166,7 @@ def attention(
             flat = (x.transpose(1, 2).flatten(2) for x in (k, v))
             beside |= zip(_carried_names(layer), flat, strict=True)
     if sizes.temperature_tuning is not None:
+        # After rope, with which a factor per query commutes.
         q = _temperature_tuned(q, sizes.temperature_tuning, history)
     q = taps("rot_q", layer, q)
     if sizes.alibi_slopes:
@@ -215,6 +216,7 @@ def project(
     """
     queries, keys = linear(x, weights.q), linear(x, weights.k)
     flat: tuple[Tensor, ...]
+    # Values that are keys are taken before the keys' norm and rope.
     flat = (queries, keys, keys if sizes.values_from_keys else linear(x, weights.v))
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
         flat = _from_inputs(flat, source, weights, sizes, layer, taps)

@@ -92,6 +92,7 @@ class LayerInput:
 
     def __call__(self, x: Tensor, inputs: Tensor, layer: int, taps: Taps) -> Tensor:
         """Output [B, kept, D], from the stream x and the inputs of all layers [B, kept, layer * input]."""
+        # A view of the inputs of all layers: cloned where a change might write into it.
         part = inputs[..., self._columns]
         part = taps(
             "layer_input_embed", layer, part.clone() if taps.changes(layer, "layer_input_embed") else part
@@ -160,6 +161,7 @@ class AltUp:
     def _routed(self, stream: Tensor) -> Tensor:
         """Output of the router, from which coefficients are computed, [B, token, stream]."""
         w = self._weights
+        # 1 / D and not 1 / sqrt(D): `router_input_scale` of Gemma 3n.
         normed = apply_norm(stream, NormWeights(w["norm"]), "rms", self._eps) * stream.shape[-1] ** -1.0
         return torch.tanh(product(normed, w["router"]).float()).to(stream.dtype)
 

@@ -45,6 +45,7 @@ def normalise(
         # Tokens that were not changed keep the bits of a run without interventions.
         unchanged = _by_parts(x, norm, kind, eps, lambda _, value: value)
         return torch.where((out == unchanged).all(-1, keepdim=True), apply_norm(x, norm, kind, eps), out)
+    # For the captures alone: the output stays the fused kernel's, so that a capture changes no bit.
     if taps.captures(layer, scale_point, value_point):
         _by_parts(x, norm, kind, eps, tapped)
     return apply_norm(x, norm, kind, eps)
@@ -64,6 +65,7 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
         return F.layer_norm(x, size, norm.weight, norm.bias, eps)
     if kind == "gemma_rms":
         wide = x.float()
+        # Gemma rounds once, after the weight; Llama rounds before it (`_rms_norm`).
         unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (unit * (1 + norm.weight.float())).to(x.dtype)
     out = _rms_norm(x, norm.weight, eps)

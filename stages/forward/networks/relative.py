@@ -34,6 +34,7 @@ class Relative:
         self._table, self._norm = tensors["relative"], tensors.get("relative_norm")
         self._norm_bias = tensors.get("relative_norm.bias")
         self._maps = {"q": weights.q, "k": weights.k}
+        # DeBERTa without `share_att_key` projects the table by maps of its own.
         if not self.shape.shares_maps:
             self._maps = {part: _linear(tensors, f"relative.{part}") for part in "qk"}
 
@@ -78,6 +79,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
 def _rows(back: Tensor, shape: RelativeSpec) -> Tensor:
     """Row of the table for each distance `back` = query position - key position, int, negative for later
     keys."""
+    # Without `looks_back`, half of the table stands for earlier keys and half for later ones.
     half = shape.rows if shape.looks_back else shape.rows // 2
     if shape.terms == ("bias",):
         size = back.clamp(min=0) if shape.looks_back else back.abs()
@@ -86,6 +88,7 @@ def _rows(back: Tensor, shape: RelativeSpec) -> Tensor:
         return torch.where(size < shape.near, size, far.clamp(max=half - 1)) + (
             half * (back < 0) if not shape.looks_back else 0
         )
+    # Logarithmic buckets of DeBERTa-v2 (`make_log_bucket_position`).
     size = back.abs().clamp(min=shape.near)
     if shape.near < half:
         last = torch.log(torch.tensor((shape.farthest - 1) / shape.near))

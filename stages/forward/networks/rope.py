@@ -50,6 +50,7 @@ def _tables(rope: RopeConfig, length: int, computed_in: torch.dtype) -> tuple[Te
     """`rope_tables` on the CPU, with angles computed in a dtype."""
     positions = torch.arange(length, dtype=computed_in)
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
+    # In the tables, the factor of yarn and longrope scales queries and keys, hence scores by its square.
     magnitude = rope.magnitude
     sign = -magnitude if rope.is_backwards else magnitude
     return angles.cos() * magnitude, angles.sin() * sign
@@ -76,6 +77,7 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
     if rope.scheme == "linear":
         return plain / rope.factor
     if rope.scheme == "proportional":
+        # Frequency 0 leaves a pair unrotated: its cosine is 1 and its sine 0 at every position.
         plain[rope.rotated_pairs :] = 0
         return plain / rope.factor
     if rope.scheme == "dynamic":
@@ -85,6 +87,7 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
     if rope.scheme == "yarn":
         return _yarn(rope, plain)
     if rope.scheme == "longrope":
+        # The length of the whole sequence decides: beyond the original context, early positions change too.
         factors = rope.long_factor if length > _original(rope) else rope.short_factor
         return 1 / (torch.tensor(factors, dtype=dtype) * rope.theta**exponent)
     return plain
@@ -139,6 +142,7 @@ def _original(rope: RopeConfig) -> int:
 def _ntk_base(rope: RopeConfig, length: int) -> float:
     """RoPE base of dynamic NTK scaling, which grows with the length of the sequence."""
     original = _original(rope)
+    # With exponent d / (d - 2) the lowest frequency, theta^(-(d - 2) / d), is divided by exactly the stretch.
     stretched = rope.factor * max(length, original) / original - (rope.factor - 1)
     return float(rope.theta * stretched ** (rope.dim / (rope.dim - 2)))
 
@@ -147,9 +151,11 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     """YaRN frequencies: high ones unchanged, low ones divided by the factor, a linear blend between (Peng et
     al., YaRN, 2023, section 3.2)."""
     fast, slow = (_entry_of(rope, rotations) for rotations in rope.bounds)
+    # gpt-oss (`truncate` false) blends between the fractional entries.
     if rope.is_truncated:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, rope.dim - 1)
+    # Where both bounds are one entry, 0.001 avoids a division by zero, as in the reference.
     width = slow - fast or 0.001
     entries = torch.arange(rope.dim // 2, dtype=plain.dtype)
     slowed = ((entries - fast) / width).clamp(0, 1)

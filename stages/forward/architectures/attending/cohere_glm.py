@@ -87,6 +87,7 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=replace(
             LLAMA,
             ln1_post="post_self_attn_layernorm",
+            # Llama's name of the second pre-norm, though there is a norm after attention as well.
             ln2="post_attention_layernorm",
             ln2_post="post_mlp_layernorm",
             mlp_parts=FUSED_MLP_PARTS,

@@ -64,6 +64,7 @@ def _scale(config: ConfigReader, head_dim: int) -> float:
 @family("openai-gpt", "GPT-1", aliases={**GPT2_ALIASES, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later in BERT."""
+    # The reference maps the name "gelu" to the tanh approximation in GPT-1.
     act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
         GPT2_SPELLING,
@@ -129,6 +130,7 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     spec = build.attention(
         config,
         bias=True,
+        # Without multi_query, rows of c_attn are grouped by head: q, k and v of one head, then the next.
         layout="by part" if is_shared else "by head",
         num_kv_heads=1 if is_shared else heads,
     )

@@ -69,6 +69,7 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
+# The reference clips OLMoE's queries and keys after their norm; `clip_qkv` here clips before it.
 @family("olmoe", "OLMoE", never=("clip_qkv",))
 def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """OLMoE: norms of queries and keys over all heads; softmax-routed experts."""

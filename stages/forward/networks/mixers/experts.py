@@ -122,6 +122,7 @@ class Experts:
         """Top-k experts of each token [n, k] and their routing weights [n, k]."""
         s, w = self.shape, self.weights
         is_sigmoid = s.routing.startswith("sigmoid")
+        # DeepSeek-V3's router computes in float32; others compute in the model's dtype.
         read = x.float() if s.routing == "sigmoid" else x
         scores = product(read, w["router"].to(read.dtype), w.get("router.bias")).float()
         scores = taps("router_logits", layer, scores)
@@ -166,6 +167,7 @@ class Experts:
         by_group = scores.unflatten(-1, (s.groups, -1))
         best = by_group.amax(-1).topk(s.chosen_groups, dim=-1).indices
         allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        # 0 is below every softmax score.
         masked: Tensor = by_group.masked_fill(~allowed[..., None], 0).flatten(-2)
         return masked
 
@@ -173,8 +175,10 @@ class Experts:
         s, w = self.shape, self.weights
         by_group = scores + w["correction"].float() if s.has_correction else scores
         by_group = by_group.unflatten(-1, (s.groups, -1))
+        # DeepSeek-V3 ranks a group by its two largest scores, DeepSeek-V2 by the largest.
         best = by_group.topk(2, dim=-1).values.sum(-1).topk(s.chosen_groups, dim=-1).indices
         allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        # Not 0 as above: a score with a negative correction may be below 0.
         candidates = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
         experts = candidates.topk(s.chosen, dim=-1).indices
         share = scores.gather(-1, experts)

@@ -52,6 +52,7 @@ class GatedDelta:
         queries = taps("linear_q", layer, _unit(split_heads(queries, s.key_size)) * s.key_size**-0.5)
         keys = self._repeat_for_heads(taps("linear_k", layer, _unit(split_heads(keys, s.key_size))))
         values = taps("linear_v", layer, split_heads(values, s.value_size))
+        # A factor of 2 lets beta reach 2, where I - beta k k^T reflects (eigenvalue -1).
         beta = taps(
             "linear_beta", layer, split_heads(upcast(product(x, w["b"])).sigmoid() * s.beta_factor, 1)
         )
@@ -91,6 +92,7 @@ class GatedDelta:
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
         """Output of the scan [B, head, token, V], RMS-normalised per head in float32."""
+        # Rounded first: the reference's scan returns the model's dtype.
         read = upcast(read.to(dtype))
         unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         return upcast(self.weights["norm"] * unit.to(dtype))
@@ -99,6 +101,7 @@ class GatedDelta:
 def _unit(x: Tensor) -> Tensor:
     """x [..., K] divided by its Euclidean length."""
     x = upcast(x)
+    # Epsilon inside of the root, as in flash-linear-attention's l2norm.
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPS)
 
 

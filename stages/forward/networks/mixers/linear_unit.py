@@ -68,4 +68,5 @@ class LinearUnit:
         # Only the history knows which token is first: ones shifted by one position are 0 there.
         ones = log_decay.new_ones(*log_decay.shape[:2], 1)
         is_first = history.before(layer, "start", ones, 1).squeeze(2) == 0
+        # expm1 keeps the digits of 1 - a^2 where a is close to 1.
         return torch.where(is_first, 1.0, torch.sqrt(-torch.expm1(2 * log_decay)))

@@ -64,6 +64,7 @@ class Mamba:
         step = taps("ssm_dt", layer, split_heads(step, 1).contiguous())
         keys = self._of_channels(taps("ssm_B", layer, keys))
         queries = self._of_channels(taps("ssm_C", layer, queries))
+        # A is stored as log(-A), so that no trained value makes the state grow.
         decays = -torch.exp(upcast(w["A_log"])).unsqueeze(1)
         return {"q": queries, "k": step * keys, "log_decay": step * decays}
 

@@ -46,10 +46,13 @@ class Mamba2:
         values, keys, queries = inner.split((s.channels, shared, shared), dim=-1)
         values = taps("ssm_x", layer, split_heads(values, s.head_dim))
         low, high = s.limits
+        # Clamped for every token; transformers leaves it out for one new token on kept states, so that its
+        # texts depend on the cache.
         step = F.softplus(upcast(step) + upcast(w["dt_bias"])).clamp(low, high)
         step = taps("ssm_dt", layer, split_heads(step, 1))
         keys = self._repeat_for_heads(taps("ssm_B", layer, split_heads(keys, s.state_size)))
         queries = self._repeat_for_heads(taps("ssm_C", layer, split_heads(queries, s.state_size)))
+        # A is stored as log(-A), so that no trained value makes the state grow.
         decays = -torch.exp(upcast(w["A_log"]))[:, None, None]
         tokens = {"q": queries, "k": step * keys, "v": values, "log_decay": step * decays}
         read = taps("ssm_out", layer, scan(LinearRecurrence("after"), tokens, layer, history, taps, "ssm"))

@@ -81,6 +81,7 @@ class TimeMix4(TimeMix):
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in "rkv"}
         r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
+        # Stored as log(-w), so that every trained value decays.
         recurrence = ExponentialAverage(-torch.exp(w["decay"].float()), w["bonus"].float())
         tokens = {"k": merge_heads(k)[:, None], "v": merge_heads(v)[:, None]}
         read = history.scan(layer, recurrence, tokens, "rwkv")[:, 0]
@@ -134,6 +135,7 @@ class TimeMix7(TimeMix):
         """See `TimeMix`."""
         w, size = self.weights, self.shape.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
+        # Version 7 stores the share of the previous token, version 4 that of the token itself.
         mixed = {s: torch.lerp(x, previous, w[f"mix_{s}"]) for s in MIXES}
         r = taps("rwkv_r", layer, split_heads(product(mixed["r"], w["r"]), size))
         raw_k, v = product(mixed["k"], w["k"]), product(mixed["v"], w["v"])
@@ -155,6 +157,7 @@ class TimeMix7(TimeMix):
         tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay, "alpha": -kk, "beta": kk * a}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "rwkv")
         read = self._normed(taps("rwkv_wkv_out", layer, read))
+        # Version 7 adds the current token's bonus after the norm; in 5 and 6 it is in what the norm reads.
         read = read + upcast((r * k * w["r_k"][None, :, None]).sum(-1, keepdim=True) * v)
         return self._written(read, gate, x.dtype)
 

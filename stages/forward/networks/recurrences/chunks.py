@@ -130,10 +130,12 @@ def _resolvent(below: Tensor) -> Tensor:
     """
     length = below.shape[-1]
     tiles = below.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    # Blocks of two are strictly lower triangular, so N^2 = 0 and (I - N)^-1 = I + N.
     inverse: Tensor = torch.eye(2, dtype=below.dtype, device=below.device) + tiles
     while (width := inverse.shape[-1]) < length:
         upper_left, lower_right = inverse.unflatten(1, (-1, 2)).unbind(2)
         tiles = below.unflatten(2, (-1, 2, width)).unflatten(1, (-1, 2, width))[:, :, 1, :, :, 0]
+        # The inverse of [[A, 0], [-N, D]] has D^-1 N A^-1 at the lower left.
         lower_left = lower_right @ tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1) @ upper_left
         upper = torch.cat([upper_left, torch.zeros_like(upper_left)], dim=-1)
         inverse = torch.cat([upper, torch.cat([lower_left, lower_right], dim=-1)], dim=-2)

@@ -120,6 +120,7 @@ class LinearRecurrence:
         one_hot = torch.eye(length - begin, max(end - begin, 0), device=tokens["k"].device)
         later["v"] = one_hot.expand(*tokens["k"].shape[:2], -1, -1).to(tokens["v"].dtype)
         alpha, _ = self(later, None)
+        # Queries before the first source have weight 0: filled in, not computed.
         return F.pad(alpha, (0, 0, begin, 0))
 
     def _terms(self, tokens: Tokens) -> Terms:
@@ -127,6 +128,7 @@ class LinearRecurrence:
         queries, beta = tokens["q"], tokens.get("beta")
         correction = None if beta is None else (tokens["alpha"], beta)
         if self.bonus is None:
+            # q^T S_t in terms of S_{t-1}: decay here, correction below, the own write in `_own_weight`.
             queries = queries * tokens["log_decay"].exp()
             if correction is not None:
                 alpha, beta = correction
@@ -147,5 +149,6 @@ class LinearRecurrence:
         if self.kernel == "auto":
             by_steps = length <= _FEW or (width == 1 and batch * heads >= _MANY)
         else:
+            # Without tokens there are no chunks to stack.
             by_steps = self.kernel == "step" or not length
         return step_through if by_steps else by_chunks

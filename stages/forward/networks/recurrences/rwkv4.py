@@ -87,6 +87,7 @@ class ExponentialAverage:
         single = _of_tokens(tokens)
         before, _ = self._through(single, _empty_sums(single))
         total = self._with_current(before, single)
+        # Logarithm of the whole denominator: weights are exp of a difference, and no exponential overflows.
         whole = (total.exponent + total.denominator.log()).squeeze(1).mT.unsqueeze(-1)
         positions = torch.arange(single.exponent.shape[2], device=whole.device)
         # Number of tokens between source and query, which is -1 for the query itself.
