@@ -290,7 +290,7 @@ ActivationLoader(ds,layers=0,dtype="float64") -> expected dtype 'float32' or 'st
 attribution_graph(m,"specimen/clt","a b",targets=5.5) -> expected targets as ids, strings, or (label, weight,
 attribution_graph(m,"specimen/clt","a b",max_n_logits=0) -> expected max_n_logits of 1 or more and
 attribution_graph(m,"specimen/clt","a b",max_n_logits="x") -> expected max_n_logits to be a whole number,
-attribution_graph(m,"specimen/clt","a b",max_feature_nodes=-1) -> expected max_feature_nodes, batch_size and
+attribution_graph(m,"specimen/clt","a b",max_feature_nodes=-1) -> expected max_feature_nodes of 1 or more, or
 attribution_graph(m,"specimen/clt","a b",max_feature_nodes="x") -> expected max_feature_nodes to be a whole
 m.embedding_vector("nope nope nope") -> expected 'nope nope nope' to be one token of specimen, found ['Ġno',
 m.embedding_vector(99999) -> expected a token id in 0..2047, found 99999
