@@ -284,8 +284,8 @@ class FeatureAttributionTrace(AttributedPairs):
             caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
             f"one feature of {self.dictionary.name}, or in one layer the reconstruction error of that "
             "dictionary. estimate: to first order; exact: by a patched run; random direction: by a patched "
-            "run with a random direction of the same norm. In quotes: tokens that a feature promotes; position: "
-            "token of the clean prompt, and of the corrupted one if it differs.",
+            "run with a random direction of the same norm. In quotes: tokens that a feature promotes; "
+            "position: token of the clean prompt, and of the corrupted one if it differs.",
             sources=(f"pair_{number}",),
             json={
                 **self.subject.about,

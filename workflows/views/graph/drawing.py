@@ -177,7 +177,7 @@ def _edges(axes: Any, pruned: PrunedGraph, edges: Ints, through: Floats, layout:
         layout: Coordinates of the nodes.
     """
     kept = pruned.kept
-    # Not 0 for a graph without edges: it is a divisor.
+    # Without edges `max` would raise, and 0 would be a divisor.
     largest = through[edges].max(initial=1e-12)
     for edge in edges.tolist():
         source, target = int(kept.source[edge]), int(kept.target[edge])
