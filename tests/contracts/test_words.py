@@ -51,6 +51,11 @@ WIDER = {
     "workflows/exchange.py import_activations": "what somebody declares of files that say nothing themselves",
 }
 """Functions that take more than `MOST_PARAMETERS`, each with its reason."""
+MOST_FIELDS = 30
+LARGER = {"TrainingSettings": "each field is an option of `mizarr train`"}
+"""Dataclasses with more than `MOST_FIELDS`, each with its reason."""
+LISTED_FROM = 3
+"""Number of parameters from which a public function lists what they are."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +149,77 @@ def test_names_say_what_they_hold(room):
 def test_functions_take_no_more_parameters_than_can_be_remembered():
     wide = [name for room in ROOMS for path in modules(room) for name in words_of(path).wide]
     assert sorted(wide) == sorted(WIDER)
+
+
+def dataclasses_of(path: Path) -> Iterator[tuple[ast.ClassDef, list[tuple[ast.AnnAssign, ast.stmt | None]]]]:
+    """Dataclasses of a module, with their public fields and the statement after each of them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(item) for item in node.decorator_list
+        ):
+            fields = [
+                (statement, after)
+                for statement, after in itertools.zip_longest(node.body, node.body[1:])
+                if isinstance(statement, ast.AnnAssign)
+                and "ClassVar" not in ast.unparse(statement.annotation)
+                and not ast.unparse(statement.target).startswith("_")
+            ]
+            yield node, fields
+
+
+def has_sentence(field: ast.AnnAssign, after: ast.stmt | None) -> bool:
+    """Whether a string stands under a field, or its value is made with one (`option`, `setting`)."""
+    is_described = isinstance(field.value, ast.Call) and ast.unparse(field.value.func) in (
+        "option",
+        "setting",
+    )
+    is_string = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    return is_described or (is_string and isinstance(after.value.value, str))
+
+
+def public_functions(path: Path) -> Iterator[ast.FunctionDef]:
+    """Public functions of a module, and public methods of its public classes without bases: an overriding
+    method has its arguments from its base."""
+    for node in ast.parse(path.read_text()).body:
+        is_class = isinstance(node, ast.ClassDef) and not node.bases and not node.name.startswith("_")
+        for item in node.body if is_class else [node]:
+            if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
+                decorators = " ".join(map(ast.unparse, item.decorator_list))
+                # Users of a command read its options.
+                if "overload" not in decorators and "command" not in decorators:
+                    yield item
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_field_has_a_sentence_and_a_dataclass_few_fields(room):
+    without, large, count = [], [], 0
+    for path in modules(room):
+        for node, fields in dataclasses_of(path):
+            count += len(fields)
+            without += [
+                f"{path.relative_to(ROOT)}: {node.name}.{ast.unparse(field.target)}"
+                for field, after in fields
+                if not has_sentence(field, after)
+            ]
+            large += [node.name] if len(fields) > MOST_FIELDS and node.name not in LARGER else []
+    assert count > 50
+    assert not without, "\n".join(without[:20])
+    assert not large, large
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_public_functions_list_their_arguments(room):
+    listed = re.compile(r"[Aa]rguments|[Ss]ee [`A-Z]|[Aa]s `")
+    functions = [
+        (path, function)
+        for path in modules(room)
+        for function in public_functions(path)
+        if len(_parameters(function)) >= LISTED_FROM
+    ]
+    silent = [
+        f"{path.relative_to(ROOT)}: {function.name}"
+        for path, function in functions
+        if not listed.search(ast.get_docstring(function) or "")
+    ]
+    assert len(functions) > 20
+    assert not silent, "\n".join(silent[:20])
