@@ -101,7 +101,10 @@ class FileSettings:
 
     model: str = setting("specimen", MODEL_HELP)
     revision: str | None = loading("revision")
+    """Branch, tag or commit of a model on the hub; None for its main branch."""
     device: str | None = loading("device")
+    """Torch device of the model, such as "cpu" or "cuda:1"; None for a GPU where there is one, else the
+    CPU."""
 
     def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
         """Reference to the workflow's model.

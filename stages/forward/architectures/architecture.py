@@ -189,6 +189,7 @@ class HeadTransform:
     width: int
     """Width of its output, which the language head reads."""
     activation: str
+    """Activation function of the dense layer's output: a key of `ACTIVATIONS` in networks/mlp.py."""
     eps: float
     """Epsilon of its norm."""
     has_bias: bool = True

@@ -256,28 +256,43 @@ class ComposedArchitecture(Architecture):
     version: ClassVar[str] = "transformer/1"
 
     model_type: str
+    """Model type in config.json, which selects the family."""
     hidden_size: int
+    """Width of the residual stream."""
     vocab_size: int
+    """Rows of the embedding matrix, and number of logits."""
     blocks: tuple[LayerSpec, ...]
+    """Specs of the layers, in order of execution."""
     spelling: Spelling
+    """Tensor names of the checkpoint."""
     norm_eps: float
+    """Epsilon that norms of the stream add to the mean square or variance; the final norm may have its
+    own."""
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
+    """Kind of all norms of the stream: RMS norm, RMS norm with 1 + weight, or layer norm."""
     max_position_embeddings: int | None = None
     """Largest length of a prompt in tokens; None for an unbounded context."""
     embedding_scale: float | None = None
+    """Factor of the token embeddings as they enter the stream; None for no factor."""
     rounds_embedding_scale: bool = False
     """Whether that factor is rounded to the dtype of the embeddings (Gemma)."""
     logit_factor: float = 1.0
     """Factor of the logits, before any soft cap."""
     final_logit_softcapping: float | None = None
+    """Cap c of the logits, c tanh(logits / c); None for no cap."""
     has_wide_stream: bool = False
     """Whether the residual stream is float32, whatever the dtype of the weights."""
     position_rows: int = 0
+    """Rows of the table of positions; 0 for a model without such a table."""
     first_position: int = 0
+    """Row of that table for the first position of a prompt."""
     tie_word_embeddings: bool = False
+    """Whether the matrix of the language head is the embedding matrix."""
     norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
     """Norms with a bias: all layer norms, the norms inside of layers whatever their kind, or none."""
     position_waves: Literal["fairseq", "transformer"] | None = None
+    """Kind of sinusoidal table of positions, computed instead of loaded (`Architecture.position_waves`); None
+    for a learned table."""
     has_embedding_norm: bool = False
     """Whether embeddings are normalised before they enter the stream."""
     has_norm_weights: bool = True
@@ -285,18 +300,22 @@ class ComposedArchitecture(Architecture):
     has_unit_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     has_head_bias: bool = False
+    """Whether the language head has a bias, one number per logit."""
     embedding_width: int | None = None
     """Embedding width, if a linear projection maps embeddings (with positions and norm) to the hidden size;
     None without such a projection."""
     token_types: int = 0
     """Rows of the table of token types, whose first row is added to every embedding; 0 for no table."""
     unknown_token: int | None = None
+    """Token id that prompts must not contain, as the reference gives it no position; None for no such
+    token."""
     dropped_token: int | None = None
     """Token id whose embedding is 0, while all others are rescaled for its share of the prompt, as in
     training with masks (Rives et al., ESM-1b, 2021, and its reference code); None for no such token."""
     final_norm: FinalNorm | None = FinalNorm()
     """Norm before the head; None if the head reads the stream."""
     transform: HeadTransform | None = None
+    """Dense layer, activation and norm before the language head; None if the head reads the final norm."""
     altup: AltUpSpec | None = None
     """Parallel streams of all layers (Gemma 3n); None for a single stream."""
     pair: PairSpec | None = None

@@ -119,6 +119,7 @@ class MixersSideBySide:
     kind: ClassVar[str] = "side by side"
     is_bidirectional: ClassVar[bool] = False
     mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer, ...]
+    """Summaries of the parallel mixers, in the order in which their outputs are summed."""
 
     @property
     def window(self) -> int | None:
@@ -135,6 +136,7 @@ class MixersInSequence:
     kind: ClassVar[str] = "in turn"
     is_bidirectional: ClassVar[bool] = False
     mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer | MixersSideBySide, ...]
+    """Summaries of the mixers, in order of execution."""
 
     @property
     def window(self) -> int | None:

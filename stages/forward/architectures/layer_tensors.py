@@ -86,6 +86,7 @@ class EncoderNames:
     """Tensor names of parts that mostly encoders have: token types, head transform, relative positions."""
 
     token_types: str = ""
+    """Table of token type embeddings; "" if the checkpoint has none."""
     embed_in: str = ""
     """Projection from the embedding width to the hidden size."""
     transform: tuple[str, str] = ("", "")
@@ -104,6 +105,7 @@ class EncoderNames:
     """Table of relative position embeddings, by distance; below the layer if layers have tables of their own
     (`RelativeSpec.source`)."""
     relative_norm: str = ""
+    """Layer norm of the table of relative position embeddings; "" for no norm."""
     relative_parts: tuple[str, str] = ("", "")
     """Query and key projections of the relative position table."""
 
@@ -137,7 +139,9 @@ class Spelling:
     """Tensor names of a checkpoint. Names of modules inside a layer end with a dot."""
 
     embed: str = "model.embed_tokens"
+    """Module of the token embedding, without ".weight"."""
     head: str = "lm_head"
+    """Module of the language head, without ".weight"; if it is tied, the checkpoint may leave it out."""
     positions: str = ""
     """Table of learned positions."""
     embed_norm: str = ""
@@ -145,32 +149,44 @@ class Spelling:
     unread: tuple[str, ...] = ()
     """Tensors of the checkpoint that no layer reads; "{}" stands for the number of each layer."""
     final_norm: str = "model.final_layernorm"
+    """Norm before the language head, or before its transform in encoders."""
     layer: str = "model.layers.{}."
     """Prefix of layer tensors; "{}" stands for the layer number."""
     ln1: str = "input_layernorm"
+    """Norm of the mixer's input; in post-norm layers, of the sum of stream and mixer output."""
     ln2: str = "pre_ff_layernorm"
+    """Norm of the channel mixer's input; in post-norm layers, of the sum of stream and channel mixer
+    output."""
     ln1_post: str = "post_attention_layernorm"
+    """Norm of the mixer's output, before it is added to the stream."""
     ln2_post: str = "post_feedforward_layernorm"
-    """Norm of the channel mixer's output; `ln1_post` is that of the mixer's output."""
+    """Norm of the channel mixer's output, before it is added to the stream."""
     mixer: str = "mamba."
     """Prefix of mixers other than attention."""
     mixer_norm: str = "norm"
     """Norm of a mixer's inner output, before its output projection."""
     attention: str = "self_attn."
+    """Prefix of attention."""
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Norms of queries and of keys, below the attention prefix."""
     attention_out: str = "o_proj"
+    """Output projection, below the attention prefix."""
     attention_in: str = ""
     """Fused query, key and value projection; "" if they are separate."""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    """Separate query, key and value projections, below the attention prefix."""
     gains: tuple[str, str] = ("", "")
     """Weights [hidden] that scale the stream where attention and MLP are added."""
     inner_norms: tuple[str, str] = ("", "")
     """Norms before the attention output projection and before the MLP down projection."""
     mlp: str = "feed_forward."
+    """Prefix of the MLP."""
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """MLP projections: gate, up and down; or fused gate_up and down; or up and down."""
     experts: ExpertNames = ExpertNames("feed_forward.", "router")
+    """Names of router, routed experts and shared expert."""
     encoder: EncoderNames = EncoderNames()
+    """Names of parts that mostly encoders have, such as token types and head transform."""
     is_transposed: bool = False
     """Whether attention and MLP weights are stored as [in, out] instead of [out, in]."""
     block: str = "shared_transformer."

@@ -137,6 +137,7 @@ class LinearAttentionSpec(_LinearSpec):
     conv_size: int = 0
     """Kernel size of the short convolution, in tokens; 0 for no convolution."""
     rope: RopeConfig | None = None
+    """Rotary position embedding of queries and keys; None for no rope."""
     activation: ActivationName | None = None
     """Activation of queries and keys; None for none."""
     decay_rank: int = 16
@@ -150,6 +151,7 @@ class LinearAttentionSpec(_LinearSpec):
     has_norm_weight: bool = True
     """Whether the norm of each head's output has learned weights."""
     norm_eps: float = 1e-6
+    """Epsilon of the RMS norm of each head's output."""
 
     @property
     def held_points(self) -> tuple[str, ...]:
@@ -198,6 +200,7 @@ class LightningSpec(_LinearSpec):
     activation: ActivationName = "silu"
     """Activation of queries, keys and values."""
     norm_eps: float = 1e-6
+    """Epsilon of the RMS norm over the outputs of all heads together."""
     out_factor: float = 1.0
     """Factor of the output."""
 
@@ -232,6 +235,7 @@ class LinearUnitSpec(_LinearSpec):
     conv_size: int
     """Kernel size of the short convolution, in tokens."""
     activation: ActivationName = "gelu_tanh"
+    """Activation function of the output gate, by which the recurrence's output is multiplied."""
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -326,6 +330,7 @@ class ShortConvolutionSpec(MixerSpec):
     conv_size: int
     """Kernel size in tokens, the current one included."""
     has_bias: bool = False
+    """Whether the input projection, the convolution and the output projection have biases."""
 
     @property
     def summary(self) -> ConvolutionMixer:

@@ -205,8 +205,11 @@ class AttentionSpec(MixerSpec):
     window: int | None = None
     """Keys that a query sees, itself included; None for all."""
     qkv_bias: bool = False
+    """Whether the query, key and value projections have biases, and the one to value scores (Doge)."""
     o_bias: bool = False
+    """Whether the output projection has a bias."""
     qk_norm: QkNorm | None = None
+    """Norms of queries and keys; None for no such norms."""
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Factors of the layer input, of the keys and of the attention output."""
     layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
@@ -435,6 +438,7 @@ class RoutedAttentionSpec(MixerSpec):
     head_dim: int
     """Entries of a head."""
     rope: RopeConfig | None = None
+    """Rotary position embedding of queries and keys; None for no rope."""
 
     def __post_init__(self) -> None:
         if self.chosen > self.experts:
@@ -483,8 +487,11 @@ class LatentAttentionSpec(MixerSpec):
     query_rank: int | None = None
     """Rank of the query projection; None for a full-rank one."""
     has_bias: bool = False
+    """Whether the projections to the latents and the output projection have biases."""
     norm_eps: float = 1e-6
+    """Epsilon of the RMS norms of the latents of queries and of keys and values."""
     rope: RopeConfig | None = None
+    """Rotary position embedding of the last `shared_size` entries of queries and keys; None for no rope."""
     scale: float | None = None
     """Factor of the scores q k^T; None for 1 / sqrt(key_size)."""
     factor: float = 1.0
@@ -534,10 +541,12 @@ class MambaSpec(MixerSpec):
     has_bias: bool = False
     """Whether input and output projection have biases."""
     has_conv_bias: bool = True
+    """Whether the short convolution has a bias, one number per channel."""
     norms: Literal["plain", "weighted"] | None = None
     """RMS norms of step sizes, B and C: without weights ("plain", Falcon-Mamba), with weights (Jamba), or
     none."""
     norm_eps: float = 1e-6
+    """Epsilon of the RMS norms of step sizes, B and C; unused if `norms` is None."""
     groups: int = 1
     """Groups of channels with projections of their own to step sizes, B and C (Zamba)."""
     layout: Literal["by part", "by group"] = "by part"
@@ -588,10 +597,13 @@ class Mamba2Spec(MixerSpec):
     norm: Literal["gated", "before gate"] | None = "gated"
     """RMS norm of the output, group by group: after the gate ("gated") or before it; None for no norm."""
     norm_eps: float = 1e-5
+    """Epsilon of the RMS norm of the output; unused if `norm` is None."""
     has_bias: bool = False
     """Whether the input projection has a bias."""
     has_out_bias: bool = False
+    """Whether the output projection has a bias."""
     has_conv_bias: bool = True
+    """Whether the short convolution has a bias, one number per channel of x, B and C."""
     into_factor: float = 1.0
     """Factor of the layer's input."""
     in_factors: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
@@ -640,10 +652,13 @@ class MlpSpec(ChannelMixerSpec):
     intermediate_size: int
     """Hidden width."""
     activation: ActivationName
+    """Activation function of the gate, or of the up projection in a plain MLP."""
     is_gated: bool = True
+    """Whether the up projection is multiplied by an activated gate; False for a plain MLP."""
     is_fused: bool = False
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
+    """Whether all projections have biases."""
     factors: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate and of the MLP output."""
     inner_norm_eps: float | None = None
@@ -688,12 +703,16 @@ class ExpertsSpec(ChannelMixerSpec):
     intermediate_size: int
     """Hidden width of a routed expert."""
     activation: ActivationName
+    """Activation function of each expert's gate, or of its up projection without a gate; routed experts with
+    `limits` do not use it."""
     routing: Routing
+    """How the top-k experts of a token are chosen and weighted (networks/mixers/experts.py)."""
     shared_size: int = 0
     """Hidden width of the shared expert; 0 for no shared expert."""
     has_shared_gate: bool = False
     """Whether the shared expert's output is multiplied by a sigmoid gate."""
     is_gated: bool = True
+    """Whether experts are gated MLPs instead of plain ones."""
     is_listed: bool = True
     """Whether the checkpoint has one tensor per expert, instead of one tensor of all experts."""
     groups: int = 1
@@ -726,6 +745,7 @@ class ExpertsSpec(ChannelMixerSpec):
     is_transposed: bool = False
     """Whether the checkpoint stores expert weights as [in, out] instead of [out, in]."""
     has_output_bias: bool = False
+    """Whether a bias [hidden] is added to the summed output of all experts."""
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:
@@ -789,7 +809,9 @@ class MlpAndExpertsSpec(ChannelMixerSpec):
     kind: ClassVar[str] = "mlp_and_experts"
 
     mlp: MlpSpec
+    """The MLP, which every token uses."""
     experts: ExpertsSpec
+    """The routed experts, which run in parallel with the MLP."""
     norm_eps: float
     """Epsilon of all these norms."""
 
@@ -830,8 +852,11 @@ class SharedBlockSpec(MixerSpec):
     reaches_later: ClassVar[frozenset[str]] = frozenset(points)
 
     hidden_size: int
+    """Width of the stream; the block reads twice as many numbers per token, stream and embedding."""
     attention: AttentionSpec
+    """Attention of the block, with queries, keys and values from the concatenated input."""
     mlp: MlpSpec
+    """MLP of the block, which reads the normalised output of its attention."""
     source: int
     """Number of the layer among whose tensors the shared weights are stored."""
     place: int = 0
@@ -843,6 +868,7 @@ class SharedBlockSpec(MixerSpec):
     adapts_attention: bool = False
     """Whether query, key and value projections have low-rank adapters, too."""
     norm_eps: float = 1e-5
+    """Epsilon of the RMS norms before the block's attention and before its MLP."""
 
     @property
     def summary(self) -> AttentionMixer:

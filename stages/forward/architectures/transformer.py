@@ -35,9 +35,11 @@ class RopeConfig:
     original_max_position_embeddings: int | None = None
     """Context before the extension, in positions."""
     short_factor: tuple[float, ...] = ()
+    """Scheme longrope: divisors of the frequencies, [dim / 2], for sequences within the original context; ()
+    for other schemes."""
     long_factor: tuple[float, ...] = ()
-    """Scheme longrope: divisors of the frequencies, [dim / 2], for sequences within the original context
-    (`short_factor`) and for longer ones."""
+    """Scheme longrope: divisors of the frequencies, [dim / 2], for sequences beyond the original context; ()
+    for other schemes."""
     attention_factor: float | None = None
     """Factor of cos and sin; None to derive it from `factor` (see `magnitude`)."""
     interleaved: bool = False

@@ -190,7 +190,9 @@ class StreamRead:
     """The stream [B, token, D] before the norm, and the norm, from which attention reads."""
 
     stream: Tensor
+    """Residual stream before the norm, [B, token, D]."""
     norm: Callable[[Tensor], Tensor]
+    """Function that normalises copies of the stream, one per head, [B, head, token, D] -> the same shape."""
 
 
 def project(

@@ -53,10 +53,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Gain and bias of a norm, each [width]; bias is None for RMS norms."""
+    """Gain and bias of a norm."""
 
     weight: Tensor
+    """Gain, [width]; norms of type "gemma_rms" multiply by 1 + this."""
     bias: Tensor | None = None
+    """Bias, [width]; None for a norm without bias, as most RMS norms are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,20 @@ class AttentionWeights:
     """Projections of attention, and norms of queries, keys and values; None for those that are absent."""
 
     o: Linear
+    """Output projection of all heads' outputs, weight [D, H * dh]."""
     q: Linear | None = None
+    """Query projection, weight [H * dh, in]."""
     k: Linear | None = None
+    """Key projection, weight [Hk * dh, in]; None if keys and values are those of an earlier layer."""
     v: Linear | None = None
+    """Value projection, weight [Hk * dh, in]; None if values are the projected keys, or those of an earlier
+    layer."""
     q_norm: NormWeights | None = None
+    """Norm of queries, [dh], or [H * dh] if it covers all heads together; None for no norm."""
     k_norm: NormWeights | None = None
+    """Norm of keys, [dh], or [Hk * dh] if it covers all heads together; None for no norm."""
     v_norm: NormWeights | None = None
+    """Norm of each head's values, [dh], with a constant gain of 1; None for no norm."""
     rise: Linear | None = None
     """Map from a key's values to a bias of its scores, one per key head (Doge)."""
     rise_gain: Tensor | None = None
@@ -83,8 +93,11 @@ class MlpWeights:
     """Weights of an MLP: gate_up, or gate and up, or up alone (plain MLP), and down."""
 
     down: Linear
+    """Down projection, weight [D, inner]."""
     gate: Linear | None = None
+    """Gate projection, weight [inner, D]; None for a plain MLP, or if it is part of `gate_up`."""
     up: Linear | None = None
+    """Up projection, weight [inner, D]; None if it is part of `gate_up`."""
     gate_up: Linear | None = None
     """Rows of gate, then rows of up."""
     inner_norm: NormWeights | None = None

@@ -43,6 +43,7 @@ class BridgeConfig(Architecture):
     kind: ClassVar[str] = "bridge"
 
     model_type: str
+    """Model type in its config.json."""
     class_name: str
     """Class of the model in transformers."""
     transformers: str

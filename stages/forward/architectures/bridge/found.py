@@ -29,6 +29,7 @@ class LayerPart:
     kind: str
     """Kind of its hook point: "attn_out" or "mlp_out"."""
     place: TensorPlace
+    """Module, relative to the layer, whose output it is, and its position in that output."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class FoundReadout:
     norm_type: Literal["rms", "gemma_rms", "layer"]
     """Kind of norm, `Architecture.norm_type`."""
     norm_eps: float
+    """Epsilon that the norm adds to the mean square or variance."""
     final_norm: str
     """Tensor name of the norm's weight."""
     head: str

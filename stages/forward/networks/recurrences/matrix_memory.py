@@ -35,6 +35,7 @@ class MatrixMemory:
     """
 
     eps: float
+    """Epsilon added to the scaled divisor of each output, max(|n^T q|, e^{-m})."""
 
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """What tokens read, [B, H, T, V], and the state after the last one, [B, H, K, V + 2]."""
