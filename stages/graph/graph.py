@@ -63,7 +63,7 @@ def attribution_graph(
 ) -> AttributionGraph:
     """Compute the attribution graph of one prompt; with a store only once, continuing after a kill.
 
-    Args:
+    Arguments:
         model: a loaded model, or the name of one.
         dictionary: transcoders made for the model.
         prompt: a text, which gets a BOS in front if it has none, or token ids.
@@ -109,11 +109,19 @@ def graph_node(
 
     Nothing is computed, and torch is not imported.
 
-    Args:
-        model: a loaded model, its name, or the source that other nodes of the workflow use.
-        dictionary: transcoders made for the model.
-        prompt: as for `attribution_graph`.
-        options: see below.
+    Arguments:
+        model: A loaded model, its name, or the source that other nodes of the workflow use.
+        dictionary: Transcoders made for the model, or the name or path from which they are opened.
+        prompt: As for `attribution_graph`.
+        options: Fields of `AttributionOptions`, listed below.
+
+    Raises:
+        ConfigError: Attribution graphs do not support the model's layers.
+        ModelNotFound: There is no directory or cached repository of the dictionary's name.
+        DictionaryError: The dictionary's files are invalid, or it does not fit the model.
+        PromptError, TokenizerError, ShapeError: The prompt or a target is invalid.
+        StageError: The arithmetic is neither "float32" nor "float64".
+        PlanError: The memory is too small.
     """
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource

@@ -101,16 +101,18 @@ def feature_intervention(
 ) -> FeatureRun:
     """Run a prompt with features set to other values; see the module's docstring.
 
-    Args:
-        model: a loaded model.
-        dictionary: transcoders made for it.
-        prompt: as for `attribution_graph`.
+    Arguments:
+        model: A loaded model.
+        dictionary: Transcoders made for the model.
+        prompt: As for `attribution_graph`.
         interventions: (layer, position or slice, feature, value) of each set feature.
-        options: see below.
+        options: Fields of `FeatureRunOptions`, listed below.
 
     Raises:
-        InterventionError: for positions or layers that do not exist.
-        DictionaryError: for features that do not exist.
+        ConfigError: Attribution graphs do not support the model's layers.
+        DictionaryError: The dictionary does not fit the model, or a feature does not exist.
+        PromptError, TokenizerError: The prompt is invalid.
+        InterventionError: A position or a constrained layer does not exist, or a value is not finite.
     """
     (values,) = split_options("feature_intervention", options, FeatureRunOptions)
     run_options = FeatureRunOptions(**values)
@@ -150,7 +152,7 @@ def generate_with_features(
     every new token, with nothing frozen; other interventions apply to the prompt only, and reach new tokens
     through its cached keys and values.
 
-    Args:
+    Arguments:
         model, dictionary, prompt, interventions: as for `feature_intervention`.
         max_new_tokens: most tokens that are generated.
         temperature, seed: as for `mizarr.generate`.

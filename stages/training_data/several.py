@@ -142,7 +142,7 @@ class EndToEnd:
         return digest("training data end to end", [run.identity(requested) for run in self.runs])
 
     def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
-        """Copy rows of one block (ascending tokens) into `out`."""
+        """Copy rows of one block to `out`. See `TokenRows.scatter`."""
         # No block crosses runs, so the first token decides.
         number = int(self._run_of(tokens[:1])[0])
         self.runs[number].scatter(cell, tokens - self._starts[number], out, places)
@@ -251,7 +251,7 @@ class SideBySide:
         return digest("training data side by side", contents)
 
     def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
-        """Copy rows of one block (ascending tokens) into `out`."""
+        """Copy rows of one block to `out`. See `TokenRows.scatter`."""
         offsets = self._offsets[_number(cell)]
         if offsets is not None:
             starts = self.runs[0].entry.tokens.row_start
@@ -315,7 +315,7 @@ class Joined:
         return self.source.identity([part for cell in cells for part in self.cells[cell]])
 
     def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
-        """Copy rows of one block (ascending tokens) into `out`."""
+        """Copy rows of one block to `out`. See `TokenRows.scatter`."""
         column = 0
         for part in self.cells[cell]:
             width = self.source.width(part)

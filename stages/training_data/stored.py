@@ -334,7 +334,7 @@ class StoredActivations:
     # -- rows
 
     def scatter(self, cell: Cell, tokens: Ints, out: Array, places: Ints) -> None:
-        """Copy the rows of ascending tokens to `out` [place, width].
+        """Copy the rows of ascending tokens to `out` [place, width]. See `TokenRows.scatter`.
 
         Raises:
             ShapeError: A number is not finite; the message names prompt and position.

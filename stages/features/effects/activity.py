@@ -178,7 +178,19 @@ def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
 
 
 def read_states(dictionary: Dictionary, result: HookCache, layers: Sequence[int]) -> dict[int, Tensor]:
-    """States that the features of some layers read in a pass over one prompt, [position, d_in], by layer."""
+    """States that the features of some layers read in a pass over one prompt.
+
+    Arguments:
+        dictionary: The dictionary, which names the hook point that each layer's features read.
+        result: Activations of the pass, with these hook points captured; only the first prompt is read.
+        layers: Layers of the dictionary.
+
+    Returns:
+        States [position, d_in] by layer; heads are put side by side.
+
+    Raises:
+        DictionaryError: The dictionary is a crosscoder, whose features read several hook points at once.
+    """
     return {layer: as_rows(result[dictionary.read_hook(layer)][0]) for layer in layers}
 
 

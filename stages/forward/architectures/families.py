@@ -263,6 +263,14 @@ def kv_heads_of(reader: ConfigReader, default: int | None, heads: int) -> int:
 
     If that key is absent: the family's default if it divides the number of query heads, else one key head per
     query head. Wrong guesses are found later, when the shapes of the weights are compared.
+
+    Arguments:
+        reader: The config.json.
+        default: The family's default; None without one.
+        heads: Number of query heads.
+
+    Raises:
+        ConfigError: The key's value is not a positive integer.
     """
     if "num_key_value_heads" not in reader.raw and default and heads % default == 0:
         return default

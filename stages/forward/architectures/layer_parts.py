@@ -99,8 +99,13 @@ class LayerInputSpec:
         yield "input.norm", Stored("post_per_layer_input_norm.weight", (hidden,))
 
     def outer_tensors(self, root: str, hidden: int, layers: int) -> Iterator[tuple[str, Stored]]:
-        """(weight, tensor) pairs outside of layers, for the inputs of so many layers side by side. root:
-        prefix of the embedding's tensor."""
+        """(weight, tensor) pairs outside of layers, for the inputs of all layers side by side.
+
+        Arguments:
+            root: Prefix of the embedding's tensor.
+            hidden: Hidden size of the model.
+            layers: Number of layers.
+        """
         width = layers * self.size
         yield f"{BESIDE}table", Stored(f"{root}embed_tokens_per_layer.weight", (self.rows, width))
         yield f"{BESIDE}projection", Stored(f"{root}per_layer_model_projection.weight", (width, hidden))

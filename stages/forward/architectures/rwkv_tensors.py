@@ -45,7 +45,13 @@ class RwkvNames:
 
 
 def time_mix_tensors(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """Tensors of a time mix. hidden: width of the stream."""
+    """(weight, tensor) pairs of a time mix.
+
+    Arguments:
+        spec: The time mix.
+        names: Names of the checkpoint's tensors.
+        hidden: Width of the stream.
+    """
     room, width, is_7 = names.time_mix, spec.width, spec.generation == 7
     if spec.generation > 4:
         # This norm has a bias even if norm_bias is false.
@@ -109,7 +115,13 @@ def _version_7(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tup
 
 
 def channel_mix_tensors(spec: ChannelMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """Tensors of a channel mix. hidden: width of the stream."""
+    """(weight, tensor) pairs of a channel mix.
+
+    Arguments:
+        spec: The channel mix.
+        names: Names of the checkpoint's tensors.
+        hidden: Width of the stream.
+    """
     room, inner, flat = names.channel_mix, spec.intermediate_size, (1, 1, hidden)
     yield "shifted.up", Stored(f"{room}key.weight", (inner, hidden))
     yield "shifted.down", Stored(f"{room}value.weight", (hidden, inner))

@@ -127,7 +127,17 @@ class ConfigReader:
         return reader
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer not below `least`; too large values raise ConfigError, too."""
+        """An integer.
+
+        Arguments:
+            key: The config key.
+            default: Value for an absent key or a null; None for a required key.
+            least: Smallest accepted value.
+
+        Raises:
+            ConfigError: A required key is absent, or its value is not an integer, is below `least`, or
+                exceeds the limit of that key: 10,000 layers, 1,000,000 heads or experts, 2**53 otherwise.
+        """
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"

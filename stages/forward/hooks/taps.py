@@ -216,7 +216,8 @@ class RunTaps:
         return self.changes(layer, "pattern") or any(not change.cuts_edges for change in scores)
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
+        """Bool [head, query, key], True at attention edges that are cut; None if none are.
+        See `AttentionTaps.cut`."""
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
         # Masks and edges from the end refer to the whole prompt, of which a subset computes some queries.
         length = queries if self._subset is None else self._subset.length
@@ -234,7 +235,8 @@ class RunTaps:
                 raise EarlyStop
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Taps for the recurrent states of a layer; None where they are neither captured nor changed."""
+        """Taps for the recurrent states of a layer; None where they are neither captured nor changed.
+        See `PassTaps.of_states`."""
         return RunStateTaps(self, kind, layer, length) if self.touches(layer, kind) else None
 
 

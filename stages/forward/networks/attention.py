@@ -104,8 +104,17 @@ def limit_to_window(
 
 
 def window_mask(length: int, mixer: AttentionMixer, device: torch.device) -> Tensor | None:
-    """Mask of a whole prompt with a sliding window or chunks, bool [query, key]; None if no window limits it,
-    so that `default_mask` applies."""
+    """Attention mask of a whole prompt with a sliding window or chunks.
+
+    Arguments:
+        length: Tokens of the prompt.
+        mixer: Parameters of the layer's attention.
+        device: Device of the mask.
+
+    Returns:
+        Bool [query, key], True where attention may look; None if no window limits the prompt, so that
+        `default_mask` applies.
+    """
     if mixer.window is None or mixer.window >= length:
         return None
     mask = causal(length, mixer.window, device, is_chunked=mixer.is_chunked)
@@ -113,7 +122,16 @@ def window_mask(length: int, mixer: AttentionMixer, device: torch.device) -> Ten
 
 
 def default_mask(length: int, mixer: AttentionMixer, device: torch.device) -> Tensor:
-    """Mask of a whole prompt without a window, bool [query, key]: causal, or all True if bidirectional."""
+    """Attention mask of a whole prompt without a window.
+
+    Arguments:
+        length: Tokens of the prompt.
+        mixer: Parameters of the layer's attention.
+        device: Device of the mask.
+
+    Returns:
+        Bool [query, key], True where attention may look: causal, or all True if the layer is bidirectional.
+    """
     if mixer.is_bidirectional:
         return torch.ones(length, length, dtype=torch.bool, device=device)
     return causal(length, None, device)
@@ -414,7 +432,18 @@ def weighted_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer:
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
     """`weighted_values` by separate products and softmax, for families that the fused kernel does not
-    support."""
+    support.
+
+    Arguments:
+        q: Queries [B, H, query, dh].
+        k: Keys [B, Hk, key, dh].
+        v: Values [B, Hk, key, dv]; dv may differ from dh.
+        mask: As `allowed` in `attend`.
+        mixer: Parameters of the layer's attention.
+
+    Returns:
+        z [B, H, query, dv].
+    """
     whole = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
     return _weighted_sum(_unchanged_pattern(q, k, whole, mixer), v)
 
@@ -459,7 +488,17 @@ def padded_keys(q: Tensor, keys: int) -> int:
 
 def padded_keys_unfused(q: Tensor, keys: int, mixer: AttentionMixer) -> int:
     """`padded_keys` for `unfused_attention`: a softmax on CPU sums 16 numbers at a time, and then the
-    remainder, so keys are padded to a multiple of 16."""
+    remainder, so keys are padded to a multiple of 16.
+
+    Arguments:
+        q: Queries [B, H, query, dh]; their device and dtype decide whether the order of summation depends on
+            the number of keys.
+        keys: Number of keys before padding.
+        mixer: Parameters of the layer's attention; keys with relative position biases are not padded.
+
+    Returns:
+        Number of keys after padding.
+    """
     return keys if mixer.relative is not None or not _depends_on_sizes(q) else keys + -keys % 16
 
 
@@ -526,11 +565,21 @@ def _depends_on_sizes(q: Tensor) -> bool:
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
-    """`weighted_values` for whole prompts (q, k and v of equal length), in tiles of queries, with the same
-    bits for any batch and any later tokens.
+    """`weighted_values` for whole prompts, in tiles of queries, with the same bits for any batch and any
+    later tokens.
 
     The keys of a tile end where the tile ends; the last tile is padded with hidden keys. A masked key adds
     exactly 0, but the number of keys decides the order of the sum, and here it depends on the position alone.
+
+    Arguments:
+        q: Queries [B, H, token, dh].
+        k: Keys [B, Hk, token, dh].
+        v: Values [B, Hk, token, dv]; dv may differ from dh.
+        mask: Bool [..., query, key], True where attention may look; None for a plain causal mask.
+        mixer: Parameters of the layer's attention.
+
+    Returns:
+        z [B, H, token, dv].
     """
     length = q.shape[2]
     ends = _tiles(length)

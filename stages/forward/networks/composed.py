@@ -153,7 +153,13 @@ def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str
 
 
 def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
-    """Build one layer; take: reads a tensor by its checkpoint name."""
+    """Build one layer.
+
+    Arguments:
+        take: Reads a tensor by its checkpoint name.
+        config: The architecture.
+        layer: The layer.
+    """
     tensors, spec = tensors_of(take, config, layer), config.blocks[layer]
     norms = parts_of(
         {name: tensor for name, tensor in tensors.items() if name.startswith(("ln", "pre_norm"))}

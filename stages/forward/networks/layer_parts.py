@@ -105,8 +105,16 @@ class LayerInput:
 
 
 def table_inputs(ids: Tensor, table: Tensor, size: int) -> Tensor:
-    """Scaled rows of the table [row, layer * input] for token ids [B, S]; ids beyond it use the first row.
-    size: width of one layer's input."""
+    """Scaled rows of the table of per-layer inputs.
+
+    Arguments:
+        ids: Token ids, int [B, token]; ids beyond the table use its first row.
+        table: The table, [row, layer * input].
+        size: Width of one layer's input; rows are scaled by its square root.
+
+    Returns:
+        Rows [B, token, layer * input].
+    """
     # The factor is rounded to the model's dtype, as that of the embedding is.
     factor = torch.tensor(math.sqrt(size), dtype=table.dtype, device=ids.device)
     return F.embedding(torch.where(ids < len(table), ids, 0), table) * factor
@@ -141,8 +149,17 @@ class AltUp:
         self._weights, self._active, self._eps = tensors, spec.active, eps
 
     def predicted(self, stream: Tensor, inactive: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Predicted streams [B, stream, token, D] before the layer, from the active stream [B, token, D] and
-        the others as they are carried."""
+        """Predicted streams before the layer.
+
+        Arguments:
+            stream: The active stream, [B, token, D].
+            inactive: The other streams as they are carried, [B, token, (stream - 1) * D].
+            layer: The layer.
+            taps: Hook points of the pass.
+
+        Returns:
+            Streams [B, stream, token, D].
+        """
         streams = taps("altup_streams", layer, join_streams(stream, inactive, self._active))
         count = streams.shape[1]
         coefficients = product(self._routed(streams[:, self._active]), self._weights["predicts"])
@@ -152,7 +169,17 @@ class AltUp:
         return taps("altup_predicted", layer, streams + torch.stack(list(rows), dim=1))
 
     def corrected(self, predicted: Tensor, output: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Streams after the layer, from the predicted ones and the layer's output [B, token, D]."""
+        """Streams after the layer.
+
+        Arguments:
+            predicted: Output of `predicted`, [B, stream, token, D].
+            output: The layer's output for the predicted active stream, [B, token, D].
+            layer: The layer.
+            taps: Hook points of the pass.
+
+        Returns:
+            Streams [B, stream, token, D].
+        """
         shares = product(self._routed(output), self._weights["corrects"]) + 1
         innovation = output - predicted[:, self._active]
         streams = predicted + shares.transpose(1, 2).unsqueeze(-1) * innovation.unsqueeze(1)
@@ -167,8 +194,16 @@ class AltUp:
 
 
 def join_streams(stream: Tensor, inactive: Tensor, active: int) -> Tensor:
-    """All streams [B, stream, token, D] from the tensors carried between layers: the active stream, of index
-    `active`, and the others."""
+    """All streams from the tensors carried between layers.
+
+    Arguments:
+        stream: The active stream, [B, token, D].
+        inactive: The other streams side by side, [B, token, (stream - 1) * D].
+        active: Index of the active stream among all.
+
+    Returns:
+        Streams [B, stream, token, D].
+    """
     others = split_heads(inactive, stream.shape[-1])
     return torch.cat([others[:, :active], stream.unsqueeze(1), others[:, active:]], dim=1)
 

@@ -77,7 +77,17 @@ class Network(Protocol):
         ...
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """Compute one layer: its input tensors -> its output under the same names, for the needed tokens."""
+        """Compute one layer.
+
+        Arguments:
+            layer: The layer.
+            carried: Tensors that enter the layer, by name, each [B, token, width].
+            history: Which tokens the pass computes and how they see each other.
+            taps: Hook points of the pass.
+
+        Returns:
+            Tensors that leave the layer, under the same names, for the needed tokens.
+        """
         ...
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
@@ -94,8 +104,13 @@ class Network(Protocol):
         ...
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens]; softcap: whether to apply the model's soft
-        cap."""
+        """Inputs of the LM head [..., D] -> logits [..., tokens].
+
+        Arguments:
+            x: States after `final_norm`.
+            want: Which tokens.
+            softcap: Whether to apply the model's soft cap of logits.
+        """
         ...
 
     @property
@@ -104,7 +119,16 @@ class Network(Protocol):
         ...
 
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """Gain of a norm [hidden], by the name in its hook points: "ln1" of a layer, or "ln_final"."""
+        """Gain of a norm, [hidden].
+
+        Arguments:
+            name: Name of the norm in its hook points: "ln1" of a layer, or "ln_final".
+            layer: The layer; None for the final norm.
+            dtype: Dtype of the result.
+
+        Raises:
+            ConfigError: The model has no such norm.
+        """
         ...
 
     def value_matrix(self, layer: int) -> Tensor:
@@ -168,7 +192,21 @@ def run_to_end(
 def final_state(
     network: Network, carried: Carried, previous: int | None, history: History, taps: Taps
 ) -> Tensor:
-    """Input of the final norm, [B, token, D], if `carried` left layer `previous` and no layer follows."""
+    """Input of the final norm after the last layer of a pass.
+
+    Arguments:
+        network: The network.
+        carried: Tensors that left layer `previous`, before the taps of its resid_post.
+        previous: Last layer that ran; None if `carried` is the output of the embedding.
+        history: Which tokens the pass computes and how they see each other.
+        taps: Hook points of the pass.
+
+    Returns:
+        Input of the final norm, [B, token, D].
+
+    Raises:
+        EarlyStop: From the taps, once the last wanted hook point is reached.
+    """
     return network.gathered(_entering(network.config.num_layers, previous, carried, history, taps), taps)
 
 
@@ -180,8 +218,24 @@ def run_layers(
     taps: Taps,
     previous: int | None = None,
 ) -> Carried:
-    """Run some layers and return all tensors that leave the last of them. The caller that
-    continues from them calls the taps for its resid_post."""
+    """Run some layers and return all tensors that leave the last of them.
+
+    The taps of the last layer's resid_post are not called; the caller that continues from there calls them.
+
+    Arguments:
+        network: The network.
+        carried: Output of the embedding or of a layer.
+        layers: Layers to run, in order; may be empty.
+        history: Which tokens the pass computes and how they see each other.
+        taps: Hook points of the pass.
+        previous: Layer that `carried` comes from; None for the embedding.
+
+    Returns:
+        All tensors that leave the last layer; `carried` itself without layers.
+
+    Raises:
+        EarlyStop: From the taps, once the last wanted hook point is reached.
+    """
     for layer in layers:
         carried = _entering(layer, previous, carried, history, taps)
         carried, previous = network.layer(layer, carried, history, taps), layer

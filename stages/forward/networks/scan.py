@@ -37,7 +37,17 @@ def scan(
 
 
 def shown_decay(log_decay: Tensor, layer: int, taps: Taps, room: str) -> Tensor:
-    """Log decay [B, H, token, K or 1] after the taps on its two hook points, log_decay and decay."""
+    """Log decay after the taps on its two hook points, log_decay and decay.
+
+    Arguments:
+        log_decay: Natural logarithm of the decay, [B, H, token, K or 1].
+        layer: The layer.
+        taps: Hook points of the pass.
+        room: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
+
+    Returns:
+        Log decay of the same shape, with the interventions on both hook points.
+    """
     log_decay = taps(f"{room}_log_decay", layer, log_decay)
     if taps.touches(layer, f"{room}_decay"):
         decay = taps(f"{room}_decay", layer, torch.exp(log_decay))
@@ -49,7 +59,20 @@ def scan_decayed(
     recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, room: str
 ) -> Tensor:
     """Like `scan`, for log decays that already passed `shown_decay`, as in mixers that derive other inputs
-    from the decays."""
+    from the decays.
+
+    Arguments:
+        recurrence: The recurrence.
+        tokens: Its inputs by name, [B, H, token, width], without "write". The dict gets "write" if that hook
+            point is captured or changed, which requires "log_decay".
+        layer: The layer.
+        history: Runs the recurrence.
+        taps: Hook points of the pass.
+        room: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
+
+    Returns:
+        What each head reads from the state, [B, H, token, V], float32.
+    """
     if taps.touches(layer, f"{room}_write"):
         log_decay = tokens["log_decay"]
         tokens["write"] = taps(f"{room}_write", layer, log_decay.new_ones(*tokens["k"].shape[:3], 1))

@@ -212,8 +212,17 @@ def load(
 
 
 def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take:
-    """Wrap a function that reads tensors, to cast and move them, and raise WeightsError for any that is not
-    finite."""
+    """Wrap a function that reads tensors, to check, cast and move them.
+
+    Arguments:
+        tensors: Reads a tensor by its checkpoint name.
+        dtype: Dtype of the computation.
+        device: Device of the computation.
+
+    Returns:
+        Function that reads a tensor by its checkpoint name, and raises WeightsError for one that is not
+        finite.
+    """
 
     def take(name: str) -> Tensor:
         tensor = tensors(name)
@@ -254,7 +263,13 @@ def _are_equal(a: Array, b: Array) -> bool:
 
 
 def assemble(take: Take, config: Config, layer_of: Callable[[Take, Config, int], Layer]) -> Weights[Layer]:
-    """All weights, from a function that reads a tensor by its checkpoint name and one that builds a layer."""
+    """All weights of a model.
+
+    Arguments:
+        take: Reads a tensor by its checkpoint name, in the dtype and on the device of the computation.
+        config: The architecture.
+        layer_of: Builds a layer from `take`, the architecture and the layer's index.
+    """
     take_shared = read_shared_once(take, config)
     layers = tuple(layer_of(take_shared, config, layer) for layer in range(config.num_layers))
     table = take(config.tensors.outside["embed"].name)

@@ -312,7 +312,8 @@ class GroupTaps:
         )
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [row, head, query, key], True at edges that are cut; None if none are."""
+        """Bool [row, head, query, key], True at edges that are cut; None if none are.
+        See `AttentionTaps.cut`."""
         cut_edges: Tensor | None = None
         for row, (number, count, length) in enumerate(self._members()):
             masks = [

@@ -132,11 +132,11 @@ class FeatureTaps:
         return ("pattern", layer) in self._pinned
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """None: no attention edge is cut."""
+        """None, as no attention edge is cut. See `AttentionTaps.cut`."""
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> None:
-        """None: no recurrent state is read or changed."""
+        """None, as no recurrent state is read or changed. See `PassTaps.of_states`."""
 
     def _read(self, layer: int, x: Tensor) -> None:
         """Encode the input of a layer's features, and queue the changes that set features write."""

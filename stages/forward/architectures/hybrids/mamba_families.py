@@ -496,12 +496,30 @@ def checked(reader: ConfigReader, block: LayerSpec) -> LayerSpec:
 
 
 def expanded(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Inner channels of a mixer: the factor under `key`, by default 2, times the hidden size."""
+    """Inner channels of a mixer: a factor from the config times the hidden size, rounded down.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the factor; 2 if it is absent.
+        hidden: Hidden size of the model.
+
+    Raises:
+        ConfigError: The factor is not a finite number.
+    """
     return int(reader.number(key, 2.0) * hidden)
 
 
 def rank_of(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Rank of the projection to step sizes; "auto" means hidden size / 16, rounded up."""
+    """Rank of the projection to step sizes.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the rank; "auto", or an absent key, means hidden size / 16, rounded up.
+        hidden: Hidden size of the model.
+
+    Raises:
+        ConfigError: The rank is neither "auto" nor a positive integer.
+    """
     if reader.raw.get(key, "auto") == "auto":
         return math.ceil(hidden / 16)
     return reader.integer(key)
@@ -584,7 +602,16 @@ def layer_types_of(
 
 
 def activation_of(reader: ConfigReader, key: str = "hidden_act", default: str = "silu") -> ActivationName:
-    """The activation named by a config key; ConfigError for one that is not implemented."""
+    """The activation named by a config key.
+
+    Arguments:
+        reader: The config.json.
+        key: The config key.
+        default: Name of the activation if the key is absent.
+
+    Raises:
+        ConfigError: The activation is not implemented, or the value is no text.
+    """
     name = reader.text(key, default)
     if name not in ACTIVATIONS:
         raise ConfigError(

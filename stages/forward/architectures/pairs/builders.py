@@ -72,8 +72,16 @@ def require_complete(config: ConfigReader, shapes: TensorShapes, cross_attention
 
 
 def token_id(config: ConfigReader, key: str, default: int | None) -> int:
-    """Token id under a config key; ConfigError for a missing or invalid id. default: None for a required
-    key."""
+    """Token id under a config key.
+
+    Arguments:
+        config: The config.json.
+        key: The config key.
+        default: Token id for an absent key; None for a required key.
+
+    Raises:
+        ConfigError: A required key is absent, or its value is no integer >= 0.
+    """
     value: Any = config.raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{config.source}: expected {key} to be a token id, found {value!r}; add it")

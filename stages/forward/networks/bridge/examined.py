@@ -163,7 +163,16 @@ def _summary(buffer: Tensor) -> str:
 
 
 def noise(shape: Sequence[int], like: Tensor, seed: int = 8) -> Tensor:
-    """Normally distributed random numbers with the standard deviation of a tensor."""
+    """Normally distributed random numbers with the standard deviation of a tensor.
+
+    Arguments:
+        shape: Shape of the result.
+        like: Tensor; the standard deviation of the numbers is that of its entries, plus 1e-3.
+        seed: Seed of the random numbers.
+
+    Returns:
+        Random numbers on the CPU, in torch's default dtype.
+    """
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) * float(
         like.std(correction=0) + 1e-3
     )

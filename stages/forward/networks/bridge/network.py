@@ -208,8 +208,11 @@ class Bridged:
         return scale
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Inputs of the LM head [..., D] -> logits [..., tokens]. Raises ConfigError if no readout was
-        found."""
+        """Inputs of the LM head [..., D] -> logits [..., tokens]. See `Network.unembed`.
+
+        Raises:
+            ConfigError: No readout was found.
+        """
         readout, bias = self.config.require_readout(), getattr(self._head(), "bias", None)
         logits = product(x, want.of_tokens(self.unembedding))
         if bias is not None:
@@ -224,7 +227,11 @@ class Bridged:
     # -- methods of `Network` on single layers, which raise ConfigError
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """Raises ConfigError: transformers runs whole prompts through all layers."""
+        """Not implemented. See `Network.layer`.
+
+        Raises:
+            ConfigError: Always, as transformers runs whole prompts through all layers.
+        """
         self._refuse("a layer by itself")
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
@@ -236,7 +243,11 @@ class Bridged:
         self._refuse("the end of a pass by itself")
 
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """Raises ConfigError: norms inside layers are not known."""
+        """Not implemented. See `Network.norm_gain`.
+
+        Raises:
+            ConfigError: Always, as norms inside layers are not known.
+        """
         self._refuse("the weights of its norms")
 
     def value_matrix(self, layer: int) -> Tensor:

@@ -59,9 +59,15 @@ def is_close(state: Tensor, reference: Tensor, scale: Tensor | None = None) -> b
 
 
 def find_sums(inside: Sequence[Call], x: Tensor, y: Tensor) -> PartSums | None:
-    """Find the parts by which a layer computes its output y from its input x; None if no sum is found.
+    """Find the parts by which a layer computes its output from its input.
 
-    inside: calls of modules within the layer.
+    Arguments:
+        inside: Calls of modules within the layer.
+        x: Input of the layer.
+        y: Output of the layer, of the same shape.
+
+    Returns:
+        The parts and where the norms are; None if no sum is found.
     """
     states = list(_states(inside, x))[:MOST]
     return _added(states, x, y) or _normed(inside, states, x, y)

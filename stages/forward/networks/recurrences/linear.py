@@ -101,7 +101,8 @@ class LinearRecurrence:
         return torch.addcmul(read, self._own_weight(tokens), terms.values), state
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, H, 1, V], from the states before and after it, each [B, H, K, V]."""
+        """What one token reads, [B, H, 1, V], from the states before and after it, each [B, H, K, V].
+        See `Recurrence.read`."""
         tokens = widened(tokens)
         if self.bonus is None:
             return tokens["q"] @ after.to(tokens["q"].dtype)
@@ -109,7 +110,7 @@ class LinearRecurrence:
         return torch.addcmul(read, self._own_weight(tokens), tokens["v"])
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """Effective attention alpha [B, H, T, stop - start], signed (recurrence.Recurrence).
+        """Effective attention alpha [B, H, T, stop - start], signed. See `Recurrence.weights`.
 
         It includes the factors "write"; the diagonal includes the bonus, without "write".
         """

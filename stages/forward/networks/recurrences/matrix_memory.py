@@ -47,14 +47,14 @@ class MatrixMemory:
         return self._over(read, tops[:, :, 1:]), torch.cat([memory, last], dim=-1)
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, H, 1, V], from the state after it, [B, H, K, V + 2]; `before` is
-        unused."""
+        """What one token reads, [B, H, 1, V], from the state after it, [B, H, K, V + 2]; `before` is unused.
+        See `Recurrence.read`."""
         queries = widened(tokens)["q"]
         after = after.to(queries.dtype)
         return self._over(queries @ after[..., :-1], after[:, :, :1, -1:])
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """Effective attention alpha [B, H, T, stop - start], signed (recurrence.Recurrence)."""
+        """Effective attention alpha [B, H, T, stop - start], signed. See `Recurrence.weights`."""
         scaled, tops = _scaled(widened(tokens), None)
         read, _ = _LINEAR(scaled, None)
         return _LINEAR.weights(scaled, start=start, stop=stop) / self._divisor(read, tops[:, :, 1:])

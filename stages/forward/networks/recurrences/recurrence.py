@@ -39,16 +39,31 @@ class Recurrence(Protocol):
         ...
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token (T = 1) reads, [B, H, 1, V], from given states before and after it, which an
-        intervention may have changed."""
+        """What one token (T = 1) reads from given states, which an intervention may have changed.
+
+        Arguments:
+            tokens: Inputs by name, of one token.
+            before: State before the token, [B, H, K, V].
+            after: State after the token, [B, H, K, V].
+
+        Returns:
+            What each head reads, [B, H, 1, V].
+        """
         ...
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """Effective attention alpha [B, H, T, stop - start]: weight of each source's value in what each query
-        reads, for sources start to stop.
+        """Effective attention alpha: weight of each source's value in what each query reads.
 
         Computed from an empty state, so that alpha @ v over all sources is the output; signed, 0 for later
         sources.
+
+        Arguments:
+            tokens: Inputs by name.
+            start: First source.
+            stop: End of the sources, exclusive; None for all.
+
+        Returns:
+            Weights [B, H, T, stop - start].
         """
         ...
 

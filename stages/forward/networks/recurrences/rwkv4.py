@@ -78,12 +78,14 @@ class ExponentialAverage:
         return total.numerator / total.denominator, torch.stack(after, dim=2)
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, 1, 1, C], from the state before it, [B, 1, 3, C]; `after` is unused."""
+        """What one token reads, [B, 1, 1, C], from the state before it, [B, 1, 3, C]; `after` is unused.
+        See `Recurrence.read`."""
         total = self._with_current(ScaledSums(*before.unsqueeze(3).unbind(2)), _of_tokens(tokens))
         return total.numerator / total.denominator
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """Weights alpha [B, C, T, stop - start], per *channel*; >= 0, with sum 1 over all sources."""
+        """Weights alpha [B, C, T, stop - start], per *channel*; >= 0, with sum 1 over all sources.
+        See `Recurrence.weights`."""
         single = _of_tokens(tokens)
         before, _ = self._through(single, _empty_sums(single))
         total = self._with_current(before, single)
