@@ -229,7 +229,7 @@ class LogitAttribution(ModelWorkflow):
         """
         import xarray as xr
 
-        parts = [self.result(name) for name in self.nodes if name != "readout"]
+        parts = [self.result(name) for name in ("tokens", "layers", "heads", "neurons") if name in self.nodes]
         # The stages label tokens differently; without these labels their results can be merged.
         bare = [part.drop_vars([name for name in part.coords if name != "layer"]) for part in parts]
         # "exact" raises where results have other layers; the default of xarray would fill gaps with NaN.
