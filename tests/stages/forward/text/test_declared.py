@@ -496,7 +496,10 @@ def test_the_digest_is_of_every_token_that_is_read(base, tmp_path):
         ({CONFIG: {"extra_special_tokens": {"a_token": 5}}}, "expected a_token as the text"),
         ({CONFIG: {"added_tokens_decoder": ["a"]}}, "expected added_tokens_decoder as tokens by their id"),
         ({CONFIG: {"added_tokens_decoder": {"a": token("a")}}}, "expected added_tokens_decoder as tokens"),
-        ({CONFIG: {"added_tokens_decoder": {"5": "a"}}}, "expected each entry of added_tokens_decoder to be an object"),
+        (
+            {CONFIG: {"added_tokens_decoder": {"5": "a"}}},
+            "expected each entry of added_tokens_decoder to be an object",
+        ),
         ({CONFIG: {"model_specific_special_tokens": []}, MAP: []}, "expected a JSON object in"),
         ({CONFIG: {"model_specific_special_tokens": ["a"]}}, "expected model_specific_special_tokens"),
         ({CONFIG: {}, ADDED: {"a": "b"}}, "to give the id of 'a'"),
