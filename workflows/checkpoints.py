@@ -76,6 +76,17 @@ class Checkpoints(Workflow):
             for name, node in nodes(workflow).items()
         }
 
+    def fact_nodes(self) -> dict[str, ResultNode]:
+        """See `Workflow`: nodes of all revisions."""
+        return self._of_each(lambda workflow: workflow.fact_nodes())
+
+    def choose_facts(self, store: Store) -> None:
+        """See `Workflow`: each revision is asked about the facts that it knows."""
+        for workflow in self.by_revision.values():
+            if workflow.fact_nodes():
+                workflow.choose_facts(store)
+        self.nodes = self._of_each(lambda workflow: workflow.nodes)
+
     def first_nodes(self) -> dict[str, ResultNode]:
         """See `Workflow`: nodes of all revisions."""
         return self._of_each(lambda workflow: workflow.first_nodes())

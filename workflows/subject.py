@@ -68,6 +68,11 @@ SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 class Subject:
     """A model's files, config and tokenizer, from its name or from a loaded model."""
 
+    known_facts: Sequence[bool] | None = None
+    """Which of the general facts the model knows; None before `ModelWorkflow.choose_facts` has read it."""
+    asks_general: bool = False
+    """Whether `general_facts` was read."""
+
     def __init__(self, model: ModelRef | Model | str) -> None:
         """Raises SourceChanged if the files of a loaded model have changed since it was loaded."""
         from ..stages.forward.models.files import resolve_runnable
@@ -152,11 +157,6 @@ class Subject:
             )
         return tokenizer
 
-    known_facts: Sequence[bool] | None = None
-    """Which of the general facts the model knows; None before that was measured (`ModelWorkflow.settle`)."""
-    asks_general: bool = False
-    """Whether `facts` was asked for and is made of general facts."""
-
     @property
     def facts(self) -> list[dict[str, Any]]:
         """Facts to ask this model about by default: [{"prompt": …, "target": …}, …].
@@ -175,6 +175,7 @@ class Subject:
             return facts
         return [fact for fact, is_known in zip(facts, self.known_facts, strict=True) if is_known]
 
+    @cached_property
     def general_ranks(self) -> ExperimentNode:
         """The node that ranks the answers of all general facts in the model; its axis `prompt` follows
         `general_facts`."""

@@ -70,8 +70,6 @@ class Workflow:
     """Nodes of the results, by name; their inputs form the rest of the graph."""
     store: Store | None = None
     """Store of the results; None before `run`."""
-    is_settled: bool = False
-    """Whether `settle` has read the results of the nodes that `first_nodes` of this class names."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
         """Create a workflow without running it; model: a loaded model to use instead of the named one."""
@@ -95,11 +93,13 @@ class Workflow:
 
         if self.extra:
             self.require(self.extra, store)
+        if fact_nodes := self.fact_nodes():
+            run(fact_nodes.values(), store, **options)
+            self.choose_facts(store)
         # Their results tell which other nodes are needed: a question about facts that the model does not know
         # runs no controls.
-        while first_nodes := self.first_nodes():
+        if first_nodes := self.first_nodes():
             run(first_nodes.values(), store, **options)
-            self.settle(store)
         self.settle(store)
         run(self.nodes.values(), store, **options)
         self.open_results(store)
@@ -143,14 +143,20 @@ class Workflow:
             if name not in ("model", "device") and value != default[name]
         }
 
-    def first_nodes(self) -> Nodes:
-        """Nodes whose results decide which other nodes are needed and have not been read yet (`is_settled`).
+    def fact_nodes(self) -> Nodes:
+        """Node that ranks the answers of general facts, if the known ones are still to be chosen; `run`
+        computes it before all others."""
+        return {}
 
-        `run` computes them and calls `settle` until there are none."""
+    def choose_facts(self, store: Store) -> None:
+        """Plan anew about those general facts that the model knows, by the stored result of `fact_nodes`."""
+
+    def first_nodes(self) -> Nodes:
+        """Nodes whose results decide which other nodes are needed; `run` computes them first."""
         return {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """Change `nodes` to what the stored results of `first_nodes` ask for.
+        """Remove from `nodes` those that the stored results of `first_nodes` make unnecessary.
 
         Arguments:
             store: the store of the results.
@@ -416,23 +422,22 @@ class ModelWorkflow(Workflow):
         nodes = self.plan()
         if not self.subject.asks_general:
             return nodes
-        return {GENERAL_NODE: self.subject.general_ranks(), **nodes}
+        return {GENERAL_NODE: self.subject.general_ranks, **nodes}
 
-    def first_nodes(self) -> Nodes:
-        """See `Workflow`: the ranks of the answers of the general facts, before the known ones are chosen."""
+    def fact_nodes(self) -> Nodes:
+        """See `Workflow`."""
         is_open = self.subject.asks_general and self.subject.known_facts is None
         return {GENERAL_NODE: self.nodes[GENERAL_NODE]} if is_open else {}
 
-    def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: plans anew, about those general facts that the model knows."""
-        for node in ModelWorkflow.first_nodes(self).values():
-            self.subject.known_facts = (node.open(store)["rank"].values == 0).tolist()
-            for name in list(vars(self)):
-                # Computed while planning for all general facts.
-                if isinstance(getattr(type(self), name, None), cached_property):
-                    del vars(self)[name]
-            self.nodes = self._planned()
-        return self
+    def choose_facts(self, store: Store) -> None:
+        """See `Workflow`."""
+        ranks = self.subject.general_ranks.open(store)["rank"].values
+        self.subject.known_facts = (ranks == 0).tolist()
+        for name in list(vars(self)):
+            # Computed while planning for all general facts.
+            if isinstance(getattr(type(self), name, None), cached_property):
+                del vars(self)[name]
+        self.nodes = self._planned()
 
     def plan(self) -> Nodes:
         """Nodes of the results, by name. Raises ConfigError for settings that do not fit the model."""

@@ -60,8 +60,8 @@ def test_a_workflow_asks_about_the_facts_that_a_pass_of_the_model_answers(copied
     assert lens.to_json()["knowledge"] == lens.knowledge
     again = build("logit_lens", model=copied)
     assert len(again.texts) > len(lens.texts), "before the ranks are read, all facts are planned"
-    again.settle(store)
-    assert (again.texts, again.first_nodes()) == (lens.texts, {})
+    again.choose_facts(store)
+    assert (again.texts, again.fact_nodes()) == (lens.texts, {})
 
 
 def test_a_model_that_knows_none_is_asked_about_all_and_told_so(tiny_model, tmp_path):
@@ -70,3 +70,12 @@ def test_a_model_that_knows_none_is_asked_about_all_and_told_so(tiny_model, tmp_
     assert np.sum(ranks == 0) < FEWEST_KNOWN
     assert "it is asked about all of them" in traced.knowledge
     assert traced.not_claimed
+
+
+def test_a_workflow_runs_in_one_store_after_another(copied, tmp_path):
+    traced = build("causal_tracing", model=copied, kinds=["mlp_out"], facts=2, samples=1, controls=5)
+    sentences = []
+    for name in ("one", "two"):
+        traced.run(mizarr.open_store(tmp_path / name))
+        sentences.append((traced.knowledge, traced.to_json()["findings"]))
+    assert sentences[0] == sentences[1]

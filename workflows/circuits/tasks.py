@@ -161,24 +161,18 @@ class CircuitWorkflow(TaskWorkflow):
         return {"method": self.settings.method, "steps": self.settings.steps}
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: the result `done_node` of each task that has random circuits, once the facts are
-        chosen."""
-        if (general := super().first_nodes()) or self.is_settled:
-            return general
+        """See `Workflow`: the result `done_node` of each task that has random circuits."""
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """See `Workflow`: leaves out the random circuits of tasks that the model does not do."""
-        if super().first_nodes():
-            return super().settle(store, refuses=refuses)
         needless = [
             name.removesuffix(self.done_node) + RANDOM
             for name, node in self.first_nodes().items()
             if not self.is_done(node.open(store))
         ]
         self.nodes = {name: node for name, node in self.nodes.items() if name not in needless}
-        self.is_settled = True
         return self
 
     def random_kept(self, task: str) -> Floats:

@@ -483,7 +483,9 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
 
     with _read_only_store(store_path) as store:
         # Their stored results decide which of the other nodes the real run would compute.
-        while (first := workflow.first_nodes()) and plan(first.values(), store).is_cached:
+        if (fact_nodes := workflow.fact_nodes()) and plan(fact_nodes.values(), store).is_cached:
+            workflow.choose_facts(store)
+        if plan(workflow.first_nodes().values(), store).is_cached:
             workflow.settle(store, refuses=False)
         steps = plan(workflow.nodes.values(), store, Context(cluster=cluster, workers=workers))
     parameters = as_given(workflow.settings)

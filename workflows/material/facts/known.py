@@ -101,16 +101,13 @@ class KnownWorkflow(ModelWorkflow):
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: the node of the ranks, if claims depend on it, once the facts are chosen."""
-        is_open = NODE in self.nodes and self.only_claims and not self.is_settled
-        return super().first_nodes() or ({NODE: self.nodes[NODE]} if is_open else {})
+        """See `Workflow`: the node of the ranks, if claims depend on it."""
+        return {NODE: self.nodes[NODE]} if NODE in self.nodes and self.only_claims else {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """See `Workflow`: removes nodes that only claims need if nothing can be claimed. Raises ConfigError
         if the remaining results are not meaningful (`describes_unknown`)."""
-        if super().first_nodes():
-            return super().settle(store, refuses=refuses)
-        self.store, self.is_settled = store, True
+        self.store = store
         vars(self).pop("_ranks", None)
         if self.only_claims and self.not_claimed:
             if refuses and not self.describes_unknown:

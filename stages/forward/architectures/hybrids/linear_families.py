@@ -28,7 +28,7 @@ from ..mixers import (
     QkNorm,
 )
 from ..transformer import ConfigReader
-from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
+from .mamba_families import FamilyReader, TensorShapes, composed_of, require_silu, rope_of
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
 
@@ -88,7 +88,7 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             spelling,
             experts=replace(spelling.experts, parts=parts, ending=""),
         )
-    return replace(_config(reader, blocks, spelling, context=32768), norm_type="gemma_rms")
+    return replace(composed_of(reader, blocks, spelling, eps=1e-6, context=32768), norm_type="gemma_rms")
 
 
 def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
@@ -176,7 +176,7 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         if "post_attention_layernorm" in names
         else "feedforward_layer_norm",
     )
-    return _config(reader, tuple(layer_specs[kind] for kind in types), spelling, context=65536)
+    return composed_of(reader, tuple(layer_specs[kind] for kind in types), spelling, eps=1e-6, context=65536)
 
 
 def _has_rope(reader: ConfigReader) -> bool:
@@ -233,7 +233,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         ),
     )
     context = either(reader, "model_max_length", "max_position_embeddings", 1048576)
-    model = _config(reader, blocks, spelling, eps=1e-5, context=None)
+    model = composed_of(reader, blocks, spelling, context=None)
     return replace(model, max_position_embeddings=context)
 
 
@@ -316,7 +316,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
     # Liquid's configs call the key tie_embedding, transformers tie_word_embeddings.
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
-    model = _config(reader, blocks, spelling, context=128_000)
+    model = composed_of(reader, blocks, spelling, eps=1e-6, context=128_000)
     return replace(model, norm_eps=eps, tie_word_embeddings=tied)
 
 
@@ -389,7 +389,7 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
         mlp="mlp_block.",
     )
     return replace(
-        _config(reader, blocks, spelling, eps=1e-6, context=None),
+        composed_of(reader, blocks, spelling, eps=1e-6, context=None),
         norm_type="gemma_rms",
         embedding_scale=_rounded(math.sqrt(hidden)),
         final_logit_softcapping=reader.number("logits_soft_cap", 30.0),
@@ -447,7 +447,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         mixer="self_attn.",
         experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
     )
-    return _config(reader, blocks, spelling, eps=1e-5, context=131072)
+    return composed_of(reader, blocks, spelling, context=131072)
 
 
 def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
@@ -480,7 +480,7 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
             room="block_sparse_moe.", parts=MIXTRAL_PARTS, correction="e_score_correction_bias"
         ),
     )
-    return _config(reader, blocks, spelling, context=196608)
+    return composed_of(reader, blocks, spelling, eps=1e-6, context=196608)
 
 
 def _alternating(layers: int) -> list[str]:
@@ -542,35 +542,6 @@ def _check_types(reader: ConfigReader, key: str, types: list[str], allowed: tupl
             "this model cannot run here"
         )
     return types
-
-
-def _config(
-    reader: ConfigReader,
-    blocks: tuple[LayerSpec, ...],
-    spelling: Spelling,
-    *,
-    eps: float = 1e-6,
-    context: int | None,
-) -> ComposedArchitecture:
-    """Architecture of a family of this module.
-
-    Arguments:
-        reader: The config.json.
-        blocks: Its layers.
-        spelling: Names of the checkpoint's tensors.
-        eps: Default of rms_norm_eps.
-        context: Default of max_position_embeddings; None for an unbounded context.
-    """
-    return ComposedArchitecture(
-        model_type=reader.raw["model_type"],
-        hidden_size=reader.integer("hidden_size"),
-        vocab_size=reader.integer("vocab_size"),
-        blocks=tuple(checked(reader, block) for block in blocks),
-        spelling=spelling,
-        norm_eps=reader.number("rms_norm_eps", eps),
-        max_position_embeddings=context and reader.integer("max_position_embeddings", context),
-        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
-    )
 
 
 LINEAR: dict[str, FamilyReader] = {

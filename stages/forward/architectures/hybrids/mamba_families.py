@@ -26,6 +26,7 @@ __all__ = [
     "FamilyReader",
     "activation_of",
     "checked",
+    "composed_of",
     "expanded",
     "layer_types_of",
     "rank_of",
@@ -171,7 +172,7 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     mamba = _mamba2_of_hybrid(reader)
     mlp = MlpSpec(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
     blocks = tuple(LayerSpec((attention if layer in listed else mamba,), mlp) for layer in range(layers))
-    return _hybrid(reader, blocks, Spelling(), context=262144)
+    return composed_of(reader, blocks, Spelling(), context=262144)
 
 
 def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
@@ -206,7 +207,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         )
         for layer in range(layers)
     )
-    return _hybrid(reader, blocks, Spelling(), context=262144, eps=1e-6)
+    return composed_of(reader, blocks, Spelling(), context=262144, eps=1e-6)
 
 
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
@@ -252,7 +253,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     )
     blocks = tuple(LayerSpec((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
-        _hybrid(reader, blocks, spelling, context=2048, eps=1e-6),
+        composed_of(reader, blocks, spelling, context=2048, eps=1e-6),
         embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=1 / reader.number("logits_scaling", 1.0),
     )
@@ -289,7 +290,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     )
     block = LayerSpec((attention, mamba), mlp)
     return replace(
-        _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
+        composed_of(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
         embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=reader.number("lm_head_multiplier", 1.0),
     )
@@ -370,21 +371,21 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     )
 
 
-def _hybrid(
+def composed_of(
     reader: ConfigReader,
     blocks: tuple[LayerSpec, ...],
     spelling: Spelling,
     *,
-    context: int,
+    context: int | None,
     eps: float = 1e-5,
 ) -> ComposedArchitecture:
-    """Architecture of a hybrid of attention and state spaces.
+    """Architecture of a hybrid, whose norms are those of Llama.
 
     Arguments:
         reader: The config.json.
         blocks: Its layers.
         spelling: Names of the checkpoint's tensors.
-        context: Default of max_position_embeddings.
+        context: Default of max_position_embeddings; None for an unbounded context.
         eps: Default of rms_norm_eps.
     """
     return ComposedArchitecture(
@@ -394,7 +395,7 @@ def _hybrid(
         blocks=tuple(checked(reader, block) for block in blocks),
         spelling=spelling,
         norm_eps=reader.number("rms_norm_eps", eps),
-        max_position_embeddings=reader.integer("max_position_embeddings", context),
+        max_position_embeddings=context and reader.integer("max_position_embeddings", context),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
     )
 
