@@ -164,7 +164,9 @@ def _scores(written: Array, reads: Sequence[Array], modes: int) -> Floats:
         # One product of all writing heads with all reading heads of a layer: one BLAS call, not heads^2
         # calls.
         products = flat @ np.moveaxis(layer_reads, 2, 0).reshape(hidden, -1)
-        squares = np.square(products).reshape(heads, size, modes, layer_reads.shape[1], -1).sum(axis=(1, 4))
+        products = products.reshape(heads, size, modes, layer_reads.shape[1], -1)
+        # By einsum along the last, contiguous axis: `square` and `sum` take as long as the product itself.
+        squares = np.einsum("...i,...i->...", products, products).sum(axis=1)
         scores[:, :, j] = np.sqrt(squares).swapaxes(0, 1)
     return scores
 
