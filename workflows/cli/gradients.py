@@ -90,8 +90,7 @@ def with_metric(
     if baseline is not None and not differentiable.needs_baseline:
         raise click.UsageError(
             f"--baseline is a parameter of the metric kl only, found --metric {differentiable.name}; leave "
-            "out "
-            "--baseline"
+            "out --baseline"
         )
     if baseline is None and differentiable.needs_baseline:
         raise click.UsageError(
@@ -128,8 +127,7 @@ def _metric(text: str, source: ModelSource) -> Metric:
         example = (name, f"{name}=yes", f"""'{name}=["yes", "no"]'""")[count]
         raise StageError(
             f"metric {name!r}: expected {expected} after the name, found {tokens_text or 'none'}; write "
-            "--metric "
-            f"{example}"
+            f"--metric {example}"
         )
     tokens = [word if isinstance(word, int) else _token(word, source) for word in words]
     metric: Metric = getattr(patching_metrics, class_name)(*tokens)

@@ -70,8 +70,7 @@ class PromptSources:
         if self.are_prompts and document_options:
             raise click.UsageError(
                 f"{_option(next(iter(document_options)))} is an option for files of documents, but --text "
-                "says "
-                "that PROMPTS are the texts themselves; leave out one of the two"
+                "says that PROMPTS are the texts themselves; leave out one of the two"
             )
         is_corpus = any(
             Path(source).is_dir() or has_magic(source) or source.endswith(STREAMED) for source in self.sources

@@ -144,8 +144,7 @@ def _missing_files(replication: Replication, model: str) -> str:
         missing.append(replication.dictionary)
     return (
         f"not in the local cache: {' and '.join(missing)} ({size}); --fetch downloads it. The same protocol "
-        "now "
-        "runs on a built-in model: this shows that the protocol works, not that the result replicates"
+        "now runs on a built-in model: this shows that the protocol works, not that the result replicates"
     )
 
 

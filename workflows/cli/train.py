@@ -191,8 +191,7 @@ def _check_against(training_settings: TrainingSettings, against: str | None) -> 
     if against is not None and training_settings.kind != "crosscoder":
         raise ConfigError(
             "--against names a second model, which only a crosscoder has, found "
-            f"kind={training_settings.kind}; "
-            "add --set kind=crosscoder, or leave out --against"
+            f"kind={training_settings.kind}; add --set kind=crosscoder, or leave out --against"
         )
 
 
