@@ -75,5 +75,5 @@ def test_an_unknown_task_and_inputs_that_are_none_are_one_line():
         TASKS["longest_cycle"].targets(np.array([[0, 3, 1]]))
     with pytest.raises(ShapeError, match="with at least 3 time steps"):
         TASKS["argoutlier"].targets(np.zeros((4, 2)))  # both are equally far from their mean
-    with pytest.raises(ShapeError, match=r"expected inputs \[sample, time\]"):
+    with pytest.raises(ShapeError, match=r"needs inputs of shape \[sample, time\]"):
         TASKS["argmax"].targets(np.zeros(3))
