@@ -305,8 +305,8 @@ def _cells(
     )
     if not requested:
         raise ConfigError(
-            "the run has no variable with a row per token to load; capture some, such as "
-            "blocks.*.hook_resid_post"
+            "expected at least one variable with a row per token to load, found none; name one, or capture "
+            "some, such as blocks.*.hook_resid_post"
         )
     cells: dict[str, list[Cell]] = {}
     for name in requested:

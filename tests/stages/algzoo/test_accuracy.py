@@ -127,12 +127,17 @@ def test_what_does_not_fit_is_one_clear_line(tmp_path):
     model = load_model("specimen-2nd-argmax-3")
     with pytest.raises(ConfigError, match="needs a network with 4 outputs, found a network with 3"):
         sampled_accuracy(model.weights, blocks(10), task="argmax", sequence=4)
-    with pytest.raises(ShapeError, match="expected 1 to 1,000,000 samples to count in block 0, found 2,000,000"):
+    with pytest.raises(
+        ShapeError, match="expected 1 to 1,000,000 samples to count in block 0, found 2,000,000"
+    ):
         sampled_accuracy(model.weights, blocks(2_000_000), **ABOUT)
     with pytest.raises(ConfigError, match="only the inputs of a task on integers can be enumerated"):
         sampled_accuracy_node(model.weights_node(), **ABOUT, samples=1, exhaustive=True)
     node = sampled_accuracy_node(model.weights_node(), **ABOUT, samples=10, dtype="float16")
-    with pytest.raises((ConfigError, StageError), match="expected float32 or float64 as the dtype of the forward pass, found 'float16'"):
+    with pytest.raises(
+        (ConfigError, StageError),
+        match="expected float32 or float64 as the dtype of the forward pass, found 'float16'",
+    ):
         run(node, mizarr.open_store(tmp_path))
 
 

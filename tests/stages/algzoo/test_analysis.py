@@ -293,7 +293,7 @@ def test_cones_of_four_numbers_are_refused():
 
 def test_a_transformer_is_no_piecewise_linear_rnn():
     weights = load_model("specimen-longest-cycle-4").weights
-    with pytest.raises(WeightsError, match="needs an RNN, .*, found a transformer"):
+    with pytest.raises(WeightsError, match=r"needs an RNN, .*, found a transformer"):
         linear_regions(weights, xr.Dataset())
 
 

@@ -388,7 +388,11 @@ def damaged(tmp_path: Path, name: str, data: bytes) -> Path:
             ConfigError,
             "does not state the number of time steps",
         ),
-        (lambda p: write_tensors(p / "argmax.pth", random_rnn(0, 3, 1)), ConfigError, "needs at least 2 numbers"),
+        (
+            lambda p: write_tensors(p / "argmax.pth", random_rnn(0, 3, 1)),
+            ConfigError,
+            "needs at least 2 numbers",
+        ),
         (
             lambda p: write_tensors(p / "longest_cycle.pth", random_rnn(0, 3, 3)),
             ConfigError,
@@ -445,7 +449,9 @@ def test_what_cannot_be_loaded_is_one_clear_line(make, error, match, tmp_path):
 def test_an_unknown_name_offers_the_nearest():
     with pytest.raises(ModelNotFound, match="did you mean 'handcrafted-2nd-argmax-3'"):
         load_model("handcrafted-2nd-argmx-3")
-    with pytest.raises(ConfigError, match="handcrafted networks for inputs of 2, 3, 10 numbers, found sequence=4"):
+    with pytest.raises(
+        ConfigError, match="handcrafted networks for inputs of 2, 3, 10 numbers, found sequence=4"
+    ):
         handcrafted_2nd_argmax(4)
 
 

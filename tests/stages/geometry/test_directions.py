@@ -85,7 +85,7 @@ def test_a_side_without_tokens_and_equal_means_have_no_direction():
 
 
 def test_labels_and_contrasts_of_something_else_are_refused():
-    with pytest.raises(ShapeError, match="one side per token"):
+    with pytest.raises(ShapeError, match="a side for each of the"):
         side_sums(HAND, sides(1, -1))
     with pytest.raises(ShapeError, match="left out\\), found 2"):
         side_sums(HAND, sides(1, 1, 2, 0))

@@ -128,7 +128,7 @@ def test_layers_that_differ_or_states_of_another_width_are_refused(parts: dict[s
     narrow = {name: part.isel(hidden=slice(4)) for name, part in parts.items()}
     with pytest.raises(ShapeError, match="same model"):
         component_attribution(**narrow, **told)
-    with pytest.raises(ShapeError, match="from -1 to 10"):
+    with pytest.raises(ShapeError, match=r"from -1 \(none\) to 10"):
         component_attribution(**parts, **told | {"targets": ids + VOCAB})
 
 

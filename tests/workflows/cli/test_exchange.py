@@ -123,7 +123,10 @@ def test_prompts_come_from_a_file(tmp_path, capsys, kind):
     [
         (["--to", "a.csv"], "expected a file named by its format"),
         (["--to", "a.nc", "--format", "netcdff"], "did you mean 'netcdf'?"),
-        (["--to", "a.nc", "--layers", "3-0"], "expected --layers as numbers and ranges such as 0-5,11, found '3-0'"),
+        (
+            ["--to", "a.nc", "--layers", "3-0"],
+            "expected --layers as numbers and ranges such as 0-5,11, found '3-0'",
+        ),
         (["--to", "a.nc", "--layers", "x"], "found 'x'"),
         (["--to", "a.nc", "--layers", "0-3"], "'ln1_scale' at layers 0, not at 1-3"),
         (["--to", "a.nc", "--variables", "resid_pst"], "resid_post"),

@@ -55,11 +55,11 @@ hook blocks.0.hook_resid_pots -> there is no hook point 'blocks.0.hook_resid_pot
 hook resid_post -> there is no hook point 'resid_post'; did you mean 'blocks.0.hook_resid_post'?
 hook '   ' -> there is no hook point ' '; a model lists its own: `model.hook_points`
 hook grad:blocks.0.hook_resid_post -> expected a metric whose gradient
-hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo' that has a gradient; there are
-hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected two tokens
+hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo'
+hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1.5' -> metric 'log_probability': expected one
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradients: expected at in -2..1
-hook grad:blocks.0.hook_resid_post --metric kl -> the metric kl compares a prediction with that of a baseline prompt,
+hook grad:blocks.0.hook_resid_post --metric kl -> the metric kl compares a prediction with
 with --at 1 -> --at is a parameter of the metric, and no metric is named; add --metric NAME=TOKENS (see
 with --positions first -> expected positions as 'last', a slice such as '::16', or numbers such as '0,5,-1',
 with --positions 99 -> expected a selection that keeps a token of some prompt, found positions [99] over
@@ -136,7 +136,7 @@ compute sae_features --store new --set dictionary=nope -> expected a directory, 
 compute counterfact_patching --store new --set data=listfacts.json -> record 0 of 'listfacts.json': expected
 compute rwkv_inference --store new --model specimen -> rwkv_inference: expected a recurrent model whose
 explain logit_lens --store nostore -> expected a store in
-report logit_lens --store new --output folder -> cannot write the file folder, because it is a folder; name a file in it
+report logit_lens --store new --output folder -> cannot write the file folder, because it is a folder
 report logit_lens --store new --output dangling/x.html -> cannot write x.html, because
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
 workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
@@ -195,7 +195,7 @@ train specimen prompts.txt --out new --store new --set features=1e999 -> expecte
 train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in the file
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed -1 -> expected seed of at least 0, found -1
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> cannot write
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads that divide the width 4, found 3
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads to divide the hidden size 4
 demo --output a_file/x -> expected a folder at 'a_file/x/store', found Not a directory; name another
 completion tcsh -> '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'. (see mizarr completion
 """

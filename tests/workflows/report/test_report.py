@@ -327,7 +327,9 @@ def test_what_does_not_fit_is_thinned_or_left_out_and_the_page_says_so(monkeypat
     text = page.render(Heavy(Nothing()))
     parsed = Parsed(text)
     kept = len([data for data in parsed.data if "value_name" in data])
-    assert 0 < kept < 9 and f"Nine. The size limit of this page leaves room for {kept} of 9 views" in parsed.text
+    assert (
+        0 < kept < 9 and f"Nine. The size limit of this page leaves room for {kept} of 9 views" in parsed.text
+    )
     viewer = next(data for data in parsed.data if "overview" in data)
     n = len(viewer["layers"])
     assert 0 < n < 8 and viewer["pattern"]["shape"][0] == n
