@@ -250,14 +250,14 @@ def test_what_cannot_be_scored_is_an_error():
         head_scores(**stored, token_id=tokens[:2])
     with pytest.raises(ConfigError, match="did you mean 'induction_head'"):
         head_scores(**stored, token_id=tokens, kinds=("induction",))
-    with pytest.raises(ConfigError, match="'mul' or 'abs', found 'add'"):
+    with pytest.raises(ConfigError, match="'mul' or 'abs' as error_measure, found 'add'"):
         head_scores(**stored, token_id=tokens, error_measure="add")
     with pytest.raises(ConfigError, match=r"head numbers from 0 to 0, found head 1"):
         head_scores(**stored, token_id=tokens, heads=[(3, 1)])
     square = xr.DataArray(np.ones((3, 3)), dims=("query_position", "key_position"))
     with pytest.raises(ShapeError, match="lower-triangular"):
         pattern_scores(**stored, detection_pattern=square)
-    with pytest.raises(ShapeError, match=r"prompts of 2 tokens.*found 3 to 3"):
+    with pytest.raises(ShapeError, match=r"prompts of 2 tokens.*found prompts of 3 to 3"):
         pattern_scores(**stored, detection_pattern=square[:2, :2] * np.tri(2))
 
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_probed_is_an_error(states, prompt):
     with pytest.raises(ShapeError, match="a target and a prompt for each of the"):
         probe(states, target[:5], prompt, kind="label")
     for given, message in (
-        ({"kind": "labels"}, "'label' or 'number', found 'labels'"),
+        ({"kind": "labels"}, "'label' or 'number' as the kind of a probe, found 'labels'"),
         ({"kind": "label", "test_share": 1.0}, "test_share of a probe between 0 and 1"),
         ({"kind": "label", "penalties": (0.0,)}, "penalties of a probe above 0"),
     ):
