@@ -122,7 +122,7 @@ def test_a_layer_without_variance_has_none_and_what_does_not_fit_is_refused():
     assert np.isnan(found[:, 1]).all() and found[:, [0, 2]].notnull().all()
     with pytest.raises(ShapeError, match="states of 300 and of 299 tokens"):
         representation_similarity(states(x), states(y[:, 1:]))
-    with pytest.raises(ShapeError, match="above 0 and at most 1, found variance=1.5"):
+    with pytest.raises(ShapeError, match=r"above 0 and at most 1, found variance=1.5"):
         representation_similarity(states(x), states(y), variance=1.5)
 
 
