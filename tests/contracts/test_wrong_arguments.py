@@ -269,12 +269,12 @@ Corpus("prompts.txt",pack=True) -> expected pack=True with context=…, the toke
 Corpus("prompts.txt",column=5) -> expected the name of a column, found 5; leave it out for text, else ids
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open
-ActivationLoader([]) -> expected one stored run or more, found none
+ActivationLoader([]) -> expected at least one stored run for an ActivationLoader, found an empty
 ActivationLoader(xr.Dataset()) -> this dataset has no record of a stored run; open it with
 ActivationLoader(ds,5) -> expected variables as names, found 5; write ['resid_post']
-ActivationLoader(ds,[]) -> expected variables with a row per token, found none; capture some
+ActivationLoader(ds,[]) -> expected at least one variable with a row per token to load,
 ActivationLoader(ds,layers=1.5) -> layers: expected whole numbers, found 1.5; write ints, or a list of them
-ActivationLoader(ds,layers=[]) -> expected at least one batch of 4096 tokens to train on, found 7; capture
+ActivationLoader(ds,layers=[]) -> expected stored activations of at least one batch of 4096 tokens, found 7
 ActivationLoader(ds,layers=0,batch=0) -> expected batch of at least 1, found 0
 ActivationLoader(ds,layers=0,batch=1.5) -> expected batch to be a whole number, found 1.5; write batch=1
 ActivationLoader(ds,layers=0,buffer_tokens=0) -> expected buffer_tokens of at least 1, found 0
@@ -283,10 +283,10 @@ ActivationLoader(ds,layers=0,block_tokens=0) -> expected block_tokens of at leas
 ActivationLoader(ds,layers=0,block_tokens=nan) -> expected block_tokens to be a whole number, found nan;
 ActivationLoader(ds,layers=0,epochs=0) -> expected epochs of at least 1, found 0
 ActivationLoader(ds,layers=0,epochs=1.5) -> expected epochs to be a whole number, found 1.5; write epochs=1
-ActivationLoader(ds,layers=0,skip_positions=-1) -> expected skip_positions of at least 0, found -1
+ActivationLoader(ds,layers=0,skip_positions=-1) -> expected skip_positions to be at least 0, found -1
 ActivationLoader(ds,layers=0,without=["a"]) -> without: expected whole numbers, found 'a'; write a list such
-ActivationLoader(ds,layers=0,normalise="x") -> expected normalise= and statistics= together, found one of
-ActivationLoader(ds,layers=0,dtype="float64") -> expected dtype 'float32' or 'stored', found 'float64'
+ActivationLoader(ds,layers=0,normalise="x") -> normalise= and statistics= belong together, found only one
+ActivationLoader(ds,layers=0,dtype="float64") -> expected 'float32' or 'stored' as the dtype of an
 attribution_graph(m,"specimen/clt","a b",targets=5.5) -> expected targets as ids, strings, or (label, weight,
 attribution_graph(m,"specimen/clt","a b",max_n_logits=0) -> expected max_n_logits of 1 or more and
 attribution_graph(m,"specimen/clt","a b",max_n_logits="x") -> expected max_n_logits to be a whole number,

@@ -208,8 +208,11 @@ def test_a_metric_named_on_the_command_line_is_the_same_run_as_in_python(
         (("--metric", "probability=3", "--at", "2"), "expected at in -2..1"),
         (("--metric", "kl"), "add --baseline"),
         (("--metric", "kl", "--baseline", "[99999]"), "expected token ids in 0.."),
-        (("--metric", "probability=3", "--baseline", "[1]"), "--baseline goes with kl"),
-        (("--at", "1"), "--at goes with a metric"),
+        (
+            ("--metric", "probability=3", "--baseline", "[1]"),
+            "--baseline is a parameter of the metric kl only",
+        ),
+        (("--at", "1"), "--at is a parameter of the metric"),
     ],
 )
 def test_a_metric_that_cannot_be_is_one_line_before_a_store_is_made(capture, tmp_path, arguments, said):

@@ -123,7 +123,10 @@ def test_prompts_come_from_a_file(tmp_path, capsys, kind):
     [
         (["--to", "a.csv"], "expected a file named by its format"),
         (["--to", "a.nc", "--format", "netcdff"], "did you mean 'netcdf'?"),
-        (["--to", "a.nc", "--layers", "3-0"], "expected --layers as 0-5,11, found '3-0'"),
+        (
+            ["--to", "a.nc", "--layers", "3-0"],
+            "expected --layers as numbers and ranges such as 0-5,11, found '3-0'",
+        ),
         (["--to", "a.nc", "--layers", "x"], "found 'x'"),
         (["--to", "a.nc", "--layers", "0-3"], "'ln1_scale' at layers 0, not at 1-3"),
         (["--to", "a.nc", "--variables", "resid_pst"], "resid_post"),
@@ -155,8 +158,8 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path, capsys):
     [
         ([], "--model"),
         (["--model", "gpt2"], "there is no hook point 'layers.0'"),
-        (["--model", "gpt2", "--map", "layers.0"], "expected --map ARRAY=HOOK, found 'layers.0'"),
-        ([*MAP, "--map", "layers.{layer}=x"], "expected one hook point of 'layers.{layer}'"),
+        (["--model", "gpt2", "--map", "layers.0"], "expected --map ARRAY=HOOK, found --map 'layers.0'"),
+        ([*MAP, "--map", "layers.{layer}=x"], "--map names two hook points for the array 'layers.{layer}'"),
         ([*MAP[:2], "--model", "gpt2"], "array 'loss'"),
         ([*MAP, "--skip", "lss"], "did you mean 'loss'?"),
         ([*MAP, "--n-layers", "1"], "expected layers below 1, found layer 1"),

@@ -48,25 +48,25 @@ file folder --context 4 -> expected files of documents at 'folder', found none; 
 file prompts.txt --context 0 -> '--context': 0 is not in the range x>=1. (see mizarr capture --help)
 file prompts.txt --share nan -> expected a share of the documents in (0, 1], found nan
 file prompts.txt --pack -> expected pack=True with context=…, the tokens of a prompt, found no context
-file prompts.txt --text --context 4 -> expected files with --context, found --text; give prompts themselves
+file prompts.txt --text --context 4 -> --context is an option for files of documents, but --text says that
 hook blocks.99.hook_resid_post -> specimen has layers 0 to 5, found 'blocks.99.hook_resid_post'; the last one
 hook blocks.-1.hook_resid_post -> there is no hook point 'blocks.-1.hook_resid_post'; did you mean
 hook blocks.0.hook_resid_pots -> there is no hook point 'blocks.0.hook_resid_pots'; did you mean
 hook resid_post -> there is no hook point 'resid_post'; did you mean 'blocks.0.hook_resid_post'?
 hook '   ' -> there is no hook point ' '; a model lists its own: `model.hook_points`
 hook grad:blocks.0.hook_resid_post -> expected a metric whose gradient
-hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo' that has a gradient; there are
+hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo'
 hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1.5' -> metric 'log_probability': expected one
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradients: expected at in -2..1
-hook grad:blocks.0.hook_resid_post --metric kl -> kl compares with another prompt, found none; add --baseline
-with --at 1 -> --at goes with a metric, found none; add --metric NAME=TOKENS (see mizarr capture
+hook grad:blocks.0.hook_resid_post --metric kl -> the metric kl compares a prediction with
+with --at 1 -> --at is a parameter of the metric, and no metric is named; add --metric NAME=TOKENS (see
 with --positions first -> expected positions as 'last', a slice such as '::16', or numbers such as '0,5,-1',
 with --positions 99 -> expected a selection that keeps a token of some prompt, found positions [99] over
 with --positions ::-1 -> expected a slice that goes forward, found a step of -1
 with --positions 5:2 -> expected a selection that keeps a token of some prompt, found positions '5:2:' over
-with --positions mask.npy -> '--positions': expected an array of numpy in 'mask.npy', found none; write it
-with --positions nowhere.npy -> '--positions': expected a mask in 'nowhere.npy', found no such file (see
+with --positions mask.npy -> '--positions': expected a numpy array in the file 'mask.npy', found none;
+with --positions nowhere.npy -> '--positions': expected a file with a mask of tokens, found no file
 with --reduce nrom -> expected a reduction such as norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
 with --reduce features: -> expected a directory, or a hub reference such as org/repo, found ''; name one
 with --reduce features:nope -> expected a directory, or a hub reference such as
@@ -89,7 +89,7 @@ with --cluster foo --workers 2 -> expected a cluster or workers of this machine,
 with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
 with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
 with --revision v9 -> expected no revision for the directory specimen, found 'v9'; revisions belong to hub ids
-with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
+with --exact -> --exact works with --dry-run only, because a capture itself always counts all prompts;
 into a_file -> expected a folder at
 into nostore -> expected a store or an empty folder at
 into a_file/sub -> expected a folder at 'a_file/sub', found Not a directory; name another
@@ -117,10 +117,10 @@ lens soft_cap=yes -> expected soft_cap to be bool, found 'yes' (str)
 lens dtype=fp16 -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 lens device=5 -> expected device to be str | None, found 5 (int)
 lens model=folder -> expected a model in folder, found no config.json; give the folder that holds
-lens top_k=3 --set top_k=4 -> '--set': 'top_k' is set twice (see mizarr compute --help)
+lens top_k=3 --set top_k=4 -> '--set': setting 'top_k' is given twice; keep one of them (see mizarr compute
 lens model=specimen --model specimen -> the model is given twice: --model and --set model=…; keep one (see
-lens prompts=a --figures a_file/x -> expected a folder for figure.png, found the file
-lens prompts=a --figures dangling -> expected a folder for figure.png, found the file
+lens prompts=a --figures a_file/x -> cannot write figure.png, because
+lens prompts=a --figures dangling -> cannot write figure.png, because
 lens prompts=a --memory 1 -> capture needs about 18 KiB of memory at once, the budget is 1 B; raise --memory,
 compute generate --store new --set temperature=NaN -> expected a temperature >= 0, found nan
 compute generate --store new --set temperature=1 --set top_p=2 -> expected top_p in (0, 1], found 2.0
@@ -136,8 +136,8 @@ compute sae_features --store new --set dictionary=nope -> expected a directory, 
 compute counterfact_patching --store new --set data=listfacts.json -> record 0 of 'listfacts.json': expected
 compute rwkv_inference --store new --model specimen -> rwkv_inference: expected a recurrent model whose
 explain logit_lens --store nostore -> expected a store in
-report logit_lens --store new --output folder -> expected a file to write, such as folder/report.html, found
-report logit_lens --store new --output dangling/x.html -> expected a folder for x.html, found the file
+report logit_lens --store new --output folder -> cannot write the file folder, because it is a folder
+report logit_lens --store new --output dangling/x.html -> cannot write x.html, because
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
 workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
 stages logit_lense -> no stage or experiment 'logit_lense'; did you mean 'logit_lens'?
@@ -147,7 +147,7 @@ show ../x --store activations -> no key in
 export RUN --to x.csv --store activations -> expected a file named by its format (.nc, .zarr, .parquet,
 export RUN --to good.safetensors --store activations -> expected a new file, found 'good.safetensors' there
 export RUN --to new.npz --layers 99 --store activations -> run RUN has 'resid_post' at layers 0-5,
-export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as 0-5,11, found '5-0' (see
+export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as numbers and ranges such as
 export RUN --to new.npz --variables resid_pots --store activations -> run RUN has not published
 export RUN --to new.npz --context 5 --store activations -> expected context with saelens or sparsify, found
 import nowhere.npz --model x --store new -> expected a file at 'nowhere.npz', found none; check the path
@@ -155,16 +155,16 @@ import text.safetensors --model x --store new -> text.safetensors is no complete
 import truncated.safetensors --model x --store new -> truncated.safetensors is truncated: expected 224 bytes,
 import foo.safetensors --model x --store new -> array 'foo': there is no hook point 'foo'; a model lists its
 import data.csv --model x --store new -> expected a .safetensors or .npz file, found 'data.csv'; convert it
-import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found 'foo' (see mizarr
+import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found --map 'foo' (see
 import good.safetensors --model x --skip zzz --store new -> no array is named 'zzz'; there are
 import good.safetensors --model x --n-layers 0 --store new -> expected n_layers of at least 1, found 0
 import good.safetensors --model x --prompts prompts.txt --store new -> expected one text per prompt (1),
 copy nowhere new -> expected a store in
-copy activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
-copy activations ./activations/ -> expected a target beside its sources, found './activations/' twice (see
-copy activations new --runs , -> expected starts of keys with --runs, found ','; leave it out (see mizarr
+copy activations activations -> the store 'activations' is both source and target; name another
+copy activations ./activations/ -> the store './activations/' is both source and target; name another
+copy activations new --runs , -> expected --runs to list the first characters of keys, such as 35be,7a01,
 copy activations new --runs zzz -> no run in
-merge activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
+merge activations activations -> the store 'activations' is both source and target; name another
 verify --store folder -> expected a store in
 pin x zzz --store activations -> no key in
 pin ../x KEY --store activations -> expected a pin name of letters, digits, '.', '_' and '-', found '../x'
@@ -173,7 +173,7 @@ gc --store nowhere -> expected a store in
 gc --grace 1e999h --store activations -> '--grace': expected a duration such as 90s, 24h or 7d, found
 gc --quota inf --store activations -> '--quota': expected a size such as 500MB or 2GiB, found 'inf' (see
 browse --port 99999 --store activations --no-open -> '--port': 99999 is not in the range 0<=x<=65535. (see
-site nostore --store activations -> expected a new or empty folder, or a site that mizarr wrote, found other
+site nostore --store activations -> cannot write a site to nostore, because the folder holds files that
 models inspect folder -> expected a model in folder, found no config.json; give the folder that holds
 models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
 models fetch a/b/c -> expected a hub id such as org/name, found 'a/b/c'
@@ -181,21 +181,21 @@ features inspect '' -> expected a directory, or a hub reference such as org/repo
 features fetch '' -> expected a directory, or a hub reference such as org/repo, found ''; name one
 features inspect specimen/nope -> expected specimen/clt, specimen/plt, specimen/sae, which ship with mizarr,
 features inspect specimen/sae --read nope -> expected a hook point of TransformerLens or a module of
-features inspect specimen/sae --read '' -> expected a value behind '--read', found an empty text; leave it
+features inspect specimen/sae --read '' -> option --read has an empty text as its value; give it a value, or
 features export specimen/sae a_file --format saelens -> expected a new folder, found something at a_file;
 features export specimen/clt new --format saelens -> SAELens has no cross-layer transcoders; export to
 features label specimen/sae L99:0 x --store new -> specimen/sae has features of layer 3, found layer 99
 features label specimen/sae L3:1.5 x --store new -> expected a feature as layer:index, such as L14:13043,
 features pages new --store new --neuronpedia nope -> expected --neuronpedia MODEL/SET, such as
-features pages new --store new --creator x -> expected --creator with --neuronpedia, found it alone; leave it
-train specimen prompts.txt --out a_file/x --store new --set 'layers=[3]' --set k=4 -> expected a folder for
+features pages new --store new --creator x -> --creator has an effect only together with --neuronpedia;
+train specimen prompts.txt --out a_file/x --store new --set 'layers=[3]' --set k=4 -> cannot write
 train specimen prompts.txt --out new --store new --set layerz=3 -> workflow 'train' has no setting 'layerz';
 train specimen prompts.txt --out new --store new --set seed=-1 -> expected seed of at least 0, found -1
 train specimen prompts.txt --out new --store new --set features=1e999 -> expected features to be int, found
-train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in settings.toml,
+train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in the file
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed -1 -> expected seed of at least 0, found -1
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> expected a folder for
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads that divide the width 4, found 3
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> cannot write
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads to divide the hidden size 4
 demo --output a_file/x -> expected a folder at 'a_file/x/store', found Not a directory; name another
 completion tcsh -> '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'. (see mizarr completion
 """
