@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_told(tmp_path):
     )  # fmt: skip
     with pytest.raises(DictionaryError, match="expected states"):
         made.encode(torch.ones(4, 2, 3))
-    with pytest.raises(DictionaryError, match="expected a crosscoder in"):
+    with pytest.raises(DictionaryError, match="found that they cannot be read"):
         Crosscoder.load(tmp_path)
     assert isinstance(
         Crosscoder.load(replace(made, activation=TopK(1)).save(tmp_path / "k")).activation, TopK

@@ -177,9 +177,9 @@ def test_files_changed_under_the_name_are_noticed(models, folders, store, tmp_pa
 
 def test_models_in_the_wrong_order_or_number_and_other_tokens_are_refused(models, folders, store):
     layers, both = map(Dictionary.from_pretrained, folders)
-    with pytest.raises(DictionaryError, match=r"in its order, .*base, .*tuned, found .*; swap them"):
+    with pytest.raises(DictionaryError, match=r"order of its training, .*base, .*tuned, found .*; swap"):
         encode_corpus(both, models[1], PROMPTS, store=store, against=models[0])
-    with pytest.raises(DictionaryError, match=r"expected 2 models .* name the second with against="):
+    with pytest.raises(DictionaryError, match=r"expected 2 models .* name the second model with against="):
         encode_corpus(both, models[0], PROMPTS, store=store)
     with pytest.raises(DictionaryError, match="expected 1 model "):
         encode_corpus(layers, models[0], PROMPTS, store=store, against=models[1])
@@ -195,9 +195,9 @@ def test_models_in_the_wrong_order_or_number_and_other_tokens_are_refused(models
 
 def test_whoever_reads_one_layer_is_refused_in_one_line(models, folders, store, tmp_path):
     dictionary = Dictionary.from_pretrained(folders[0])
-    with pytest.raises(DictionaryError, match="expected features that read one layer"):
+    with pytest.raises(DictionaryError, match="expected a dictionary whose features read one layer"):
         mizarr.HookSpec().capture(*HOOKS, reduce=dictionary)
-    with pytest.raises(DictionaryError, match="expected features that read one layer"):
+    with pytest.raises(DictionaryError, match="expected a dictionary whose features read one layer"):
         build("sae_features", dictionary=str(folders[0]), model=models[0].name)
     with pytest.raises(DictionaryError, match="expected transcoders"):
         mizarr.attribution_graph(models[0], dictionary, PROMPTS[0], store=store)

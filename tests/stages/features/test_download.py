@@ -72,7 +72,7 @@ def test_files_that_a_list_refers_to_are_fetched_too(hub, source: Path, tmp_path
     fetch(tmp_path / "list", progress=False)
     assert Dictionary.from_pretrained(tmp_path / "list").layers == (0,)
     write_config(tmp_path / "list", transcoders=["hf://org/name/layer_0/other.npz"])
-    with pytest.raises(DownloadError, match="does not have it"):
+    with pytest.raises(DownloadError, match="which has no such file; correct the entry"):
         fetch(tmp_path / "list", progress=False)
 
 

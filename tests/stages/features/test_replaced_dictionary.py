@@ -88,7 +88,7 @@ def test_a_dictionary_opened_before_its_files_were_replaced_is_refused(model, fo
     kept = len(list(store.records()))
     replace_weights(folder)
     with pytest.raises(
-        SourceChanged, match=r"found another .*: it was replaced or edited meanwhile; open it"
+        SourceChanged, match=r"to have the digest .*: its files were changed after it was opened; open it"
     ):
         encoded(clt, model, store)
     with pytest.raises(SourceChanged):
@@ -171,7 +171,7 @@ def test_an_edited_dictionary_is_refused_at_every_door(edit, model, folder, stor
         "resource": edited.as_resource,
     }
     for door in doors.values():
-        with pytest.raises(SourceChanged, match=r"as they are in its files, found \S+ of layer 1 edited"):
+        with pytest.raises(SourceChanged, match=r"weights that its files hold, found \S+ of layer 1 edited"):
             door()
 
 

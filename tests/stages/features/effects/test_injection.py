@@ -67,8 +67,8 @@ def test_opposite_strengths_cancel(model: mizarr.Model, clt: Dictionary):
 
 
 @pytest.mark.parametrize(("feature", "from_layer", "said"), [
-    ("L2:12", None, "feature of layer 2 from 0 to 11, found 12"),
-    ("L6:0", None, "features of layers 0 to 5, found layer 6"),
+    ("L2:12", None, "feature number from 0 to 11 in layer 2 .*, found 12"),
+    ("L6:0", None, r"reads \(layers 0 to 5\), found layer 6"),
     ("2.3", None, "as layer:index"),
     ("L4:0", 3, "L4:0 writes to layers 4 to 5, not from layer 3"),
 ])  # fmt: skip

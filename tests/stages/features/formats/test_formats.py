@@ -301,7 +301,8 @@ def test_gemma_scope_embeddings_are_scaled(tmp_path: Path):
 def test_files_of_unknown_origin_need_to_be_told_what_they_read(tmp_path: Path):
     write_npz(tmp_path / "layer_5" / "params.npz", draw())
     with pytest.raises(
-        mizarr.MizarrError, match=r"found none that do in .*say where its features read and write with read="
+        mizarr.MizarrError,
+        match=r"found none that do in .*name the hook points that its features read and write with",
     ):
         Dictionary.from_pretrained(tmp_path)
     dictionary = Dictionary.from_pretrained(tmp_path, read="hook_resid_mid", write="hook_mlp_out")
@@ -596,9 +597,11 @@ def test_numbers_that_are_not_finite_are_found_when_they_are_used(tmp_path: Path
     write_plt(tmp_path, 0, weights)
     write_config(tmp_path)
     dictionary = Dictionary.from_pretrained(tmp_path)
-    with pytest.raises(mizarr.MizarrError, match="activations of layer 0 are not finite: the encoder holds"):
+    with pytest.raises(
+        mizarr.MizarrError, match="activations of layer 0 are infinite or NaN: the encoder holds"
+    ):
         dictionary.encode({0: states()})
-    with pytest.raises(mizarr.MizarrError, match="decoder of layer 0 holds numbers that are not finite"):
+    with pytest.raises(mizarr.MizarrError, match="decoder of layer 0 holds infinite or NaN numbers"):
         dictionary.decoder_vector((0, 4))
     assert len(dictionary.decoder_vector((0, 5))) == D
 
@@ -608,12 +611,12 @@ def test_states_that_are_not_finite_are_told_from_weights_that_are_not(tmp_path:
     write_config(tmp_path)
     x = states()
     x[0, 0] = float("inf")
-    with pytest.raises(mizarr.MizarrError, match="the states it read hold numbers that are not"):
+    with pytest.raises(mizarr.MizarrError, match="the states it read hold such numbers"):
         Dictionary.from_pretrained(tmp_path).encode({0: x})
 
 
 @pytest.mark.parametrize(
-    ("feature", "told"), [((0, F), "from 0 to 39, found 40"), ((1, 0), "layer 0, found layer 1")]
+    ("feature", "told"), [((0, F), "from 0 to 39 .*, found 40"), ((1, 0), r"\(layer 0\), found layer 1")]
 )
 def test_a_feature_there_is_not(feature: tuple[int, int], told: str, tmp_path: Path):
     write_plt(tmp_path, 0, draw())

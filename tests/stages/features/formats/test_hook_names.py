@@ -202,8 +202,8 @@ def test_another_layer_than_that_of_the_files_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("query", "told"),
     [
-        ("?reads=hook_resid_mid", "expected read=HOOK and write=HOOK after"),
-        ("?read=", "expected read=HOOK and write=HOOK after"),
+        ("?reads=hook_resid_mid", "expected read=HOOK or write=HOOK after"),
+        ("?read=", "expected read=HOOK or write=HOOK after"),
         ("?read=hook_resid_psot", "found 'hook_resid_psot', which is not known, nearest is"),
     ],
 )
