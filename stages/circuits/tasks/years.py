@@ -31,7 +31,7 @@ __all__ = ["ProbabilityDifference", "later_years"]
 
 @dataclass(frozen=True)
 class ProbabilityDifference(Metric):
-    """Total probability of some tokens minus that of others."""
+    """Metric: total probability of some next tokens minus the total probability of others."""
 
     right: tuple[int, ...]
     """Token ids that count positively."""
@@ -50,7 +50,7 @@ class ProbabilityDifference(Metric):
     """Description of the metric."""
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Difference of probabilities, -1 to 1."""
+        """Difference of the two total probabilities, -1 to 1."""
         return float(np.exp(log_softmax(logits)) @ self._signs(len(logits)))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
@@ -60,29 +60,30 @@ class ProbabilityDifference(Metric):
         return gradient
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric, tokens as lists."""
+        """Plain values that identify the metric in keys of results."""
         return {**super().canonical(), "right": list(self.right), "wrong": list(self.wrong)}
 
     def _signs(self, size: int) -> Floats:
+        """Weight of each token's probability, float64 [vocab]: 1 if right, -1 if wrong, else 0."""
         signs: Floats = np.zeros(size)
         signs[list(self.right)], signs[list(self.wrong)] = 1.0, -1.0
         return signs
 
 
 def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pairs whose metric is the probability of later years minus that of years that are not later.
+    """Pairs of the task greater-than: the metric is the probability of later years minus that of others.
 
     A vocabulary may contain whole years (GPT-2's has 1830, and every round century). No prompt starts with
     such a year, and as an answer it counts by the token of its two digits, as in other centuries. Digits that
     no century splits off (of GPT-2 "00") are never counted.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
 
     Raises:
-        ConfigError: for a tokenizer that does not split years, or leaves too few pairs.
+        ConfigError: The tokenizer does not split years, or leaves too few pairs.
     """
     rng = np.random.default_rng(seed)
     tokens = {century: _years(tokenizer, century) for century in range(11, 20)}
@@ -91,8 +92,8 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     centuries = [century for century, by_year in tokens.items() if 1 in by_year]
     if not set(range(1, 100)) <= years.keys():
         raise ConfigError(
-            "greater_than: expected a tokenizer that cuts years behind their century, found one in which at "
-            f"most {len(years)} of 100 years are a century and one token more; ask another task"
+            "greater_than: expected a tokenizer that splits a year into its century and one token of two "
+            f"digits, found one that does so for at most {len(years)} of 100 years; choose another task"
         )
     pairs: dict[tuple[int, ...], Pair] = {}
     # Bounded, as a tokenizer may leave fewer distinct pairs than requested.
@@ -114,17 +115,18 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         if len(pairs) == count:
             return list(pairs.values())
     raise ConfigError(
-        f"greater_than: expected {count} pairs of equal length, found {len(pairs)} with this tokenizer; ask "
-        "for fewer"
+        f"greater_than: expected {count} prompt pairs of equal length, found {len(pairs)} with this "
+        "tokenizer; request fewer pairs"
     )
 
 
 def _text(span: str, century: int, year: int) -> str:
+    """Prompt that ends with the century of a later year, which the next token completes."""
     return f"The {span} lasted from the year {century}{year:02d} to the year {century}"
 
 
 def _years(tokenizer: Tokenizer, century: int) -> Mapping[int, int]:
-    """{year of the century: token id of its two digits}, for the years whose digits are one token."""
+    """Token ids of the two digits of a century's years, by year, as far as the digits are one token."""
     prompt = _text(SPANS[0], century, 1)
     tokens = {year: next_token(tokenizer, prompt, f"{year:02d}") for year in range(100)}
     return {year: token for year, token in tokens.items() if token is not None}

@@ -233,7 +233,7 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
             supported = [repr(v) for v in kind.values if v is not None]
             near = nearest(str(value), [v for v in kind.values if isinstance(v, str)])
             raise DictionaryError(
-                f"expected {name} in {place} to be {' or '.join(supported)}, found {value!r:.80}"
+                f"expected {name} to be {' or '.join(supported)} in {place}, found {value!r:.80}"
                 f"{f' (did you mean {near!r}?)' if near else ''}: {kind.reason} cannot be computed; use "
                 "another dictionary"
             )

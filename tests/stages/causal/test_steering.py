@@ -223,7 +223,7 @@ def test_a_mean_no_factor_reaches_is_refused():
     assert exact_factor(0.3, 0.0) == 0.0
     assert exact_factor([0.0, 0.5], 0.4) == pytest.approx(4.0)
     for weights, target in ((0.0, 0.5), (0.3, 1.0), ([1.0, 0.5], 0.4), ([0.0, 0.5], 0.6)):
-        with pytest.raises(InterventionError, match="expected a mean weight between"):
+        with pytest.raises(InterventionError, match="expected a target attention weight between"):
             exact_factor(weights, target)
 
 

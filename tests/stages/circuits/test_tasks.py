@@ -133,7 +133,7 @@ def test_the_gradient_of_a_difference_of_probabilities_is_that_of_small_steps():
         ("ioi", "ioi: expected at least 4 names of one token, found 2 of 66 with this tokenizer: Joe, "),
         ("pronouns", "pronouns: expected at least 2 names of one token, found 1 of 33"),
         ("docstrings", "docstrings: expected at least 12 identifiers of one token, found 9 of 44"),
-        ("greater_than", "at most 0 of 100 years are a century and one token more"),
+        ("greater_than", "does so for at most 0 of 100 years"),
         ("greater", "no task 'greater'; did you mean 'greater_than'?"),
     ],
 )
@@ -144,8 +144,8 @@ def test_a_tokenizer_that_cannot_says_so_in_one_line(specimen, task, said):
 
 
 def test_more_pairs_than_there_are_is_said(specimen, words):
-    said = r"agreement: expected 600 pairs of equal length .*, found \d+ among \d+ tried with this tokenizer"
+    said = r"agreement: expected 600 prompt pairs of equal length .* found \d+ among \d+ that were tried"
     with pytest.raises(ConfigError, match=said):
         task_pairs(specimen, "agreement", 600)
-    with pytest.raises(ConfigError, match="at least one pair, found count=0"):
+    with pytest.raises(ConfigError, match="at least one prompt pair of the task, found count=0"):
         task_pairs(words, "ioi", 0)

@@ -167,5 +167,5 @@ def test_where_two_prompts_first_differ():
     assert first_difference([1, 2, 3], [1, 5, 6]) == 1
     with pytest.raises(PromptError, match="found 2 and 3 tokens"):
         first_difference([1, 2], [1, 2, 3])
-    with pytest.raises(PromptError, match="the same one twice"):
+    with pytest.raises(PromptError, match="the same prompt twice"):
         first_difference([1, 2], [1, 2])

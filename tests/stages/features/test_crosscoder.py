@@ -195,5 +195,5 @@ def test_what_does_not_fit_is_told(tmp_path):
             for name, rows in (("n", narrow), ("w", wide))
         )
     )
-    with pytest.raises(ConfigError, match=r"expected places of one width, found \[3, 4\]"):
+    with pytest.raises(ConfigError, match=r"expected hook points of one width .*, found widths \[3, 4\]"):
         Training(replace(SETTINGS, batch=16), source, tmp_path / "t")

@@ -211,10 +211,16 @@ def test_whoever_reads_one_layer_is_refused_in_one_line(models, folders, store, 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda said, held: said.update(places=[]), "expected a list of places"),
+        (lambda said, held: said.update(places=[]), "expected a list of models and hook points"),
         (lambda said, held: said["places"][0].pop("scale"), "expected model, hook and scale"),
-        (lambda said, held: said["places"][0].update(hook="blocks.0.hook_mlp_out"), "one kind of hook point"),
-        (lambda said, held: said["places"][0].update(hook="blocks.1.hook_what"), "expected a hook point in"),
+        (
+            lambda said, held: said["places"][0].update(hook="blocks.0.hook_mlp_out"),
+            "hook points of one kind",
+        ),
+        (
+            lambda said, held: said["places"][0].update(hook="blocks.1.hook_what"),
+            "expected a known hook point in",
+        ),
         (lambda said, held: said["places"].pop(), "of shape"),
         (lambda said, held: held.pop("threshold"), "expected a tensor 'threshold'"),
         (lambda said, held: held.update({"encoder.bias": held["encoder.bias"][:-1]}), "of shape"),
@@ -282,7 +288,7 @@ def test_pages_tell_which_features_are_one_models_alone(pages, capsys):
     assert done.pages.read("data/00000.js")
     with pytest.raises(ConfigError, match="tokenizer"):
         build("feature_pages", **settings | {"against": "specimen-guided"})
-    with pytest.raises(DictionaryError, match="swap them"):
+    with pytest.raises(DictionaryError, match="swap the two models"):
         build("feature_pages", **settings | {"model": settings["against"], "against": "specimen"})
 
     assert cli(["features", "inspect", settings["dictionary"], "--values", "--json"]) == 0

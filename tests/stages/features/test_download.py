@@ -90,7 +90,9 @@ def test_a_repository_of_many_dictionaries_of_a_layer_asks_for_one():
 
 def test_a_repository_without_dictionaries_is_refused_before_anything_is_fetched(hub):  # noqa: F811
     hub.files = {"pytorch_model.bin": b"1", "config.json": json.dumps({}).encode()}
-    with pytest.raises(DownloadError, match=r"expected transcoders .* at org/name, found config\.json"):
+    with pytest.raises(
+        DownloadError, match=r"expected weights of transcoders .* at org/name, found only config\.json"
+    ):
         fetch("org/name", progress=False)
     assert not [path for path in hub.asked if "/resolve/" in path]
 

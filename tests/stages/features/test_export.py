@@ -128,5 +128,5 @@ def test_what_a_format_cannot_say_is_refused_and_nothing_is_left(
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path):
     dictionary = made(tmp_path / "in", "plt")
-    with pytest.raises(mizarr.MizarrError, match="found something at"):
+    with pytest.raises(mizarr.MizarrError, match="found files at"):
         export(dictionary, tmp_path / "in", "saelens")

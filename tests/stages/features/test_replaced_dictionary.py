@@ -88,7 +88,7 @@ def test_a_dictionary_opened_before_its_files_were_replaced_is_refused(model, fo
     kept = len(list(store.records()))
     replace_weights(folder)
     with pytest.raises(
-        SourceChanged, match=r"to have the digest .*: its files were changed after it was opened; open it"
+        SourceChanged, match=r"found another .*: it was replaced or edited meanwhile; open it"
     ):
         encoded(clt, model, store)
     with pytest.raises(SourceChanged):

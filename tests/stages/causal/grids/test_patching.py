@@ -536,9 +536,9 @@ def test_alignment_counts_from_both_ends():
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"kinds": ()}, StageError, "at least one of kinds"),
-        ({"layers": ()}, StageError, "at least one of layers"),
-        ({"positions": ()}, StageError, "at least one of positions"),
+        ({"kinds": ()}, StageError, "at least one entry in kinds"),
+        ({"layers": ()}, StageError, "at least one entry in layers"),
+        ({"positions": ()}, StageError, "at least one entry in positions"),
         ({"metrics": ()}, StageError, "at least one metric"),
         ({"metrics": (Probability(1), Probability(2))}, StageError, "'probability' twice"),
         ({"metrics": (Probability(32000),)}, PromptError, r"token id in 0..319, found 32000"),
@@ -549,7 +549,7 @@ def test_alignment_counts_from_both_ends():
         ({"kinds": ("z",), "over": "edge"}, StageError, "takes pattern, found 'z'"),
         ({"layers": (3,)}, InterventionError, r"layer in 0..2 .*found 3"),
         ({"positions": (6,)}, InterventionError, r"position in 0..5 .*found 6"),
-        ({"kinds": ("k",), "over": "head", "heads": (2,)}, InterventionError, r"head in 0..1 .*found 2"),
+        ({"kinds": ("k",), "over": "head", "heads": (2,)}, InterventionError, "head from 0 to 1 .*found 2"),
         ({"at": 6}, InterventionError, "found 6"),
         ({"window": 0}, StageError, "window of at least 1"),
         ({"kinds": ("pattern",), "over": "edge", "window": 2}, StageError, "window of 1"),
@@ -586,9 +586,9 @@ def test_an_empty_table_is_refused():
 def test_recovery_of_equal_runs_is_refused_instead_of_nan(folder, tmp_path):
     for metric in (KL(), DIFFERENCE):
         same = grid(kinds=("resid_pre",), corrupted=CLEAN, metrics=(Recovery(metric),))
-        with pytest.raises(StageError, match="clean and corrupted runs that differ"):
+        with pytest.raises(StageError, match="different values in the clean and the corrupted run"):
             compute(same, folder, tmp_path)
-    with pytest.raises(StageError, match="recovery of a recovery"):
+    with pytest.raises(StageError, match="Recovery of a Recovery"):
         Recovery(Recovery(KL()))
 
 
