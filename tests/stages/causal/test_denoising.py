@@ -202,11 +202,15 @@ def test_what_is_silenced_is_silenced_in_every_pass(bert, tmp_path):
             PromptError,
             r"expected a mask token \(id 4\) in every prompt, found none",
         ),
-        ({"prompts": ((MASK,) * 5000,)}, PromptError, "masks included, found 5000"),
+        ({"prompts": ((MASK,) * 5000,)}, PromptError, "masks included, .* found 5000"),
         ({"order": "confidense"}, ConfigError, "did you mean 'confidence'"),
         ({"steps": 0}, ConfigError, "steps of at least 1, found 0"),
         ({"temperature": -1.0}, ConfigError, "temperature >= 0, found -1"),
-        ({"hooks": HookSpec().capture("blocks.0.hook_mlp_out")}, ConfigError, "interventions alone"),
+        (
+            {"hooks": HookSpec().capture("blocks.0.hook_mlp_out")},
+            ConfigError,
+            "interventions only, found captures",
+        ),
     ],
 )
 def test_what_cannot_be_filled_in_is_refused_in_a_line(given, error, match, bert, tmp_path):

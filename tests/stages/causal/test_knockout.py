@@ -212,7 +212,7 @@ def test_the_key_moves_with_every_parameter(llama, tmp_path, changed):
         ({"edges": ((12, 0),)}, InterventionError, r"positions in 0\.\.11"),
         ({"edges": ((3, None),)}, InterventionError, "leaves query 3 no key"),
         ({"edges": ((None, 0),)}, InterventionError, "leaves query 0 no key"),
-        ({"layers": (3,)}, InterventionError, r"layers in 0\.\.2, each once, found 3"),
+        ({"layers": (3,)}, InterventionError, "layers from 0 to 2, each once, found 3"),
         ({"layers": ()}, InterventionError, "found none"),
         ({"layers": (1, 1)}, InterventionError, r"each once, found \[1, 1\]"),
         ({"heads": (4,)}, InterventionError, r"heads in 0\.\.3, found 4"),

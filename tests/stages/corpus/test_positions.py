@@ -159,7 +159,7 @@ def test_positions_are_named_by_number_by_end_or_by_phrase():
     assert "".join(TOKENIZER.decode_token(encoding.ids[i]) for i in tokens).strip() == "Eiffel Tower"
     assert position_of(encoding, "Eiffel Tower") == tokens[-1]
     for where in (last + 1, -last - 2):
-        with pytest.raises(PromptError, match=f"in 0..{last}"):
+        with pytest.raises(PromptError, match=f"from 0 to {last}"):
             position_of(encoding, where)
 
 

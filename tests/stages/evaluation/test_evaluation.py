@@ -231,7 +231,7 @@ def test_another_order_is_what_a_checkpoint_in_that_order_computes(tmp_path):
 
 
 def test_orders_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"every layer 0\.\.5 once, found \(0, 0\)"):
+    with pytest.raises(ConfigError, match=r"every layer from 0 to 5 once, found \(0, 0\)"):
         asked(LayerOrders(prompts(5), ((0, 0),)), "specimen", tmp_path)
     with pytest.raises(ConfigError, match="expected orders that begin with layer 0 for rwkv7"):
         asked(LayerOrders(prompts(5), swaps(6, 100)), "specimen-rwkv", tmp_path)
@@ -257,7 +257,7 @@ def test_recall_is_what_is_said_behind_each_prompt(tmp_path):
 
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path):
-    with pytest.raises(PromptError, match="found one of 1"):
+    with pytest.raises(PromptError, match="found a prompt of 1"):
         asked(CorpusLoss(prompts(5, 1)), "specimen", tmp_path)
     with pytest.raises(PromptError, match="found none"):
         asked(CorpusLoss(()), "specimen", tmp_path)
