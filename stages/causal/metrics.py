@@ -166,4 +166,4 @@ def _check(logits: npt.NDArray[Any], *tokens: int) -> None:
     size = logits.shape[-1] if logits.ndim else 0
     for token in tokens:
         if not 0 <= token < size:
-            raise PromptError(f"expected a token id in 0..{size - 1}, found {token}")
+            raise PromptError(f"expected a token id from 0 to {size - 1}, found {token}")
