@@ -138,7 +138,7 @@ def test_faithfulness_and_areas_on_paper():
     under, between = areas([0.001, 0.5, 1.0], [0.0, 2.0, 1.0])
     assert under == pytest.approx(0.499 + 0.75) and between == pytest.approx(0.499 + 0.25)
     for shares in ([0.5], [0.5, 0.5], [0.5, 0.1]):
-        with pytest.raises(StageError, match="by ascending share"):
+        with pytest.raises(StageError, match="in ascending order of their share"):
             areas(shares, [0.0] * len(shares))
 
 

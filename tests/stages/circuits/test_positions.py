@@ -203,7 +203,7 @@ def test_what_is_written_down_is_read_back():
     assert len(~circuit) + len(circuit) == len(Circuit.whole(LAYOUT, LENGTH))
     for change, said in [
         ({"positions": 0}, "positions of a circuit to be at least 1"),
-        ({"positions": "4"}, "expected positions as int"),
+        ({"positions": "4"}, "the field positions of a circuit to be int"),
         ({"positions": 2}, "at a position from 0 to 1"),
         ({"edges": ["input->a0.h0<q>"]}, "such as 'input->a0.h0<q>@0'"),
         ({"edges": ["input->logits@0"]}, "at a position from 0 to 3"),
