@@ -220,7 +220,7 @@ def test_no_path_is_no_number_and_names_stay_with_theirs(model):
         ({"receivers": ("m1+m1",)}, StageError, "expected receivers that differ"),
         ({"receivers": ("m1",), "senders": ("a7.h0",)}, ConfigError, "expected a sender of this model"),
         ({"receivers": ("m1",), "senders": ("m1", "m2")}, StageError, "computed before a receiver"),
-        ({"receivers": ("m1",), "mlps": "frozen"}, StageError, "recomputed or held, found 'frozen'"),
+        ({"receivers": ("m1",), "mlps": "frozen"}, StageError, "'recomputed' or 'held', found 'frozen'"),
         ({"receivers": ("m1",), "position": 9}, PromptError, "expected a position from -9 to 8"),
     ],
 )
