@@ -242,22 +242,22 @@ Dictionary.from_pretrained("nope") -> expected a directory, or a hub reference s
 Dictionary.from_pretrained(Path("folder")) -> no known layout of transcoders or autoencoders in folder: found
 Dictionary.from_pretrained("specimen/sae",read=5) -> expected read= as the name of a hook point, found 5;
 Dictionary.from_pretrained("specimen/sae",read="nope") -> expected a hook point of TransformerLens or a
-d.layer(99) -> specimen/sae has features of layer 3, found layer 99
+d.layer(99) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.layer("a") -> layers: expected whole numbers, found 'a'; write a list such as [0, -1]
 d.feature("x") -> expected a feature as layer:index, such as L14:13043, found 'x'
 d.feature((3,)) -> expected a feature as (layer, index), or as text such as L14:13043, found (3,)
-d.feature((3,-1)) -> expected a feature of layer 3 from 0 to 511, found -1
+d.feature((3,-1)) -> expected a feature number from 0 to 511 in layer 3 of the dictionary specimen/sae, found
 d.feature((3,1.5)) -> a feature's index: expected whole numbers, found 1.5; write ints, or a list of them
 d.decoder_vector((3,0),target=99) -> features of layer 3 write to layer 3, not to layer 99
 d.decoder_vector((3,0),target="x") -> features of layer 3 write to layer 3, not to layer x
 d.encode(None) -> expected states by layer, found None; write {3: states}, states of [position, d_in]
-d.encode({}) -> expected states of a layer, found none; specimen/sae reads (3,)
-d.encode({99:v[None]}) -> specimen/sae has features of layer 3, found layer 99
+d.encode({}) -> expected the states of at least one layer, found none; the dictionary specimen/sae reads
+d.encode({99:v[None]}) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.encode({3:torch.zeros(2,7)}) -> expected inputs of width 192 for the features of layer 3, found 7; was this
 d.encode({3:None}) -> expected the states of layer 3 as a tensor, found None; write torch.as_tensor(states)
 d.encode({3:torch.zeros(2,192)},zero_positions=-1) -> expected zero_positions of at least 0, found -1
 d.encode({3:torch.zeros(2,192)},zero_positions=1.5) -> expected zero_positions to be a whole number, found
-d.read_hook(99) -> specimen/sae has features of layer 3, found layer 99
+d.read_hook(99) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.targets("x") -> layers: expected whole numbers, found 'x'; write a list such as [0, -1]
 Corpus(None) -> expected files, folders or globs as sources, found None; name them
 Corpus("prompts.txt",context=0) -> expected a context of at least 1 token, found 0

@@ -140,7 +140,7 @@ def test_a_dictionary_tells_kind_sizes_and_where_it_reads_and_writes():
     found = mizarr.Dictionary.from_pretrained("specimen/clt")
     rows = rows_of(found._repr_html_())
     facts = {row[0]: row[1] for row in rows if len(row) == 2}
-    assert facts["kind"] == "clt" and facts["features of a layer"] == f"{found.n_features:,}"
+    assert facts["kind"] == "clt" and facts["features per layer"] == f"{found.n_features:,}"
     layers = {row[0]: row[1:] for row in rows if len(row) == 3}
     assert layers["4"] == [
         str(found.read_hook(4)),

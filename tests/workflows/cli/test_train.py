@@ -77,13 +77,13 @@ def test_what_is_done_is_not_done_again(command, tmp_path, capsys):
     assert capsys.readouterr().out == first
     assert (tmp_path / "sae" / "checkpoint.pt").stat().st_mtime_ns == changed
     assert run(command("sae", "--set=seed=1")) == 2
-    assert "holds a training with seed=0, expected seed=1" in capsys.readouterr().err
+    assert "a training with seed=0, but seed=1 was requested" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("k=40", "expected k of at most features=24, found k=40"),
+        ("k=40", "expected k, the number of active features, to be at most features=24, found k=40"),
         ("feature=3", "did you mean 'features'?"),
         ("steps=many", "expected steps to be int"),
         ("layers=[4]", "layer"),
@@ -169,7 +169,7 @@ def test_a_crosscoder_of_two_models_is_trained_measured_and_saved(command, tmp_p
     assert told["first_alone"] + told["second_alone"] <= told["alive"] <= 24
     # What was trained on one model alone is another training.
     assert run(arguments) == 2
-    assert "holds a training on other activations" in capsys.readouterr().err
+    assert "holds a checkpoint of a training on other activations" in capsys.readouterr().err
 
 
 def test_a_second_model_is_for_crosscoders_only(command, capsys):

@@ -182,9 +182,9 @@ features fetch '' -> expected a directory, or a hub reference such as org/repo, 
 features inspect specimen/nope -> expected specimen/clt, specimen/plt, specimen/sae, which ship with mizarr,
 features inspect specimen/sae --read nope -> expected a hook point of TransformerLens or a module of
 features inspect specimen/sae --read '' -> option --read has an empty text as its value; give it a value, or
-features export specimen/sae a_file --format saelens -> expected a new folder, found something at a_file;
-features export specimen/clt new --format saelens -> SAELens has no cross-layer transcoders; export to
-features label specimen/sae L99:0 x --store new -> specimen/sae has features of layer 3, found layer 99
+features export specimen/sae a_file --format saelens -> expected a new or empty folder for the exported
+features export specimen/clt new --format saelens -> SAELens has no cross-layer transcoders, such as
+features label specimen/sae L99:0 x --store new -> expected a layer that the dictionary specimen/sae reads
 features label specimen/sae L3:1.5 x --store new -> expected a feature as layer:index, such as L14:13043,
 features pages new --store new --neuronpedia nope -> expected --neuronpedia MODEL/SET, such as
 features pages new --store new --creator x -> --creator has an effect only together with --neuronpedia;
