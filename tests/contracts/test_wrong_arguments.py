@@ -50,13 +50,13 @@ S.capture("") -> there is no hook point ''; a model lists its own: `model.hook_p
 S.capture(P, when="during") -> expected when='after' or when='before', found 'during'
 S.capture(P, positions="first") -> expected positions as 'last', a slice such as '::16', or numbers such as
 S.capture(P, positions=1.5) -> expected positions as 'last', a slice such as '::16', numbers, or one bool per
-S.capture(P, positions=None, reduce=5) -> expected a reduction such as norm, mean, run_mean, logsumexp,
+S.capture(P, positions=None, reduce=5) -> reduce=: expected one of norm, mean, run_mean, logsumexp,
 S.capture(P, positions=slice(None,None,-1)) -> expected a slice that goes forward, found a step of -1
 S.capture(P, positions=slice("a")) -> positions: expected whole numbers, found 'a'; write a list such as [0,
 S.intervene(P, None) -> expected an intervention such as mizarr.Zero(), found None
 S.intervene(None, Zero()) -> expected a hook point's name, found None; write one such as
 S.intervene("nope", Zero()).bind(m.hook_points) -> there is no hook point 'nope'; a model lists its own:
-S.gradient_of(None) -> gradients: expected a metric with a gradient, found None; use LogitDifference,
+S.gradient_of(None) -> gradient_of: expected a differentiable metric, found None; use LogitDifference,
 S.extend(None) -> expected other as a HookSpec, found None; write
 Zero(positions=(1.5,)) -> Zero: positions: expected whole numbers, found 1.5; write ints, or a list of them
 Zero(heads=(True,)) -> Zero: heads: expected whole numbers, found True; write the numbers that are meant, of
@@ -80,7 +80,7 @@ AddAtPositions([(0,v)], scale=nan) -> AddAtPositions: expected a finite number, 
 AddAtPositions(v) -> AddAtPositions: expected (position, vector) pairs, found something else; write
 iv(AddAtPositions([(99,v)])) -> AddAtPositions at 'blocks.0.hook_resid_post': expected positions in 0..2 (or
 Knockout() -> Knockout: expected either edges or a mask, found neither
-Knockout([(1,)]) -> Knockout: expected (query, key) with at most one None, found (1,)
+Knockout([(1,)]) -> Knockout: expected each edge as (query, key) with at most one None, found (1,)
 Knockout([("a","b")]) -> Knockout: positions of edges: expected whole numbers, found 'a'; write a list such
 Knockout(5) -> Knockout: expected (query, key) edges, found 5; write [(-1, 0)]
 iv(Knockout([(1,0)])) -> Knockout belongs at 'blocks.0.attn.hook_scores' or 'blocks.0.attn.hook_attn_scores',
@@ -97,7 +97,7 @@ HookPoint("blocks.{}.hook_resid_post","a") -> there is no hook point 'blocks.{}.
 cache["nope"] -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
 cache[5] -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache[None] -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
-cache["blocks.1.hook_resid_post"] -> 'blocks.1.hook_resid_post' was not captured, nearest is
+cache["blocks.1.hook_resid_post"] -> expected a captured hook point, found 'blocks.1.hook_resid_post', which is none of the
 cache[0] -> expected a hook point's name, found 0; write one such as 'blocks.5.hook_resid_post'
 cache.require(5) -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache.require("nope") -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
@@ -151,7 +151,7 @@ cap(segment_tokens=1.5) -> expected segment_tokens to be a whole number, found 1
 cap(memory=0) -> expected memory of at least 1, found 0
 cap(memory=-5) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -5
 cap(memory=None) -> expected memory to be a whole number, found None; write memory=1
-cap(order="layers") -> expected an order of auto, batch, layer, found 'layers'
+cap(order="layers") -> capture order: expected one of auto, batch, layer, found 'layers'
 cap(device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded model; give
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1

@@ -316,7 +316,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feedback": [(0, [float("nan")], 1.0)]}, InterventionError, "finite numbers"),
     ({"feedback": [(0, np.ones(4, int), 1.0)]}, InterventionError, "floating-point"),
     ({"feedback": [(0, np.ones(4), float("inf"))]}, InterventionError, "finite number, found inf"),
-    ({"sustained": True}, ConfigError, "feedback to sustain, found none"),
+    ({"sustained": True}, ConfigError, "feedback vectors for sustained=True, found none"),
 ]
 
 

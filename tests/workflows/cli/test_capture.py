@@ -203,9 +203,9 @@ def test_a_metric_named_on_the_command_line_is_the_same_run_as_in_python(
         (("--metric", "probability=0.5"), "expected one token, found 0.5"),
         (("--metric", "probability=true"), "expected one token, found true"),
         (("--metric", "kl=3", "--baseline", "[1]"), "expected no tokens, found 3"),
-        (("--metric", "probability=9999"), "expected a token id in 0.."),
+        (("--metric", "probability=9999"), "expected token ids in 0.."),
         (("--metric", "probability=w1 w2"), "expected 'w1 w2' to be one token"),
-        (("--metric", "probability=3", "--at", "2"), "expected at in -2..1"),
+        (("--metric", "probability=3", "--at", "2"), "expected a position at= in -2..1"),
         (("--metric", "kl"), "add --baseline"),
         (("--metric", "kl", "--baseline", "[99999]"), "expected token ids in 0.."),
         (("--metric", "probability=3", "--baseline", "[1]"), "--baseline goes with kl"),
@@ -221,7 +221,7 @@ def test_a_metric_that_cannot_be_is_one_line_before_a_store_is_made(capture, tmp
 
 def test_a_metric_without_a_gradient_to_take_is_refused(capture, tmp_path):
     code, out, err = capture("--metric", "probability=3")
-    assert (code, out) == (2, "") and "expected a captured gradient to go with" in err
+    assert (code, out) == (2, "") and "expected a captured gradient, found none" in err
     assert not (tmp_path / "store").exists()
 
 

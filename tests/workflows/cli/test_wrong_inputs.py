@@ -54,11 +54,11 @@ hook blocks.-1.hook_resid_post -> there is no hook point 'blocks.-1.hook_resid_p
 hook blocks.0.hook_resid_pots -> there is no hook point 'blocks.0.hook_resid_pots'; did you mean
 hook resid_post -> there is no hook point 'resid_post'; did you mean 'blocks.0.hook_resid_post'?
 hook '   ' -> there is no hook point ' '; a model lists its own: `model.hook_points`
-hook grad:blocks.0.hook_resid_post -> expected a metric whose gradient
+hook grad:blocks.0.hook_resid_post -> 'grad:blocks.0.hook_resid_post' captures a gradient: expected a
 hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo' that has a gradient; there are
 hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1.5' -> metric 'log_probability': expected one
-hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradients: expected at in -2..1
+hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradient_of: expected a position
 hook grad:blocks.0.hook_resid_post --metric kl -> kl compares with another prompt, found none; add --baseline
 with --at 1 -> --at goes with a metric, found none; add --metric NAME=TOKENS (see mizarr capture
 with --positions first -> expected positions as 'last', a slice such as '::16', or numbers such as '0,5,-1',
@@ -67,10 +67,10 @@ with --positions ::-1 -> expected a slice that goes forward, found a step of -1
 with --positions 5:2 -> expected a selection that keeps a token of some prompt, found positions '5:2:' over
 with --positions mask.npy -> '--positions': expected an array of numpy in 'mask.npy', found none; write it
 with --positions nowhere.npy -> '--positions': expected a mask in 'nowhere.npy', found no such file (see
-with --reduce nrom -> expected a reduction such as norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
+with --reduce nrom -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
 with --reduce features: -> expected a directory, or a hub reference such as org/repo, found ''; name one
 with --reduce features:nope -> expected a directory, or a hub reference such as
-hook hook_logits --reduce topk:0 -> expected a reduction such as norm, mean, run_mean, logsumexp, topk:10,
+hook hook_logits --reduce topk:0 -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10,
 hook hook_logits --reduce topk:99999999 -> expected at most the 2048 logits of specimen, found
 with --dtype float8 -> '--dtype': 'float8' is not one of 'float32', 'float16', 'bfloat16', 'float64'. (see
 with --storage-dtype int4 -> '--storage-dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16',
@@ -82,7 +82,7 @@ with --memory inf -> '--memory': expected a size such as 500MB or 2GiB, found 'i
 with --memory 1e999 -> '--memory': expected a size such as 500MB or 2GiB, found '1e999' (see mizarr capture
 with --memory -1GiB -> '--memory': expected a size such as 500MB or 2GiB, found '-1GiB' (see mizarr capture
 with --memory 1 -> a token of 1 captures needs 768 bytes, more than the memory of 1; capture fewer points,
-with --memory-limit 1kB -> expected a memory limit above 41,946,112 bytes, which a batch and buffers take
+with --memory-limit 1kB -> memory_limit: expected more than 41,946,112 bytes, which the activations of a
 with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see mizarr capture --help)
 with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');
 with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;

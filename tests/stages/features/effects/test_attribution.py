@@ -192,8 +192,8 @@ def test_what_cannot_be_is_one_line(model, tmp_path):
     given: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "metric": METRIC} | named
     for change, error, said in [
         ({"clean": CLEAN[:-1]}, PromptError, "expected a clean and a corrupted prompt of equal length"),
-        ({"metric": Rank(3)}, StageError, "with a gradient"),
-        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected a token id in 0"),
+        ({"metric": Rank(3)}, StageError, "a differentiable metric"),
+        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected token ids in 0"),
         ({"verify": -1}, StageError, "number of cells to verify, found -1"),
     ]:
         with pytest.raises(error, match=said):
