@@ -18,9 +18,9 @@ POINT = "blocks.0.hook_resid_post"
 # Expression -> how its message begins.
 TABLE = r"""
 Model.from_pretrained(None) -> expected a model, its hub id or its folder, found None; load it:
-Model.from_pretrained(Path("nowhere")) -> nowhere is no directory, and not in the local cache
-Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; give the folder
-Model.from_pretrained(Path("a_file")) -> expected a model's directory, found the file a_file; give the folder
+Model.from_pretrained(Path("nowhere")) -> expected a directory or a model in the local cache
+Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; name the folder
+Model.from_pretrained(Path("a_file")) -> expected the directory of a model, found the file a_file; name the
 Model.from_pretrained("specimen", dtype="fp16") -> expected dtype to be one of float32, float16, bfloat16,
 Model.from_pretrained("specimen", device="cuda") -> expected a device such as cpu, cuda or cuda:1 that this
 Model.from_pretrained("specimen", revision=5) -> expected no revision for the directory specimen, found 5;
@@ -77,13 +77,13 @@ AddAtPositions([(0,None)]) -> AddAtPositions: expected a floating-point tensor, 
 AddAtPositions([]) -> AddAtPositions: expected at least one (position, vector) pair, found none
 AddAtPositions([(1.5,v)]) -> AddAtPositions: positions: expected whole numbers, found 1.5; write ints, or a
 AddAtPositions([(0,v)], scale=nan) -> AddAtPositions: expected a finite number, found nan
-AddAtPositions(v) -> AddAtPositions: expected (position, vector) pairs, found something else; write
+AddAtPositions(v) -> AddAtPositions: expected a list of (position, vector) pairs, found
 iv(AddAtPositions([(99,v)])) -> AddAtPositions at 'blocks.0.hook_resid_post': expected positions in 0..2 (or
 Knockout() -> Knockout: expected either edges or a mask, found neither
 Knockout([(1,)]) -> Knockout: expected each edge as (query, key) with at most one None, found (1,)
 Knockout([("a","b")]) -> Knockout: positions of edges: expected whole numbers, found 'a'; write a list such
 Knockout(5) -> Knockout: expected (query, key) edges, found 5; write [(-1, 0)]
-iv(Knockout([(1,0)])) -> Knockout belongs at 'blocks.0.attn.hook_scores' or 'blocks.0.attn.hook_attn_scores',
+iv(Knockout([(1,0)])) -> Knockout: expected the hook point 'blocks.0.attn.hook_scores' or
 iv(Knockout([(99,0)]),"blocks.0.attn.hook_attn_scores") -> Knockout at 'blocks.0.attn.hook_attn_scores':
 Steer([(1,0)],nan) -> Steer: expected a finite number, found nan
 Steer([(1,0)],-1) -> Steer: expected a factor >= 0, found -1.0
@@ -97,7 +97,7 @@ HookPoint("blocks.{}.hook_resid_post","a") -> there is no hook point 'blocks.{}.
 cache["nope"] -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
 cache[5] -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache[None] -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
-cache["blocks.1.hook_resid_post"] -> expected a captured hook point, found 'blocks.1.hook_resid_post', which is none of the
+cache["blocks.1.hook_resid_post"] -> expected a captured hook point, found
 cache[0] -> expected a hook point's name, found 0; write one such as 'blocks.5.hook_resid_post'
 cache.require(5) -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache.require("nope") -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
@@ -152,12 +152,12 @@ cap(memory=0) -> expected memory of at least 1, found 0
 cap(memory=-5) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -5
 cap(memory=None) -> expected memory to be a whole number, found None; write memory=1
 cap(order="layers") -> capture order: expected one of auto, batch, layer, found 'layers'
-cap(device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded model; give
+cap(device="cuda") -> expected device together with the name of a model, found device='cuda' together
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1
 cap(codec="gzip") -> expected a codec among zstd, none, found 'gzip'; name one, or leave it out
 cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
-cap(adapter="nowhere") -> expected adapter beside a model's name, found adapter='nowhere' beside a loaded
+cap(adapter="nowhere") -> expected adapter together with the name of a model, found adapter='nowhere' beside a loaded
 cap(progress="no") -> expected progress as True or False, found 'no'; leave it out
 capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout as True or False, found 'x'
 comp(model="specimen",trust_layout=1) -> expected trust_layout as True or False, found 1; leave it out
@@ -203,7 +203,7 @@ comp(topk=3) -> workflow 'logit_lens' has no setting 'topk'; did you mean 'top_k
 comp(model=5) -> expected model to be str, found 5 (int)
 comp(model=m,revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded
 comp(model=m,device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded
-comp(model=m,dtype="float16") -> expected dtype beside a model's name, found dtype='float16' beside a loaded
+comp(model=m,dtype="float16") -> expected dtype together with the name of a model, found dtype='float16' beside a loaded
 comp(dtype="fp16") -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 comp(threads=0) -> expected threads of at least 1, found 0
 comp(threads=1.5) -> expected threads to be a whole number, found 1.5; write threads=1
@@ -297,7 +297,7 @@ m.embedding_vector(99999) -> expected a token id in 0..2047, found 99999
 m.embedding_vector(1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
 m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; write
 m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; was it encoded with
-m.project_to_vocab(None) -> expected states as a tensor [..., 192], found None; write the residual stream as
+m.project_to_vocab(None) -> expected residual states as a tensor [..., 192], found None; pass e.g.
 m.project_to_vocab(torch.zeros(192),tokens=[99999]) -> logits: expected a token id in 0..2047, found 99999
 m.project_to_vocab(torch.zeros(192),tokens="x") -> logits: tokens: expected whole numbers, found 'x'; write a
 m.chat("x") -> expected a chat template of specimen in tokenizer_config.json or chat_template.jinja, found

@@ -113,7 +113,7 @@ def load_for(
         model = source.load(max_memory=_weights_limit(source, limit, working))
     if model.streamed is not None and order == "auto":
         shortage = describe_shortage(model.weight_bytes, model.streamed.room)
-        say(f"{source.name}: {shortage}, the corpus goes layer by layer")
+        say(f"{source.name}: {shortage}; all batches run through one layer after another")
     return model
 
 

@@ -430,7 +430,7 @@ class HookSpec:
         )
         if self._objective is not None and not bound.gradients:
             raise HookPointNotFound(
-                "gradient_of(…) sets a metric to differentiate: expected a captured gradient, found none; add "
+                "gradient_of(…) was called: expected a captured gradient, found none; add "
                 f".capture('{GRADIENT}blocks.*.hook_resid_post')"
             )
         return bound
@@ -577,7 +577,7 @@ def layers_by_variable(cells: Iterable[tuple[str, int | None]]) -> dict[str, lis
 
 
 def _refuse_point_never_read(point: HookPoint, change: Intervention) -> None:
-    # A derived value, e.g. router probabilities, is computed for captures only: a change has no effect.
+    # A derived value, e.g. router probabilities, is computed only for captures.
     if BY_NAME[point.kind].is_derived:
         prefix = str(point).rpartition("hook_")[0]
         states = f"'{prefix}hook_state_seq' or '{prefix}hook_write'"

@@ -668,7 +668,7 @@ def test_inspect_tells_the_backend_and_what_it_cannot_do(saved, tmp_path, capsys
     assert mizarr_command(["models", "inspect", str(folder), "--json", "--quiet"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["compatible"] and found["backend"]["name"] == "transformers"
-    assert "as its family is not known" in found["backend"]["reason"]
+    assert "because mizarr does not know its family" in found["backend"]["reason"]
     assert len(found["issues"]) > 1, "why our own networks do not take it"
     asked = ["models", "inspect", str(folder), "--backend", "transformers", "--quiet"]
     assert mizarr_command([*asked, "--json"]) == 0
@@ -748,7 +748,9 @@ def test_what_the_bridge_cannot_run_either_is_refused_in_a_line(saved, tmp_path)
         json.dumps(config | {"model_type": "novel", "architectures": ["Novel"]})
     )
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=r"'novel' is no family .* Details: mizarr models inspect") as error:
+    with pytest.raises(
+        ConfigError, match=r"neither the family 'novel' .* details run: mizarr models inspect"
+    ) as error:
         Model.from_pretrained(tmp_path)
     assert len(str(error.value)) < 600 and "\n" not in str(error.value)
 

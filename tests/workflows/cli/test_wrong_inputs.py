@@ -88,17 +88,17 @@ with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing po
 with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;
 with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
 with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
-with --revision v9 -> expected no revision for the directory specimen, found 'v9'; revisions belong to hub ids
+with --revision v9 -> expected no revision for the directory specimen, found 'v9'; leave it out, as
 with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
 into a_file -> expected a folder at
 into nostore -> expected a store or an empty folder at
 into a_file/sub -> expected a folder at 'a_file/sub', found Not a directory; name another
 into dangling -> expected a folder at
 into s4://bucket/x -> expected a folder, or a URL that begins with s3://, gs://, az://, memory://, found one
-model specimenn -> specimenn is no directory, and not in the local cache
+model specimenn -> expected a directory or a model in the local cache
 model '' -> expected a model directory, a hub id such as org/name, or one of specimen,
-model folder -> expected a model in folder, found no config.json; give the folder that holds
-model a_file -> expected a model's directory, found the file a_file; give the folder it lies in
+model folder -> expected a model in folder, found no config.json; name the folder that
+model a_file -> expected the directory of a model, found the file a_file; name the folder that
 model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
 compute logit_lens --store new --set prompts='["a"]' --memory 1B -> capture needs about
 compute logit_lense --store new -> no workflow 'logit_lense'; did you mean 'logit_lens'?
@@ -116,7 +116,7 @@ lens heatmaps=-1 -> expected heatmaps to be int of at least 0, found -1 (int)
 lens soft_cap=yes -> expected soft_cap to be bool, found 'yes' (str)
 lens dtype=fp16 -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 lens device=5 -> expected device to be str | None, found 5 (int)
-lens model=folder -> expected a model in folder, found no config.json; give the folder that holds
+lens model=folder -> expected a model in folder, found no config.json; name the folder that
 lens top_k=3 --set top_k=4 -> '--set': 'top_k' is set twice (see mizarr compute --help)
 lens model=specimen --model specimen -> the model is given twice: --model and --set model=…; keep one (see
 lens prompts=a --figures a_file/x -> expected a folder for figure.png, found the file
@@ -174,7 +174,7 @@ gc --grace 1e999h --store activations -> '--grace': expected a duration such as 
 gc --quota inf --store activations -> '--quota': expected a size such as 500MB or 2GiB, found 'inf' (see
 browse --port 99999 --store activations --no-open -> '--port': 99999 is not in the range 0<=x<=65535. (see
 site nostore --store activations -> expected a new or empty folder, or a site that mizarr wrote, found other
-models inspect folder -> expected a model in folder, found no config.json; give the folder that holds
+models inspect folder -> expected a model in folder, found no config.json; name the folder that
 models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
 models fetch a/b/c -> expected a hub id such as org/name, found 'a/b/c'
 features inspect '' -> expected a directory, or a hub reference such as org/repo, found ''; name one

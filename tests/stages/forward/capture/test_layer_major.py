@@ -166,7 +166,7 @@ def test_the_head_is_read_once_for_logits_and_refused_before_anything_else(
     assert few.streamed.window.reads == dict.fromkeys([*range(4), unit], 1)
     assert sizes.always + sizes.units[unit] > sizes.least
     fewer = Model.from_pretrained(tmp_path / "m", max_memory=sizes.least)
-    with pytest.raises(ConfigError, match=f"room for the {unit}"):
+    with pytest.raises(ConfigError, match=f"memory for the {unit}"):
         capture(fewer, [[7, 8, 9]], spec, stores[1])
     assert not fewer.streamed.window.reads
 
@@ -225,7 +225,12 @@ def test_a_limit_decides_the_order_and_provenance_tells_it(tmp_path, prompts, st
         notes = [note for record in store.records() for note in store.provenance(record)]
         assert {note["order"] for note in notes if "batch_tokens" in note} == {expected}
     assert contents(stores[0]) == contents(stores[1])
-    assert capfd.readouterr().err.count("layers come and go, the corpus goes layer by layer") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "reads layers from files; all batches run through one layer after another"
+        )
+        == 1
+    )
 
 
 def test_what_the_machine_has_left_decides_where_nobody_says(tmp_path, prompts, stores, monkeypatch):

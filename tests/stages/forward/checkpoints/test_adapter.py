@@ -236,7 +236,7 @@ def test_an_adapter_of_another_model_is_refused(base, tmp_path):
         resolve(other, adapter=tmp_path / "adapter").identity()
     with pytest.raises(ModelNotFound, match=r"found no adapter_config\.json"):
         resolve(base, adapter=other)
-    with pytest.raises(ConfigError, match="expected an adapter or backend='transformers', found both"):
+    with pytest.raises(ConfigError, match="expected either adapter= or backend='transformers', found both"):
         resolve(base, adapter=tmp_path / "adapter", backend="transformers")
 
 

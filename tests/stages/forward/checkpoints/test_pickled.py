@@ -136,7 +136,9 @@ def test_a_missing_shard_is_named(pickled):
     folder, tensors = pickled
     save(folder, tensors, "sharded")
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(WeightsError, match=r"lists 2 files, found no pytorch_model-00002-of-00002\.bin"):
+    with pytest.raises(
+        WeightsError, match=r"the 2 weight files listed in .*, found no pytorch_model-00002-of-00002\.bin"
+    ):
         _ = resolve(folder).weight_files
 
 
