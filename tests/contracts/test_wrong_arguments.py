@@ -31,9 +31,9 @@ Model("specimen") -> expected a network, found 'specimen'; load a model by name:
 m.tokenize(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]),
 m.tokenize({"text":"a"}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or
 m.tokenize([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position]
-m.tokenize([[]]) -> expected at least one token, found the prompt empty
+m.tokenize([[]]) -> expected at least one token in the prompt, found none
 m.tokenize([None]) -> expected prompt 0 as a text or token ids, found None; leave missing values out
-m.tokenize([[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0;
+m.tokenize([[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0;
 m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
 m.tokenize(["a",5]) -> expected prompt 1 as a text or token ids, found 5 (int)
 m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass them in two
@@ -139,7 +139,7 @@ cap(p=None) -> expected prompts as a text, several texts, token ids ([position] 
 cap(p=[]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or a
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
-cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
+cap(p=[[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0; convert
 cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
 cap(store=None) -> expected an open store, found None; write store=mizarr.open_store('activations'), with the
 cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
@@ -152,12 +152,12 @@ cap(memory=0) -> expected memory of at least 1, found 0
 cap(memory=-5) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -5
 cap(memory=None) -> expected memory to be a whole number, found None; write memory=1
 cap(order="layers") -> capture order: expected one of auto, batch, layer, found 'layers'
-cap(device="cuda") -> expected device together with the name of a model, found device='cuda' together
+cap(device="cuda") -> expected device together with the name of a model,
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1
 cap(codec="gzip") -> expected a codec among zstd, none, found 'gzip'; name one, or leave it out
-cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
-cap(adapter="nowhere") -> expected adapter together with the name of a model, found adapter='nowhere' beside a loaded
+cap(backend="jax") -> expected backend together with the name of a model,
+cap(adapter="nowhere") -> expected adapter together with the name of a model,
 cap(progress="no") -> expected progress as True or False, found 'no'; leave it out
 capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout as True or False, found 'x'
 comp(model="specimen",trust_layout=1) -> expected trust_layout as True or False, found 1; leave it out
@@ -168,7 +168,7 @@ Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout as 
 Model.from_pretrained("specimen",progress="x") -> expected progress as True or False, found 'x'; leave it out
 store.verify(quick="x") -> expected quick as True or False, found 'x'; leave it out
 store.gc(dry_run="no") -> expected dry_run as True or False, found 'no'; leave it out
-cap(revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded model; give
+cap(revision="x") -> expected revision together with the name of a model,
 capture(None,["a"],P,store=new) -> expected a model, its hub id or its folder, found None; load it:
 ds.mi.sel(layer=99) -> expected layers 99 of resid_post, found 0-5; leave the others out, or capture them:
 ds.mi.sel(layer=-1) -> expected layers -1 of resid_post, found 0-5; leave the others out, or capture them:
@@ -201,9 +201,9 @@ comp(prompts=5) -> expected prompts to be a list of str, found 5 (int)
 comp(top_k=np.int64(0)) -> expected top_k to be int of at least 1, found 0 (int)
 comp(topk=3) -> workflow 'logit_lens' has no setting 'topk'; did you mean 'top_k'?
 comp(model=5) -> expected model to be str, found 5 (int)
-comp(model=m,revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded
-comp(model=m,device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded
-comp(model=m,dtype="float16") -> expected dtype together with the name of a model, found dtype='float16' beside a loaded
+comp(model=m,revision="x") -> expected revision together with the name of a model,
+comp(model=m,device="cuda") -> expected device together with the name of a model,
+comp(model=m,dtype="float16") -> expected dtype together with the name of a model,
 comp(dtype="fp16") -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 comp(threads=0) -> expected threads of at least 1, found 0
 comp(threads=1.5) -> expected threads to be a whole number, found 1.5; write threads=1
@@ -262,11 +262,11 @@ d.targets("x") -> layers: expected whole numbers, found 'x'; write a list such a
 Corpus(None) -> expected files, folders or globs as sources, found None; name them
 Corpus("prompts.txt",context=0) -> expected a context of at least 1 token, found 0
 Corpus("prompts.txt",context=1.5) -> expected context to be a whole number, found 1.5; write context=1
-Corpus("prompts.txt",share=0) -> expected a share of the documents in (0, 1], found 0
+Corpus("prompts.txt",share=0) -> Corpus: expected share= in (0, 1], the share of documents to read, found 0
 Corpus("prompts.txt",share="x") -> expected share to be a number, found 'x'; write a float
 Corpus("prompts.txt",seed=1.5) -> expected seed to be a whole number, found 1.5; write seed=1
-Corpus("prompts.txt",pack=True) -> expected pack=True with context=…, the tokens of a prompt, found no context
-Corpus("prompts.txt",column=5) -> expected the name of a column, found 5; leave it out for text, else ids
+Corpus("prompts.txt",pack=True) -> Corpus: pack=True (--pack) needs context=, the tokens of a prompt, found none
+Corpus("prompts.txt",column=5) -> Corpus: expected column= as the name of a column, found 5; leave it out for
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open
 ActivationLoader([]) -> expected one stored run or more, found none
@@ -301,7 +301,7 @@ m.project_to_vocab(None) -> expected residual states as a tensor [..., 192], fou
 m.project_to_vocab(torch.zeros(192),tokens=[99999]) -> logits: expected a token id in 0..2047, found 99999
 m.project_to_vocab(torch.zeros(192),tokens="x") -> logits: tokens: expected whole numbers, found 'x'; write a
 m.chat("x") -> expected a chat template of specimen in tokenizer_config.json or chat_template.jinja, found
-m.pair("a","b") -> expected a model with an encoder and a decoder to read pairs, found specimen, which reads
+m.pair("a","b") -> model.pair: expected an encoder-decoder model, found specimen, which reads
 m.bind(5) -> expected hooks as a HookSpec, found 5; write
 """
 CASES = [line.split(" -> ", 1) for line in TABLE.strip().splitlines()]

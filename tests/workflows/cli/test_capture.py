@@ -252,7 +252,7 @@ def test_a_pair_for_a_model_of_one_sequence_is_refused(capture, prompts):
     Path(prompts).write_text('{"source": [1, 2], "target": [3]}\n')
     code, out, told = capture()
     assert (code, out) == (2, "")
-    assert "an encoder and a decoder to read pairs" in told and "join the two texts" in told
+    assert "expected an encoder-decoder model" in told and "join the two texts" in told
 
 
 def test_half_a_pair_is_refused(capture, prompts):

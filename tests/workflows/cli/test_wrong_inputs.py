@@ -26,19 +26,19 @@ TABLE = r"""
 file folder -> expected files of documents at 'folder', found none; name files, globs or folders with
 file empty.txt -> expected at least one prompt, found none in empty.txt
 file blank.txt -> expected at least one prompt, found none in blank.txt
-file latin.txt -> expected UTF-8 text in 'latin.txt', found byte 0xe9; convert it
-file utf16.txt -> expected UTF-8 text in 'utf16.txt', found byte 0xff; convert it
+file latin.txt -> expected UTF-8 text in 'latin.txt', found byte 0xe9; convert the file
+file utf16.txt -> expected UTF-8 text in 'utf16.txt', found byte 0xff; convert the file
 file missing.jsonl -> missing.jsonl:2: expected a string, {'text': string} or {'ids': [integers]}, found
 file broken.jsonl -> broken.jsonl:2: expected JSON, found '{"text": "b"' (Expecting ',' delimiter)
 file null.jsonl -> null.jsonl:1: expected a string, {'text': string} or {'ids': [integers]}, found
 file float.jsonl -> float.jsonl:1: expected a string, {'text': string} or {'ids': [integers]}, found
-file big.jsonl -> expected token ids in 0..2047, found 99999999 in the prompt; was it encoded with
-file neg.jsonl -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
-file noids.jsonl -> expected at least one token, found the prompt empty
+file big.jsonl -> expected token ids in 0..2047, found 99999999 in the prompt; encode it with
+file neg.jsonl -> expected token ids in 0..2047, found -1 in the prompt; encode it with the
+file noids.jsonl -> expected at least one token in the prompt, found none
 file bool.jsonl -> bool.jsonl:1: expected a string, {'text': string} or {'ids': [integers]}, found
 file list.json -> expected text, or documents in .txt, .md, .jsonl, .ndjson, .parquet, .arrow, .tar,
 file data.csv -> expected text, or documents in .txt, .md, .jsonl, .ndjson, .parquet, .arrow, .tar,
-file prompts.parquet -> expected a Parquet file at 'prompts.parquet', found Parquet magic bytes not found in
+file prompts.parquet -> expected a Parquet file at 'prompts.parquet', found one that cannot be read
 file dangling.txt -> expected a file of prompts at 'dangling.txt', found nothing; to give the prompt itself
 file loop -> expected a file of prompts at 'loop', found nothing; to give the prompt itself add
 file nowhere.txt -> expected a file of prompts at 'nowhere.txt', found nothing; to give the prompt itself
@@ -46,8 +46,8 @@ file 'no*.txt' -> expected files of documents at 'no*.txt', found none; name fil
 file '' --text -> expected prompt 0 to have a token of its own, found only the 1 that the tokenizer adds
 file folder --context 4 -> expected files of documents at 'folder', found none; name files, globs or folders
 file prompts.txt --context 0 -> '--context': 0 is not in the range x>=1. (see mizarr capture --help)
-file prompts.txt --share nan -> expected a share of the documents in (0, 1], found nan
-file prompts.txt --pack -> expected pack=True with context=…, the tokens of a prompt, found no context
+file prompts.txt --share nan -> Corpus: expected share= in (0, 1], the share of documents to read, found nan
+file prompts.txt --pack -> Corpus: pack=True (--pack) needs context=, the tokens of a prompt, found none
 file prompts.txt --text --context 4 -> expected files with --context, found --text; give prompts themselves
 hook blocks.99.hook_resid_post -> specimen has layers 0 to 5, found 'blocks.99.hook_resid_post'; the last one
 hook blocks.-1.hook_resid_post -> there is no hook point 'blocks.-1.hook_resid_post'; did you mean
@@ -107,7 +107,7 @@ lens prompts=5 -> expected prompts to be a list of str, found 5 (int)
 lens prompts=NaN -> expected prompts to be a list of str, found nan (float)
 lens 'prompts=[[1.5]]' -> expected prompts to be a list of str, found [[1.5]] (list)
 lens 'prompts=[""]' -> expected prompt 0 to have a token of its own, found only the 1 that the tokenizer adds
-lens 'prompts=["\ud800"]' -> prompts: expected text, found half of a surrogate pair ('\ud800') at character
+lens 'prompts=["\ud800"]' -> prompts: expected valid Unicode text, found half of a surrogate pair ('\ud800') at
 lens top_k=0 -> expected top_k to be int of at least 1, found 0 (int)
 lens top_k=ten -> expected top_k to be int of at least 1, found 'ten' (str)
 lens top_k=1e999 -> expected top_k to be int of at least 1, found inf (float)

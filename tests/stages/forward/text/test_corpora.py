@@ -467,7 +467,7 @@ def test_labels_have_names_that_store_and_capture_leave_them(words, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     path, store = str(tmp_path / "a.jsonl"), open_store(tmp_path / "store")
     for name in ("../../evil", "a/b", "..", "", "zarr.json", "token_id", "row_size"):
-        with pytest.raises(PromptError, match="names of their own"):
+        with pytest.raises(PromptError, match="labels= with names that can be stored"):
             Corpus(path, labels=[name])
     with pytest.raises(PromptError, match="unlike captures and their axes, found 'resid_post'"):
         capture("specimen", Corpus(path, labels=["resid_post"]), HOOKS, store=store, progress=False)

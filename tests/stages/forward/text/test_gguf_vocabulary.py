@@ -348,7 +348,7 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path):
         ({"pre": None}, r"found None.*tokenizer\.json"),
         ({"pre": "default"}, "found 'default'"),
         ({"model": "t5"}, r"gpt2, llama, bert, found 't5'; put the tokenizer\.json"),
-        ({"merges": None}, "merges beside its tokens, found none"),
+        ({"merges": None}, "a list tokenizer.ggml.merges, found none"),
         ({"merges": ["ab"]}, "expected two pieces .* found 'ab'"),
         ({"merges": ["a \u0100"]}, "cannot be read .*fetch it again"),
         ({"token_type": [1, 1]}, r"token_type for each of \d+ tokens, found 2"),

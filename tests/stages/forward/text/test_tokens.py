@@ -78,7 +78,7 @@ def test_a_name_has_one_final_token_however_many_spans_it_stands_for():
 @pytest.mark.parametrize("span", [(0, 6), (3, 3), (-1, 2)])
 def test_a_span_outside_the_text_is_an_error(span):
     with pytest.raises(
-        TokenizerError, match=r"'x' to lie within the text's 5 characters, found .*; are these byte"
+        TokenizerError, match=r"'x' within the 5 characters of the text, found .*, not byte offsets"
     ):
         BY_HAND.label_spans([("x", span)])
 
