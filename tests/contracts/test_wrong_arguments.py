@@ -113,7 +113,7 @@ gen(None) -> expected prompts as a text, several texts, token ids ([position] or
 gen([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 gen(max_tokens=0) -> expected max_tokens of at least 1, found 0
 gen(max_tokens=1.5) -> expected max_tokens to be a whole number, found 1.5; write max_tokens=1
-gen(temperature=-1) -> expected a temperature >= 0, found -1
+gen(temperature=-1) -> expected a finite temperature >= 0, found -1
 gen(temperature="x") -> expected temperature to be a number, found 'x'; write a float
 gen(temperature=1,seed=1.5) -> seed: expected whole numbers, found 1.5; write ints, or a list of them
 gen(temperature=1,seed=-1) -> expected seed of at least 0, found -1
@@ -123,12 +123,12 @@ gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all toke
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
 gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write a float
-gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; remove it
-gen(stop=999999) -> expected stop ids in 0..2047, found 999999; remove it
-gen(eos=-1) -> expected eos to hold token ids, found -1; pass eos=() to end at none
+gen(stop=5.5) -> stop: expected texts and token ids, found 5.5; remove it
+gen(stop=999999) -> stop: expected token ids in 0..2047, found 999999; remove it
+gen(eos=-1) -> eos: expected token ids, found -1; pass eos=() to generate past every end token
 gen(cache="yes") -> expected cache as True or False, found 'yes'; leave it out
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
-gen(on_token=5) -> expected on_token as a function of a token, found 5; leave it out
+gen(on_token=5) -> expected on_token as a function of a NewToken, found 5; pass a function, or
 gen(hooks=5) -> expected hooks as a HookSpec, found 5; write
 generate("specimen","a") -> expected a loaded model, found 'specimen'; load it:
 cap(h=None) -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
@@ -265,7 +265,7 @@ Corpus("prompts.txt",context=1.5) -> expected context to be a whole number, foun
 Corpus("prompts.txt",share=0) -> Corpus: expected share= in (0, 1], the share of documents to read, found 0
 Corpus("prompts.txt",share="x") -> expected share to be a number, found 'x'; write a float
 Corpus("prompts.txt",seed=1.5) -> expected seed to be a whole number, found 1.5; write seed=1
-Corpus("prompts.txt",pack=True) -> Corpus: pack=True (--pack) needs context=, the tokens of a prompt, found none
+Corpus("prompts.txt",pack=True) -> Corpus: pack=True (--pack) needs context=, the tokens
 Corpus("prompts.txt",column=5) -> Corpus: expected column= as the name of a column, found 5; leave it out for
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open

@@ -395,7 +395,7 @@ def test_generation_reads_every_position_anew_and_is_greedy_decoding(bridged):
         expected.append(int(theirs(reference, torch.tensor([expected]))[0][0, -1].argmax()))
     assert list(found[0].generated_ids) == expected[3:]
     assert "every position anew" in found.reading
-    with pytest.raises(ConfigError, match="expected cache=None or False"):
+    with pytest.raises(ConfigError, match="expected cache=None or cache=False"):
         generate(model, [ids], cache=True)
 
 
@@ -403,7 +403,7 @@ def test_generation_reads_every_position_anew_and_is_greedy_decoding(bridged):
 def test_what_looks_ahead_continues_no_text(model_type, kind, bridged):
     model, _ = bridged(model_type, kind)
     assert not model.config.predicts_next
-    with pytest.raises(ConfigError, match="expected a causal language model"):
+    with pytest.raises(ConfigError, match="whose logits predict the next token"):
         generate(model, [[9, 8, 7]])
 
 

@@ -107,7 +107,7 @@ lens prompts=5 -> expected prompts to be a list of str, found 5 (int)
 lens prompts=NaN -> expected prompts to be a list of str, found nan (float)
 lens 'prompts=[[1.5]]' -> expected prompts to be a list of str, found [[1.5]] (list)
 lens 'prompts=[""]' -> expected prompt 0 to have a token of its own, found only the 1 that the tokenizer adds
-lens 'prompts=["\ud800"]' -> prompts: expected valid Unicode text, found half of a surrogate pair ('\ud800') at
+lens 'prompts=["\ud800"]' -> prompts: expected valid Unicode text, found half of a surrogate pair ('\ud800')
 lens top_k=0 -> expected top_k to be int of at least 1, found 0 (int)
 lens top_k=ten -> expected top_k to be int of at least 1, found 'ten' (str)
 lens top_k=1e999 -> expected top_k to be int of at least 1, found inf (float)
@@ -122,7 +122,7 @@ lens model=specimen --model specimen -> the model is given twice: --model and --
 lens prompts=a --figures a_file/x -> expected a folder for figure.png, found the file
 lens prompts=a --figures dangling -> expected a folder for figure.png, found the file
 lens prompts=a --memory 1 -> capture needs about 18 KiB of memory at once, the budget is 1 B; raise --memory,
-compute generate --store new --set temperature=NaN -> expected a temperature >= 0, found nan
+compute generate --store new --set temperature=NaN -> expected a finite temperature >= 0, found nan
 compute generate --store new --set temperature=1 --set top_p=2 -> expected top_p in (0, 1], found 2.0
 compute generate --store new --set max_tokens=0 -> expected max_tokens of at least 1, found 0
 compute generate --store new --set seed=-1 -> expected seed to be int of at least 0, found -1 (int)

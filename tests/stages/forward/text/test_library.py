@@ -108,7 +108,7 @@ def test_bos_is_placed_where_it_is_asked(tokenizer, bare):
     written = tokenizer.encode("<s>Paris", add_special=False, prepend_bos=False)
     assert written.ids[0] == 0, "a BOS in the text is text"
     assert bare.encode("Paris").ids == bare.encode("Paris", prepend_bos=False).ids
-    with pytest.raises(TokenizerError, match=r"expected a BOS token of .* in tokenizer_config.json"):
+    with pytest.raises(TokenizerError, match=r"expected a BOS token in tokenizer_config.json of .*"):
         bare.encode("Paris", prepend_bos=True)
 
 
@@ -257,7 +257,7 @@ def test_a_chat_template_in_a_file_of_its_own_is_read(folder, tmp_path):
 
 
 def test_templates_can_refuse_and_cannot_escape(tokenizer, bare, folder):
-    with pytest.raises(TokenizerError, match="refuses this conversation: no tools"):
+    with pytest.raises(TokenizerError, match="does not accept these messages: no tools"):
         tokenizer.chat([{"role": "tool", "content": ""}])
     with pytest.raises(TokenizerError, match=r"expected a chat template of .* in tokenizer_config.json"):
         bare.chat("hi")
