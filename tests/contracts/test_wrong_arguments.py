@@ -25,7 +25,7 @@ Model.from_pretrained("specimen", dtype="fp16") -> expected dtype to be one of f
 Model.from_pretrained("specimen", device="cuda") -> expected a device such as cpu, cuda or cuda:1 that this
 Model.from_pretrained("specimen", revision=5) -> expected no revision for the directory specimen, found 5;
 Model.from_pretrained("specimen", backend="jax") -> expected backend to be one of native, transformers, found
-Model.from_pretrained("specimen", adapter=5) -> expected an adapter in 5, found no adapter_config.json; pass
+Model.from_pretrained("specimen", adapter=5) -> expected a LoRA adapter in 5, found no adapter_config.json;
 Model.from_pretrained("specimen", adapter="nowhere") -> expected an adapter in nowhere, found no
 Model("specimen") -> expected a network, found 'specimen'; load a model by name:
 m.tokenize(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]),

@@ -87,7 +87,7 @@ with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see miza
 with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');
 with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;
 with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
-with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
+with --adapter folder -> expected a LoRA adapter in folder, found no adapter_config.json; pass the folder
 with --revision v9 -> expected no revision for the directory specimen, found 'v9'; leave it out, as
 with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
 into a_file -> expected a folder at
@@ -99,7 +99,7 @@ model specimenn -> expected a directory or a model in the local cache
 model '' -> expected a model directory, a hub id such as org/name, or one of specimen,
 model folder -> expected a model in folder, found no config.json; name the folder that
 model a_file -> expected the directory of a model, found the file a_file; name the folder that
-model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
+model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (expected 8 bytes
 compute logit_lens --store new --set prompts='["a"]' --memory 1B -> capture needs about
 compute logit_lense --store new -> no workflow 'logit_lense'; did you mean 'logit_lens'?
 compute logit_lens --store new --set promts='["a"]' -> workflow 'logit_lens' has no setting 'promts'; did you
@@ -175,7 +175,7 @@ gc --quota inf --store activations -> '--quota': expected a size such as 500MB o
 browse --port 99999 --store activations --no-open -> '--port': 99999 is not in the range 0<=x<=65535. (see
 site nostore --store activations -> expected a new or empty folder, or a site that mizarr wrote, found other
 models inspect folder -> expected a model in folder, found no config.json; name the folder that
-models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
+models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (expected 8 bytes
 models fetch a/b/c -> expected a hub id such as org/name, found 'a/b/c'
 features inspect '' -> expected a directory, or a hub reference such as org/repo, found ''; name one
 features fetch '' -> expected a directory, or a hub reference such as org/repo, found ''; name one

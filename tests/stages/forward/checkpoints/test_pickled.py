@@ -115,7 +115,10 @@ def test_a_pickle_that_does_more_is_refused_and_does_nothing(pickled, tmp_path, 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"state": {"a": torch.ones(1)}}, "expected tensors by name in .*, found dict under 'state'"),
+        (
+            {"state": {"a": torch.ones(1)}},
+            "expected a dict of tensors by name in .*, found dict under 'state'",
+        ),
         ([torch.ones(1)], "found list"),
         ({"a": 3}, "found int under 'a'"),
         (b"\x80\x02}q\x00.", "cannot be read|found a pickle"),
