@@ -81,7 +81,7 @@ with --batch-tokens ten -> '--batch-tokens': 'ten' is not a valid integer range.
 with --memory inf -> '--memory': expected a size such as 500MB or 2GiB, found 'inf' (see mizarr capture
 with --memory 1e999 -> '--memory': expected a size such as 500MB or 2GiB, found '1e999' (see mizarr capture
 with --memory -1GiB -> '--memory': expected a size such as 500MB or 2GiB, found '-1GiB' (see mizarr capture
-with --memory 1 -> a token of 1 captures needs 768 bytes, more than the memory of 1; capture fewer points,
+with --memory 1 -> memory: expected at least 768 bytes, for one token of 1 captures, found 1; raise it
 with --memory-limit 1kB -> memory_limit: expected more than 41,946,112 bytes, which the activations of a
 with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see mizarr capture --help)
 with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');

@@ -504,7 +504,6 @@ def _joined_labels(columns: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         abs(int(end)) <= _MOST_EXACT for column in integer_columns for end in (column.min(), column.max())
     )
     if len(kinds) == 1 or (kinds == {"i", "f"} and fit_float64):
-        # Strings of any length: a fixed-length dtype of one file would cut those of another.
         return np.concatenate(
             [
                 column if column.dtype.kind in "if" else column.astype(np.dtypes.StringDType())

@@ -213,7 +213,7 @@ def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monke
 
     monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 1000))
     store = open_store(tmp_path / "store")
-    with pytest.raises(StoreFull, match="bytes of room"):
+    with pytest.raises(StoreFull, match="bytes of free disk space"):
         capture("specimen", ["a prompt"], HOOKS, store=store, progress=False)
     assert list(store.entries()) == []
 
@@ -229,7 +229,7 @@ def test_so_is_one_without_room_for_what_a_corpus_gained(tmp_path, monkeypatch):
     capture("specimen", prompts[:8], HOOKS, **asked)
     of_token = 6 * 192 * 4
     monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 30 * 16 * of_token))
-    with pytest.raises(StoreFull, match=f"expected {32 * 16 * of_token} bytes of room"):
+    with pytest.raises(StoreFull, match=f"expected {32 * 16 * of_token} bytes of free disk space"):
         capture("specimen", prompts, HOOKS, **asked)
     assert capture("specimen", prompts[:32], HOOKS, **asked).sizes["token"] == 32 * 16
 
