@@ -25,8 +25,8 @@ Model.from_pretrained("specimen", dtype="fp16") -> expected dtype to be one of f
 Model.from_pretrained("specimen", device="cuda") -> expected a device such as cpu, cuda or cuda:1 that this
 Model.from_pretrained("specimen", revision=5) -> expected no revision for the directory specimen, found 5;
 Model.from_pretrained("specimen", backend="jax") -> expected backend to be one of native, transformers, found
-Model.from_pretrained("specimen", adapter=5) -> expected a LoRA adapter in 5, found no adapter_config.json;
-Model.from_pretrained("specimen", adapter="nowhere") -> expected an adapter in nowhere, found no
+Model.from_pretrained("specimen", adapter=5) -> expected a LoRA adapter in 5, found no
+Model.from_pretrained("specimen", adapter="nowhere") -> expected a LoRA adapter in nowhere, found no
 Model("specimen") -> expected a network, found 'specimen'; load a model by name:
 m.tokenize(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]),
 m.tokenize({"text":"a"}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or
@@ -34,9 +34,9 @@ m.tokenize([]) -> expected at least one prompt, found none; pass a text, several
 m.tokenize([[]]) -> expected at least one token in the prompt, found none
 m.tokenize([None]) -> expected prompt 0 as a text or token ids, found None; leave missing values out
 m.tokenize([[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0;
-m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
+m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; encode it with
 m.tokenize(["a",5]) -> expected prompt 1 as a text or token ids, found 5 (int)
-m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass them in two
+m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass texts
 fw("one", 5) -> expected hooks as a HookSpec, found 5; write
 fw("one", want="all") -> expected want as mizarr.logits(…), or None, found 'all'; write
 fw("one", want=logits(5)) -> logits: expected a position in -2..1, found 5
@@ -118,7 +118,7 @@ gen(temperature="x") -> expected temperature to be a number, found 'x'; write a 
 gen(temperature=1,seed=1.5) -> seed: expected whole numbers, found 1.5; write ints, or a list of them
 gen(temperature=1,seed=-1) -> expected seed of at least 0, found -1
 gen(temperature=1,seed=2**70) -> expected seed of at most 9007199254740992, found 1180591620717411303424
-gen(temperature=1,seed=[1,2,3]) -> expected one seed, or one for each of 1 prompts, found 3
+gen(temperature=1,seed=[1,2,3]) -> seed: expected one seed, or one for each of 1 prompts, found 3
 gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all tokens
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
@@ -140,7 +140,7 @@ cap(p=[]) -> expected at least one prompt, found none; pass a text, several text
 cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or a
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
 cap(p=[[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0; convert
-cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
+cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; encode it with
 cap(store=None) -> expected an open store, found None; write store=mizarr.open_store('activations'), with the
 cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
 cap(storage_dtype="int4") -> expected storage_dtype to be one of float32, float16, bfloat16, float64, int8,
@@ -259,8 +259,8 @@ d.encode({3:torch.zeros(2,192)},zero_positions=-1) -> expected zero_positions of
 d.encode({3:torch.zeros(2,192)},zero_positions=1.5) -> expected zero_positions to be a whole number, found
 d.read_hook(99) -> specimen/sae has features of layer 3, found layer 99
 d.targets("x") -> layers: expected whole numbers, found 'x'; write a list such as [0, -1]
-Corpus(None) -> expected files, folders or globs as sources, found None; name them
-Corpus("prompts.txt",context=0) -> expected a context of at least 1 token, found 0
+Corpus(None) -> Corpus: expected files, folders or globs as sources, found None; pass
+Corpus("prompts.txt",context=0) -> Corpus: expected a context of at least 1 token, found 0
 Corpus("prompts.txt",context=1.5) -> expected context to be a whole number, found 1.5; write context=1
 Corpus("prompts.txt",share=0) -> Corpus: expected share= in (0, 1], the share of documents to read, found 0
 Corpus("prompts.txt",share="x") -> expected share to be a number, found 'x'; write a float
@@ -295,8 +295,8 @@ attribution_graph(m,"specimen/clt","a b",max_feature_nodes="x") -> expected max_
 m.embedding_vector("nope nope nope") -> expected 'nope nope nope' to be one token of specimen, found ['Ġno',
 m.embedding_vector(99999) -> expected a token id in 0..2047, found 99999
 m.embedding_vector(1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
-m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; write
-m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; was it encoded with
+m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; pass
+m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; encode the
 m.project_to_vocab(None) -> expected residual states as a tensor [..., 192], found None; pass e.g.
 m.project_to_vocab(torch.zeros(192),tokens=[99999]) -> logits: expected a token id in 0..2047, found 99999
 m.project_to_vocab(torch.zeros(192),tokens="x") -> logits: tokens: expected whole numbers, found 'x'; write a

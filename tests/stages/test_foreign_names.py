@@ -173,7 +173,7 @@ def test_what_the_cache_holds_is_found_by_every_kind_of_revision(hub):
     for revision in (None, "main", "refs/pr/1", COMMIT):
         assert resolve("org/name", revision).revision == COMMIT
     assert resolve_dictionary("org/name/sub@refs/pr/1").directory.name == "sub"
-    with pytest.raises(ModelNotFound, match="cached, but not its revision 'v2'"):
+    with pytest.raises(ModelNotFound, match="of org/name at revision 'v2'"):
         resolve("org/name", "v2")
 
 

@@ -174,8 +174,8 @@ class WorldTokenizer(Tokenizer):
                     break
             else:
                 raise TokenizerError(
-                    f"expected a text that the vocabulary of {self.name} covers, found byte {at} "
-                    f"({data[at]:#04x}) without a token; remove this character"
+                    f"expected a text that the vocabulary of {self.name} covers, found no token at byte {at} "
+                    f"({data[at]:#04x}); remove this character"
                 )
             yield token, at, at + size
             at += size

@@ -676,7 +676,7 @@ def test_inspect_tells_the_backend_and_what_it_cannot_do(saved, tmp_path, capsys
     assert found["compatible"] and found["config"]["class_name"] == "LayoutLMForMaskedLM"
     assert any("no logit lens" in line for line in found["backend"]["missing"])
     assert mizarr_command(asked) == 0
-    assert "backend: transformers, as asked for" in capsys.readouterr().out
+    assert "backend: transformers, as requested" in capsys.readouterr().out
     random_models.save_random_model(tmp_path, "llama")
     assert mizarr_command(["models", "inspect", str(tmp_path), "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["backend"]["name"] == "native"
@@ -715,7 +715,7 @@ def test_a_family_that_is_not_known_runs_behind_the_bridge_unasked(model_type, s
     folder, _ = saved(model_type, "causal")
     asked = Model.from_pretrained(folder, backend="transformers")
     with pytest.warns(
-        UserWarning, match=f"'{model_type}' is no family that is known here, so transformers runs"
+        UserWarning, match=f"does not support the family '{model_type}', so transformers runs"
     ):
         unasked = Model.from_pretrained(folder)
     assert (unasked.name, unasked.identity) == (asked.name, asked.identity)
@@ -735,7 +735,7 @@ def test_without_transformers_one_line_says_what_to_install(saved, tmp_path, mon
     monkeypatch.setattr(bridge_case, "witness", lambda: None)
     monkeypatch.setattr("mizarr.stages.forward.models.layout_check.witness", lambda: None)
     with pytest.raises(
-        MissingExtra, match=r"'xlnet' is no family .*; transformers.* pip install 'mizarr\[check\]'"
+        MissingExtra, match=r"neither the family 'xlnet' .* transformers.* pip install 'mizarr\[check\]'"
     ) as error:
         Model.from_pretrained(folder)
     assert len(str(error.value)) < 500 and "\n" not in str(error.value)

@@ -245,7 +245,7 @@ def test_edges_to_later_keys_may_be_cut(tmp_path):
 def test_padding_has_no_position_and_is_refused(family, tmp_path):
     save_random_encoder(tmp_path, family, 0, tokenizer=False, pad_token_id=1)
     model = Model.from_pretrained(tmp_path)
-    with pytest.raises(PromptError, match=r"expected no padding in the prompt, found token 1, which has no"):
+    with pytest.raises(PromptError, match=r"expected no padding in the prompt, found the padding token 1 of"):
         model.forward([5, 1, 6])
     assert model.config.context_length == draw(family, 0)["max_position_embeddings"] - 2
 

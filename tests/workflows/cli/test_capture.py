@@ -88,7 +88,7 @@ def test_a_dry_run_refuses_the_workers_that_a_capture_refuses(capture, tmp_path)
     two_kinds = refused_alike(capture, "--workers", "2", "--cluster", "tcp://127.0.0.1:1")
     assert two_kinds.startswith("mizarr: error: expected a cluster or workers of this machine, found 'tcp:")
     by_layers = refused_alike(capture, "--workers", "2", "--order", "layer")
-    assert 'one process for order="layer", which reads each weight once, found 2 workers' in by_layers
+    assert 'order="layer" runs in one process: expected no workers, found 2 workers' in by_layers
     assert capture("--workers", "2", "--dry-run")[0] == 0
     assert not any((tmp_path / "store" / "data").glob("*/*"))
 
@@ -259,4 +259,4 @@ def test_half_a_pair_is_refused(capture, prompts):
     Path(prompts).write_text('[1]\n{"source": [1, 2]}\n')
     code, out, told = capture()
     assert (code, out) == (2, "")
-    assert "prompts.jsonl:2: expected a source and a target" in told
+    assert "prompts.jsonl:2: expected both source and target" in told

@@ -87,7 +87,7 @@ with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see miza
 with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');
 with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;
 with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
-with --adapter folder -> expected a LoRA adapter in folder, found no adapter_config.json; pass the folder
+with --adapter folder -> expected a LoRA adapter in folder, found no adapter_config.json; pass
 with --revision v9 -> expected no revision for the directory specimen, found 'v9'; leave it out, as
 with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
 into a_file -> expected a folder at

@@ -174,7 +174,7 @@ def test_an_open_edge_means_every_position():
         (Knockout([(0, 3)]), SCORES, "expected a query at or after its key"),
         (Knockout([(9, 3)]), SCORES, "found 9"),
         (Knockout(mask=np.zeros((3, 3), bool)), SCORES, "expected a mask of shape"),
-        (Steer([(3, 1)], 2.0), SCORES, "belongs at 'blocks.0.attn.hook_pattern'"),
+        (Steer([(3, 1)], 2.0), SCORES, "expected the hook point 'blocks.0.attn.hook_pattern'"),
         (SetValue([(3, 1)], 0.5, heads=(7,)), PATTERN, "found 7"),
     ],
 )

@@ -135,7 +135,7 @@ def test_files_replaced_between_plan_and_load_are_never_loaded(folder):
     replace_weights(folder)
     for each in (source, sent):
         with pytest.raises(
-            SourceChanged, match=r"to be model [0-9a-f]{12}, as when|they were replaced meanwhile"
+            SourceChanged, match=r"with identity [0-9a-f]{12}, as when|they were replaced meanwhile"
         ):
             each.load()
 
@@ -347,7 +347,7 @@ def test_a_model_that_was_loaded_by_name_and_edited_is_not_served_for_its_files(
         "experiment": lambda: run(ablation_node(folder), store),
     }
     kept = len(list(store.records()))
-    with pytest.raises(SourceChanged, match=r"as in its files, found \S+ edited in memory; give the edited"):
+    with pytest.raises(SourceChanged, match=r"as in its files, found \S+ edited in memory; pass the edited"):
         doors[door]()
     assert len(list(store.records())) == kept
     doors[door]()

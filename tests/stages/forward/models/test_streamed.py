@@ -69,7 +69,7 @@ def test_a_head_larger_than_the_room_is_told_when_it_is_needed(tmp_path):
                       num_key_value_heads=1, tie_word_embeddings=False)  # fmt: skip
     model = few(tmp_path / "m")
     model.forward(IDS, HookSpec().capture("blocks.*.hook_resid_post"), want=None)
-    with pytest.raises(ConfigError, match="room for the LM head"):
+    with pytest.raises(ConfigError, match="memory for the LM head"):
         model.forward(IDS)
 
 
@@ -130,7 +130,7 @@ def test_a_damaged_layer_is_told_when_it_is_reached(folder):
 
 
 def test_too_little_for_one_layer_is_refused_and_sizes_may_be_words(folder):
-    with pytest.raises(ConfigError, match=r"expected at least .* one layer at a time, found 1 KiB"):
+    with pytest.raises(ConfigError, match=r"expected at least .* largest layer and shared weights, found 1 KiB"):
         Model.from_pretrained(folder, max_memory="1KiB")
     assert Model.from_pretrained(folder, max_memory="1GiB").streamed is None
 

@@ -469,9 +469,9 @@ def test_labels_have_names_that_store_and_capture_leave_them(words, tmp_path):
     for name in ("../../evil", "a/b", "..", "", "zarr.json", "token_id", "row_size"):
         with pytest.raises(PromptError, match="labels= with names that can be stored"):
             Corpus(path, labels=[name])
-    with pytest.raises(PromptError, match="unlike captures and their axes, found 'resid_post'"):
+    with pytest.raises(PromptError, match="other names than captures and their axes, found 'resid_post'"):
         capture("specimen", Corpus(path, labels=["resid_post"]), HOOKS, store=store, progress=False)
-    with pytest.raises(PromptError, match="columns for 'l', found text"):
+    with pytest.raises(PromptError, match="a column 'l', found the text file"):
         Corpus(str(tmp_path / "a.txt"), labels=["l"]).tokens(words, store)
 
 
@@ -482,7 +482,7 @@ def test_settings_that_make_no_sense_are_refused(words, tmp_path):
         ({"pack": True}, "context"),
         ({"context": 0}, "at least 1"),
         ({"share": 0.0}, "share"),
-        ({"labels": ["document"]}, "taken"),
+        ({"labels": ["document"]}, "a name that mizarr uses"),
     ):
         with pytest.raises(PromptError, match=says):
             Corpus(path, **wrong)

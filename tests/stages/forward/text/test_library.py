@@ -168,7 +168,7 @@ def test_the_vocabulary_is_every_tokens_text_by_id(tokenizer):
 
 def test_ids_without_a_token_are_not_dropped_in_silence(tokenizer):
     with pytest.raises(
-        TokenizerError, match=rf"expected ids of .*'s {tokenizer.vocab_size} tokens, found 9999"
+        TokenizerError, match=rf"expected ids of the {tokenizer.vocab_size} tokens of .*, found 9999"
     ):
         tokenizer.decode([1, 9999])
 

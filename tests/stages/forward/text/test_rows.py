@@ -252,7 +252,7 @@ def test_where_there_is_no_tokenizer_a_text_is_no_prompt(ids):
 def test_a_tokenizer_reads_texts_alone(model):
     for wrong in (None, 5, b"a", "\ud800"):
         for read in (model.tokenizer.encode, lambda text: model.tokenizer.encode_batch([text])):
-            with pytest.raises(PromptError, match=r"specimen: expected (a text|text), found"):
+            with pytest.raises(PromptError, match=r"specimen: expected (a|valid Unicode) text, found"):
                 read(wrong)
 
 
@@ -305,7 +305,7 @@ def test_ids_that_are_decoded_are_whole_numbers(model, ids):
     assert model.tokenizer.decode([]) == ""
     for read in (model.tokenizer.decode, model.tokenizer.pieces):
         for wrong in ([1.7], ["a"], None, 5, [True], torch.tensor([1.5]), b"a"):
-            with pytest.raises(PromptError, match=r"whole numbers, (in the ids, )?found"):
+            with pytest.raises(PromptError, match=r"whole numbers\)? in the ids, found|whole numbers, found"):
                 read(wrong)
 
 
