@@ -106,7 +106,7 @@ Run("one", hooks=5) -> expected hooks as a HookSpec, found 5; write
 Run("one", want="x") -> expected want as mizarr.logits(…), or None, found 'x'; write
 run(m,None) -> expected runs as a list of mizarr.Run, found None; write [mizarr.Run(prompt)]
 run("specimen",[Run("one")]) -> expected a loaded model, found 'specimen'; load it:
-run(m,[Run("one")],memory=0) -> a run of 2 tokens needs about 40,960 bytes, more than the memory of 0; raise
+run(m,[Run("one")],memory=0) -> memory: expected 40,960 bytes for a run of 2 tokens, found only 0; raise
 run(m,[Run("one")],memory=-1) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -1
 run(m,[Run("one")],store=5) -> expected an open store, found 5; write
 gen(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a

@@ -714,9 +714,7 @@ def test_commands_take_the_backend(reading, tmp_path, capsys):
 def test_a_family_that_is_not_known_runs_behind_the_bridge_unasked(model_type, saved, tmp_path):
     folder, _ = saved(model_type, "causal")
     asked = Model.from_pretrained(folder, backend="transformers")
-    with pytest.warns(
-        UserWarning, match=f"does not support the family '{model_type}', so transformers runs"
-    ):
+    with pytest.warns(UserWarning, match=f"does not support the family '{model_type}', so transformers runs"):
         unasked = Model.from_pretrained(folder)
     assert (unasked.name, unasked.identity) == (asked.name, asked.identity)
     torch.testing.assert_close(unasked.forward([[3, 4]]).logits, asked.forward([[3, 4]]).logits)

@@ -292,7 +292,9 @@ def test_padding_has_no_position_in_m2m(tmp_path: Path) -> None:
     model = mizarr.Model.from_pretrained(tmp_path)
     padding = json.loads((tmp_path / "config.json").read_text())["pad_token_id"]
     for pair in (([7, padding, 8], []), ([7], [padding])):
-        with pytest.raises(PromptError, match=f"expected no padding in the prompt, found the padding token {padding}"):
+        with pytest.raises(
+            PromptError, match=f"expected no padding in the prompt, found the padding token {padding}"
+        ):
             model.pair(*pair)
     with pytest.raises(PromptError, match="expected no padding in a source or a target"):
         model.forward([[7, 8, VOCABULARY + padding]])

@@ -193,7 +193,9 @@ def test_files_of_torch_are_taken_only_without_safetensors():
 def test_a_repository_without_weights_is_refused_before_anything_is_fetched(hub):
     hub.files = {name: it for name, it in FILES.items() if not name.endswith((".safetensors", ".bin"))}
     hub.files["consolidated.pth"] = b"1"
-    with pytest.raises(DownloadError, match=r"in the hub repository org/name, found consolidated.pth; look on the hub"):
+    with pytest.raises(
+        DownloadError, match=r"in the hub repository org/name, found consolidated.pth; look on the hub"
+    ):
         fetch("org/name", progress=False)
     assert not any("/resolve/" in path for path in hub.asked)
 

@@ -85,7 +85,8 @@ def test_a_world_vocabulary_is_read_where_there_is_no_tokenizer_json(model):
     assert found.tokenizer().name == str(model)
     vocabulary.with_name("rwkv_vocab_v2.txt").write_text("1 'a' 1\n")
     with pytest.raises(
-        TokenizerError, match=r"expected one vocabulary file rwkv_vocab\*.txt .*found rwkv_vocab_v2.txt, rwkv_vocab_v20230424"
+        TokenizerError,
+        match=r"expected one vocabulary file rwkv_vocab\*.txt .*found rwkv_vocab_v2.txt, rwkv_vocab_v",
     ):
         resolve(model).tokenizer()
 

@@ -130,7 +130,9 @@ def test_a_damaged_layer_is_told_when_it_is_reached(folder):
 
 
 def test_too_little_for_one_layer_is_refused_and_sizes_may_be_words(folder):
-    with pytest.raises(ConfigError, match=r"expected at least .* largest layer and shared weights, found 1 KiB"):
+    with pytest.raises(
+        ConfigError, match=r"expected at least .* largest layer and shared weights, found 1 KiB"
+    ):
         Model.from_pretrained(folder, max_memory="1KiB")
     assert Model.from_pretrained(folder, max_memory="1GiB").streamed is None
 

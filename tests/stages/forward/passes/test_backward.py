@@ -354,5 +354,5 @@ def test_layers_gone_through_again_have_no_gradients(llama):
     from dataclasses import replace
 
     spec = replace(llama.bind(HookSpec().capture("grad:blocks.0.hook_resid_pre")), order=(0, 0, 1))
-    with pytest.raises(ConfigError, match="layers executed once"):
+    with pytest.raises(ConfigError, match="layers that run once"):
         llama.backward(draw(1, 4), spec, LAST_LOGITS, cotangent)

@@ -23,7 +23,9 @@ def test_characters_find_their_tokens_and_specials_never_compete():
     assert [BY_HAND.char_to_token_start(c) for c in (0, 1, 3)] == [1, 2, None]
     assert BY_HAND.char_range_to_tokens(0, 3) == [1, 2, 3] and BY_HAND.char_range_to_tokens(2, 2) == []
     assert BY_HAND.token_to_char_range(3) == (2, 5) and BY_HAND.token_to_char_range(0) == (0, 0)
-    with pytest.raises(TokenizerError, match=r"expected a token position in 0..4 of a text with 5 tokens, found 5"):
+    with pytest.raises(
+        TokenizerError, match=r"expected a token position in 0..4 of a text with 5 tokens, found 5"
+    ):
         BY_HAND.token_to_char_range(5)
 
 
