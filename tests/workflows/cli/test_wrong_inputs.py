@@ -140,7 +140,7 @@ report logit_lens --store new --output folder -> expected a file to write, such 
 report logit_lens --store new --output dangling/x.html -> expected a folder for x.html, found the file
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
 workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
-stages logit_lense -> no stage or experiment 'logit_lense'; did you mean 'logit_lens'?
+stages logit_lense -> expected the name of a stage or experiment, found 'logit_lense'; did you mean
 ls --store nowhere -> expected a store in
 show zzz --store activations -> no key in
 show ../x --store activations -> no key in
