@@ -125,9 +125,9 @@ def _require_whole(path: Path, stamp: Any) -> None:
         reader.load()
     folder = program.removesuffix(".pkl")
     for key, nbytes in reader.nbytes.items():
-        member = members.get(f"{folder}/{key}")
-        if member is None or member.file_size != nbytes:
-            present = "none" if member is None else f"{member.file_size} bytes"
+        stored_member = members.get(f"{folder}/{key}")
+        if stored_member is None or stored_member.file_size != nbytes:
+            present = "none" if stored_member is None else f"{stored_member.file_size} bytes"
             raise ValueError(f"a storage {key!r:.40} of {nbytes} bytes, of which the file has {present}")
 
 
