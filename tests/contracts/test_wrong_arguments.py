@@ -18,25 +18,25 @@ POINT = "blocks.0.hook_resid_post"
 # Expression -> how its message begins.
 TABLE = r"""
 Model.from_pretrained(None) -> expected a model, its hub id or its folder, found None; load it:
-Model.from_pretrained(Path("nowhere")) -> nowhere is no directory, and not in the local cache
-Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; give the folder
-Model.from_pretrained(Path("a_file")) -> expected a model's directory, found the file a_file; give the folder
+Model.from_pretrained(Path("nowhere")) -> expected a directory or a model in the local cache
+Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; name the folder
+Model.from_pretrained(Path("a_file")) -> expected the directory of a model, found the file a_file; name the
 Model.from_pretrained("specimen", dtype="fp16") -> expected dtype to be one of float32, float16, bfloat16,
 Model.from_pretrained("specimen", device="cuda") -> expected a device such as cpu, cuda or cuda:1 that this
 Model.from_pretrained("specimen", revision=5) -> expected no revision for the directory specimen, found 5;
 Model.from_pretrained("specimen", backend="jax") -> expected backend to be one of native, transformers, found
-Model.from_pretrained("specimen", adapter=5) -> expected an adapter in 5, found no adapter_config.json; pass
-Model.from_pretrained("specimen", adapter="nowhere") -> expected an adapter in nowhere, found no
+Model.from_pretrained("specimen", adapter=5) -> expected a LoRA adapter in 5, found no
+Model.from_pretrained("specimen", adapter="nowhere") -> expected a LoRA adapter in nowhere, found no
 Model("specimen") -> expected a network, found 'specimen'; load a model by name:
 m.tokenize(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]),
 m.tokenize({"text":"a"}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or
 m.tokenize([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position]
-m.tokenize([[]]) -> expected at least one token, found the prompt empty
+m.tokenize([[]]) -> expected at least one token in the prompt, found none
 m.tokenize([None]) -> expected prompt 0 as a text or token ids, found None; leave missing values out
-m.tokenize([[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0;
-m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
+m.tokenize([[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0;
+m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; encode it with
 m.tokenize(["a",5]) -> expected prompt 1 as a text or token ids, found 5 (int)
-m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass them in two
+m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass texts
 fw("one", 5) -> expected hooks as a HookSpec, found 5; write
 fw("one", want="all") -> expected want as mizarr.logits(…), or None, found 'all'; write
 fw("one", want=logits(5)) -> logits: expected a position in -2..1, found 5
@@ -50,13 +50,13 @@ S.capture("") -> there is no hook point ''; a model lists its own: `model.hook_p
 S.capture(P, when="during") -> expected when='after' or when='before', found 'during'
 S.capture(P, positions="first") -> expected positions as 'last', a slice such as '::16', or numbers such as
 S.capture(P, positions=1.5) -> expected positions as 'last', a slice such as '::16', numbers, or one bool per
-S.capture(P, positions=None, reduce=5) -> expected a reduction such as norm, mean, run_mean, logsumexp,
+S.capture(P, positions=None, reduce=5) -> reduce=: expected one of norm, mean, run_mean, logsumexp,
 S.capture(P, positions=slice(None,None,-1)) -> expected a slice that goes forward, found a step of -1
 S.capture(P, positions=slice("a")) -> positions: expected whole numbers, found 'a'; write a list such as [0,
 S.intervene(P, None) -> expected an intervention such as mizarr.Zero(), found None
 S.intervene(None, Zero()) -> expected a hook point's name, found None; write one such as
 S.intervene("nope", Zero()).bind(m.hook_points) -> there is no hook point 'nope'; a model lists its own:
-S.gradient_of(None) -> gradients: expected a metric with a gradient, found None; use LogitDifference,
+S.gradient_of(None) -> gradient_of: expected a differentiable metric, found None; use LogitDifference,
 S.extend(None) -> expected other as a HookSpec, found None; write
 Zero(positions=(1.5,)) -> Zero: positions: expected whole numbers, found 1.5; write ints, or a list of them
 Zero(heads=(True,)) -> Zero: heads: expected whole numbers, found True; write the numbers that are meant, of
@@ -77,13 +77,13 @@ AddAtPositions([(0,None)]) -> AddAtPositions: expected a floating-point tensor, 
 AddAtPositions([]) -> AddAtPositions: expected at least one (position, vector) pair, found none
 AddAtPositions([(1.5,v)]) -> AddAtPositions: positions: expected whole numbers, found 1.5; write ints, or a
 AddAtPositions([(0,v)], scale=nan) -> AddAtPositions: expected a finite number, found nan
-AddAtPositions(v) -> AddAtPositions: expected (position, vector) pairs, found something else; write
+AddAtPositions(v) -> AddAtPositions: expected a list of (position, vector) pairs, found
 iv(AddAtPositions([(99,v)])) -> AddAtPositions at 'blocks.0.hook_resid_post': expected positions in 0..2 (or
 Knockout() -> Knockout: expected either edges or a mask, found neither
-Knockout([(1,)]) -> Knockout: expected (query, key) with at most one None, found (1,)
+Knockout([(1,)]) -> Knockout: expected each edge as (query, key) with at most one None, found (1,)
 Knockout([("a","b")]) -> Knockout: positions of edges: expected whole numbers, found 'a'; write a list such
 Knockout(5) -> Knockout: expected (query, key) edges, found 5; write [(-1, 0)]
-iv(Knockout([(1,0)])) -> Knockout belongs at 'blocks.0.attn.hook_scores' or 'blocks.0.attn.hook_attn_scores',
+iv(Knockout([(1,0)])) -> Knockout: expected the hook point 'blocks.0.attn.hook_scores' or
 iv(Knockout([(99,0)]),"blocks.0.attn.hook_attn_scores") -> Knockout at 'blocks.0.attn.hook_attn_scores':
 Steer([(1,0)],nan) -> Steer: expected a finite number, found nan
 Steer([(1,0)],-1) -> Steer: expected a factor >= 0, found -1.0
@@ -97,7 +97,7 @@ HookPoint("blocks.{}.hook_resid_post","a") -> there is no hook point 'blocks.{}.
 cache["nope"] -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
 cache[5] -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache[None] -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
-cache["blocks.1.hook_resid_post"] -> 'blocks.1.hook_resid_post' was not captured, nearest is
+cache["blocks.1.hook_resid_post"] -> expected a captured hook point, found
 cache[0] -> expected a hook point's name, found 0; write one such as 'blocks.5.hook_resid_post'
 cache.require(5) -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache.require("nope") -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
@@ -106,29 +106,29 @@ Run("one", hooks=5) -> expected hooks as a HookSpec, found 5; write
 Run("one", want="x") -> expected want as mizarr.logits(…), or None, found 'x'; write
 run(m,None) -> expected runs as a list of mizarr.Run, found None; write [mizarr.Run(prompt)]
 run("specimen",[Run("one")]) -> expected a loaded model, found 'specimen'; load it:
-run(m,[Run("one")],memory=0) -> a run of 2 tokens needs about 40,960 bytes, more than the memory of 0; raise
+run(m,[Run("one")],memory=0) -> memory: expected 40,960 bytes for a run of 2 tokens, found only 0; raise
 run(m,[Run("one")],memory=-1) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -1
 run(m,[Run("one")],store=5) -> expected an open store, found 5; write
 gen(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a
 gen([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 gen(max_tokens=0) -> expected max_tokens of at least 1, found 0
 gen(max_tokens=1.5) -> expected max_tokens to be a whole number, found 1.5; write max_tokens=1
-gen(temperature=-1) -> expected a temperature >= 0, found -1
+gen(temperature=-1) -> expected a finite temperature >= 0, found -1
 gen(temperature="x") -> expected temperature to be a number, found 'x'; write a float
 gen(temperature=1,seed=1.5) -> seed: expected whole numbers, found 1.5; write ints, or a list of them
 gen(temperature=1,seed=-1) -> expected seed of at least 0, found -1
 gen(temperature=1,seed=2**70) -> expected seed of at most 9007199254740992, found 1180591620717411303424
-gen(temperature=1,seed=[1,2,3]) -> expected one seed, or one for each of 1 prompts, found 3
+gen(temperature=1,seed=[1,2,3]) -> seed: expected one seed, or one for each of 1 prompts, found 3
 gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all tokens
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
 gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write a float
-gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; remove it
-gen(stop=999999) -> expected stop ids in 0..2047, found 999999; remove it
-gen(eos=-1) -> expected eos to hold token ids, found -1; pass eos=() to end at none
+gen(stop=5.5) -> stop: expected texts and token ids, found 5.5; remove it
+gen(stop=999999) -> stop: expected token ids in 0..2047, found 999999; remove it
+gen(eos=-1) -> eos: expected token ids, found -1; pass eos=() to generate past every end token
 gen(cache="yes") -> expected cache as True or False, found 'yes'; leave it out
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
-gen(on_token=5) -> expected on_token as a function of a token, found 5; leave it out
+gen(on_token=5) -> expected on_token as a function of a NewToken, found 5; pass a function, or
 gen(hooks=5) -> expected hooks as a HookSpec, found 5; write
 generate("specimen","a") -> expected a loaded model, found 'specimen'; load it:
 cap(h=None) -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
@@ -139,8 +139,8 @@ cap(p=None) -> expected prompts as a text, several texts, token ids ([position] 
 cap(p=[]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or a
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
-cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
-cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
+cap(p=[[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0; convert
+cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; encode it with
 cap(store=None) -> expected an open store, found None; write store=mizarr.open_store('activations'), with the
 cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
 cap(storage_dtype="int4") -> expected storage_dtype to be one of float32, float16, bfloat16, float64, int8,
@@ -151,13 +151,13 @@ cap(segment_tokens=1.5) -> expected segment_tokens to be a whole number, found 1
 cap(memory=0) -> expected memory of at least 1, found 0
 cap(memory=-5) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -5
 cap(memory=None) -> expected memory to be a whole number, found None; write memory=1
-cap(order="layers") -> expected an order of auto, batch, layer, found 'layers'
-cap(device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded model; give
+cap(order="layers") -> capture order: expected one of auto, batch, layer, found 'layers'
+cap(device="cuda") -> expected device together with the name of a model,
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1
 cap(codec="gzip") -> expected a codec among zstd, none, found 'gzip'; name one, or leave it out
-cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
-cap(adapter="nowhere") -> expected adapter beside a model's name, found adapter='nowhere' beside a loaded
+cap(backend="jax") -> expected backend together with the name of a model,
+cap(adapter="nowhere") -> expected adapter together with the name of a model,
 cap(progress="no") -> expected progress as True or False, found 'no'; leave it out
 capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout as True or False, found 'x'
 comp(model="specimen",trust_layout=1) -> expected trust_layout as True or False, found 1; leave it out
@@ -168,7 +168,7 @@ Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout as 
 Model.from_pretrained("specimen",progress="x") -> expected progress as True or False, found 'x'; leave it out
 store.verify(quick="x") -> expected quick as True or False, found 'x'; leave it out
 store.gc(dry_run="no") -> expected dry_run as True or False, found 'no'; leave it out
-cap(revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded model; give
+cap(revision="x") -> expected revision together with the name of a model,
 capture(None,["a"],P,store=new) -> expected a model, its hub id or its folder, found None; load it:
 ds.mi.sel(layer=99) -> expected layers 99 of resid_post, found 0-5; leave the others out, or capture them:
 ds.mi.sel(layer=-1) -> expected layers -1 of resid_post, found 0-5; leave the others out, or capture them:
@@ -201,9 +201,9 @@ comp(prompts=5) -> expected prompts to be a list of str, found 5 (int)
 comp(top_k=np.int64(0)) -> expected top_k to be int of at least 1, found 0 (int)
 comp(topk=3) -> workflow 'logit_lens' has no setting 'topk'; did you mean 'top_k'?
 comp(model=5) -> expected model to be str, found 5 (int)
-comp(model=m,revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded
-comp(model=m,device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded
-comp(model=m,dtype="float16") -> expected dtype beside a model's name, found dtype='float16' beside a loaded
+comp(model=m,revision="x") -> expected revision together with the name of a model,
+comp(model=m,device="cuda") -> expected device together with the name of a model,
+comp(model=m,dtype="float16") -> expected dtype together with the name of a model,
 comp(dtype="fp16") -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 comp(threads=0) -> expected threads of at least 1, found 0
 comp(threads=1.5) -> expected threads to be a whole number, found 1.5; write threads=1
@@ -259,14 +259,14 @@ d.encode({3:torch.zeros(2,192)},zero_positions=-1) -> expected zero_positions of
 d.encode({3:torch.zeros(2,192)},zero_positions=1.5) -> expected zero_positions to be a whole number, found
 d.read_hook(99) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.targets("x") -> layers: expected whole numbers, found 'x'; write a list such as [0, -1]
-Corpus(None) -> expected files, folders or globs as sources, found None; name them
-Corpus("prompts.txt",context=0) -> expected a context of at least 1 token, found 0
+Corpus(None) -> Corpus: expected files, folders or globs as sources, found None; pass
+Corpus("prompts.txt",context=0) -> Corpus: expected a context of at least 1 token, found 0
 Corpus("prompts.txt",context=1.5) -> expected context to be a whole number, found 1.5; write context=1
-Corpus("prompts.txt",share=0) -> expected a share of the documents in (0, 1], found 0
+Corpus("prompts.txt",share=0) -> Corpus: expected share= in (0, 1], the share of documents to read, found 0
 Corpus("prompts.txt",share="x") -> expected share to be a number, found 'x'; write a float
 Corpus("prompts.txt",seed=1.5) -> expected seed to be a whole number, found 1.5; write seed=1
-Corpus("prompts.txt",pack=True) -> expected pack=True with context=…, the tokens of a prompt, found no context
-Corpus("prompts.txt",column=5) -> expected the name of a column, found 5; leave it out for text, else ids
+Corpus("prompts.txt",pack=True) -> Corpus: pack=True (--pack) needs context=, the tokens
+Corpus("prompts.txt",column=5) -> Corpus: expected column= as the name of a column, found 5; leave it out for
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open
 ActivationLoader([]) -> expected at least one stored run for an ActivationLoader, found an empty
@@ -295,13 +295,13 @@ attribution_graph(m,"specimen/clt","a b",max_feature_nodes="x") -> expected max_
 m.embedding_vector("nope nope nope") -> expected 'nope nope nope' to be one token of specimen, found ['Ġno',
 m.embedding_vector(99999) -> expected a token id in 0..2047, found 99999
 m.embedding_vector(1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
-m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; write
-m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; was it encoded with
-m.project_to_vocab(None) -> expected states as a tensor [..., 192], found None; write the residual stream as
+m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; pass
+m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; encode the
+m.project_to_vocab(None) -> expected residual states as a tensor [..., 192], found None; pass e.g.
 m.project_to_vocab(torch.zeros(192),tokens=[99999]) -> logits: expected a token id in 0..2047, found 99999
 m.project_to_vocab(torch.zeros(192),tokens="x") -> logits: tokens: expected whole numbers, found 'x'; write a
 m.chat("x") -> expected a chat template of specimen in tokenizer_config.json or chat_template.jinja, found
-m.pair("a","b") -> expected a model with an encoder and a decoder to read pairs, found specimen, which reads
+m.pair("a","b") -> model.pair: expected an encoder-decoder model, found specimen, which reads
 m.bind(5) -> expected hooks as a HookSpec, found 5; write
 """
 CASES = [line.split(" -> ", 1) for line in TABLE.strip().splitlines()]

@@ -14,7 +14,7 @@ import xarray as xr
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.layers.files import resolve as resolve_dictionary
 from mizarr.stages.forward.models import files
-from mizarr.stages.forward.models.download import _remember
+from mizarr.stages.forward.models.download import _write_reference
 from mizarr.stages.forward.models.files import repository_folder, resolve
 from mizarr.store import open_store
 from mizarr.store.errors import MizarrError, ModelNotFound, ShapeError, WeightsError
@@ -88,7 +88,7 @@ def of_a_revision(name: object, hub: Path) -> None:
 
 
 def of_a_revision_that_is_noted(name: object, hub: Path) -> None:
-    _remember(repository_folder("org/name"), str(name), COMMIT)
+    _write_reference(repository_folder("org/name"), str(name), COMMIT)
 
 
 def of_a_folder_of_a_dictionary(name: object, hub: Path) -> None:
@@ -173,7 +173,7 @@ def test_what_the_cache_holds_is_found_by_every_kind_of_revision(hub):
     for revision in (None, "main", "refs/pr/1", COMMIT):
         assert resolve("org/name", revision).revision == COMMIT
     assert resolve_dictionary("org/name/sub@refs/pr/1").directory.name == "sub"
-    with pytest.raises(ModelNotFound, match="cached, but not its revision 'v2'"):
+    with pytest.raises(ModelNotFound, match="of org/name at revision 'v2'"):
         resolve("org/name", "v2")
 
 

@@ -252,7 +252,7 @@ def test_of_watching_a_download(tmp_path, monkeypatch):
     bar = progress.Progress(quiet=True).task("fetching", total=1)
 
     def use() -> None:
-        with download._watch(tmp_path, bar):
+        with download._progress_from_disk(tmp_path, bar):
             time.sleep(0.02)
 
     each_interrupt(use, lambda: no_thread_is_left("mizarr-fetch"), download)

@@ -124,9 +124,9 @@ def test_a_plan_of_runs_tells_what_a_loop_would_compute(model):
     change = mizarr.HookSpec().intervene("blocks.4.hook_mlp_out", mizarr.Zero(positions=(2,)))
     planned = plan(model, [mizarr.Run((1, 2, 3)), mizarr.Run((1, 2, 3), change)])
     facts = dict(rows_of(planned._repr_html_()))
-    assert facts["runs asked"] == facts["distinct"] == "2"
-    assert facts["layer-positions"] == f"{planned.positions:,}"
-    assert facts["of a loop of passes"] == f"{2 * 3 * 6:,}"
+    assert facts["runs requested"] == facts["distinct runs"] == "2"
+    assert facts["positions x layers of this plan"] == f"{planned.positions:,}"
+    assert facts["positions x layers of one pass per run"] == f"{2 * 3 * 6:,}"
 
 
 def test_a_plan_of_stages_has_a_line_per_stage(tmp_path: Path):

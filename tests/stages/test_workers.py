@@ -214,11 +214,11 @@ def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refuse
     with pytest.raises(PlanError, match=r"found 'tcp://127\.0\.0\.1:1' and 2 workers"):
         run(patched(folder), store, cluster="tcp://127.0.0.1:1", workers=2)
     model = mizarr.Model.from_pretrained(folder)
-    with pytest.raises(PlanError, match="pass its name instead of a loaded model"):
+    with pytest.raises(PlanError, match="expected a model by name"):
         mizarr.capture(model, [[1, 2]], RESID, store=store, workers=2, progress=False)
     with pytest.raises(PlanError, match="found 2 workers"):
         mizarr.capture(folder, [[1, 2]], RESID, store=store, workers=2, order="layer", progress=False)
-    with pytest.raises(PlanError, match="pass its name instead of a loaded model"):
+    with pytest.raises(PlanError, match="expected a model by name"):
         mizarr.attribution_graph(model, clt, GRAPHED, store=store, workers=2)
     with pytest.raises(PlanError, match="expected a store that the workers of"):
         mizarr.attribution_graph(folder, clt, GRAPHED, cluster="tcp://127.0.0.1:1")

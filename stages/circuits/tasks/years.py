@@ -137,7 +137,7 @@ def _text(span: str, century: int, year: int) -> str:
 
 
 def _endings(tokenizer: Tokenizer, century: int, n_digits: int) -> Mapping[int, int]:
-    """Token ids of the first digits of a year after its century, by these digits, where they are one token."""
+    """Token ids of the first digits of a year after its century, by the digits, where they are one token."""
     prompt = _text(SPANS[0], century, 1)
     tokens = {
         ending: next_token(tokenizer, prompt, f"{ending:0{n_digits}d}") for ending in range(10**n_digits)

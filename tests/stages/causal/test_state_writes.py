@@ -200,5 +200,5 @@ def test_a_model_without_such_a_state_is_refused_in_one_line(model_type, tmp_pat
     if model_type == "rwkv":
         save_random_rwkv(tmp_path, model_type)
     model = Model.from_pretrained("specimen" if model_type == "specimen" else str(tmp_path))
-    with pytest.raises(InterventionError, match=f"write to a state .*found {model.config.model_type}"):
+    with pytest.raises(InterventionError, match=f"with a recurrent state .*found {model.config.model_type}"):
         StateKnockout(IDS).cells(model.config)

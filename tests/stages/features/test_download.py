@@ -102,5 +102,5 @@ def test_without_a_connection_the_reason_is_one_line(ask, hub, monkeypatch: pyte
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(DownloadError, match="the hub did not deliver org/name"):
+    with pytest.raises(DownloadError, match="the download of org/name from the Hugging Face hub failed"):
         ask("org/name", progress=False)

@@ -209,7 +209,7 @@ def test_a_checkpoint_that_is_a_decoder_looks_back_alone(family, tmp_path):
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_texts_are_not_continued(family, tmp_path):
     save_random_encoder(tmp_path, family, 0, tokenizer=False)
-    with pytest.raises(ConfigError, match="expected a causal language model to continue texts"):
+    with pytest.raises(ConfigError, match="whose logits predict the next token"):
         generate(Model.from_pretrained(tmp_path), [[5, 6]], max_tokens=2)
 
 
@@ -245,7 +245,7 @@ def test_edges_to_later_keys_may_be_cut(tmp_path):
 def test_padding_has_no_position_and_is_refused(family, tmp_path):
     save_random_encoder(tmp_path, family, 0, tokenizer=False, pad_token_id=1)
     model = Model.from_pretrained(tmp_path)
-    with pytest.raises(PromptError, match=r"expected no padding in the prompt, found token 1, which has no"):
+    with pytest.raises(PromptError, match=r"expected no padding in the prompt, found the padding token 1 of"):
         model.forward([5, 1, 6])
     assert model.config.context_length == draw(family, 0)["max_position_embeddings"] - 2
 
@@ -325,7 +325,7 @@ def test_a_decoder_without_its_mask_looks_both_ways(family, save, seed, tmp_path
     assert model.config.looks_ahead and not model.config.predicts_next
     assert all(layer.mixer.is_bidirectional for layer in model.config.layers)
     assert_parity(model, reference)
-    with pytest.raises(ConfigError, match="expected a causal language model to continue texts"):
+    with pytest.raises(ConfigError, match="whose logits predict the next token"):
         generate(model, [[5, 6]], max_tokens=2)
 
 

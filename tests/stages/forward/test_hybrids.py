@@ -275,7 +275,7 @@ def test_writes_are_knocked_out_in_the_layers_that_have_a_state(tmp_path):
     assert [layer for point, _ in scaled.bind(model.hook_points).interventions if (layer := point.layer)] == [
         3
     ]
-    with pytest.raises(InterventionError, match=r"found layer 1 of nemotron_h, .* that have one are 0, 3"):
+    with pytest.raises(InterventionError, match=r"found layer 1 of nemotron_h, .*; choose among 0, 3"):
         StateKnockoutSpec().position(0).layer(1).hooks(model.config, 9)
     with pytest.raises(InterventionError, match=r"expected heads in 0\.\.3, found 4"):
         StateKnockoutSpec().position(0).head(4).hooks(model.config, 9)

@@ -267,7 +267,7 @@ def test_attention_points_and_edges_are_not_there(models):
 def test_states_are_not_asked_of_a_transformer():
     model = Model.from_pretrained("specimen")
     for spec in (StateKnockoutSpec(), StateSteeringSpec.scale(2.0)):
-        with pytest.raises(InterventionError, match="expected a model whose tokens write to a state"):
+        with pytest.raises(InterventionError, match="expected a model with a recurrent state"):
             spec.position(0).hooks(model.config, 5)
 
 

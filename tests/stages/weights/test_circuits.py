@@ -174,7 +174,7 @@ def test_queries_that_are_normed_have_no_qk_circuit_and_an_ov_circuit(tmp_path):
     assert composition_scores(weights=weights, modes=["V"], controls=1)["score"].notnull().any()
     with pytest.raises(ConfigError, match="expected at least one of Q, K, V as the modes"):
         composition_scores(weights=weights, modes=["W"])
-    with pytest.raises(ConfigError, match="at or before its query"):
+    with pytest.raises(ConfigError, match="expected an offset of 0 or more"):
         qk_circuit(matrices(saved("llama", 0, tmp_path / "other")), 0, 0, offset=-1)
 
 

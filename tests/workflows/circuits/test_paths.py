@@ -174,5 +174,5 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(given, said, capsy
 
 def test_a_model_whose_parts_are_no_sum_is_refused(tmp_path):
     save_random_model(tmp_path, "gemma2", 0)
-    with pytest.raises(ConfigError, match="norms 'around' what is added in layer 0 of gemma2"):
+    with pytest.raises(ConfigError, match="norms 'around' the output of heads or MLP in layer 0 of gemma2"):
         build("path_patching", model=str(tmp_path))

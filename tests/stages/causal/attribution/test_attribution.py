@@ -457,8 +457,8 @@ def test_agreement_by_hand():
     [
         ({"window": 2}, StageError, "expected window=1"),
         ({"align": (0, 1, 2, 3, 4, 5, 6)}, StageError, "found align"),
-        ({"metrics": (Rank(3),)}, StageError, "expected a metric with a gradient"),
-        ({"metrics": (Recovery(Rank(3)),)}, StageError, "expected a metric with a gradient"),
+        ({"metrics": (Rank(3),)}, StageError, "expected a differentiable metric"),
+        ({"metrics": (Recovery(Rank(3)),)}, StageError, "expected a differentiable metric"),
         ({"kinds": ("resid_pst",)}, StageError, "did you mean 'resid_post'"),
         ({"verify": 0}, StageError, "verify to be at least 1"),
         ({"attention": "new"}, StageError, "expected attention to be 'slope' or 'anew', found 'new'"),

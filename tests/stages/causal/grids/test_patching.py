@@ -387,7 +387,7 @@ def test_a_metric_that_changes_what_it_reads_publishes_nothing(folder, tmp_path)
         seen.append(float(logits.max()))
         return seen[0]
 
-    with pytest.raises(StageError, match="expected the metrics it was planned with, found others"):
+    with pytest.raises(StageError, match="expected metrics with the same code as when the run was planned"):
         compute(grid(kinds=("resid_post",), layers=(1,), metrics=(Custom(remembering),)), folder, tmp_path)
     assert not list(mizarr.open_store(tmp_path).records())
 
@@ -397,7 +397,7 @@ def test_a_worker_with_other_metrics_refuses_its_cells(folder, tmp_path, monkeyp
     node = grid(kinds=("resid_post",), layers=(1,), metrics=(Custom(scaled),)).on(str(folder))
     expected = node.key(store).digest
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
-    with pytest.raises(StageError, match="another one on this worker"):
+    with pytest.raises(StageError, match="or differs on this worker"):
         compute_cells(node, store, Group((node.cells()[0],)), expected=expected)
     assert not list(store.records())
 
@@ -474,7 +474,7 @@ def test_explain_tells_runs_asked_and_stored_and_what_a_loop_would_cost(folder, 
     assert f"layer-positions instead of {3 * LENGTH * 3 * LENGTH:,}" in step.state
     run(grid(kinds=("resid_pre",), layers=(0, 1)).on(folder), store)
     (step,) = plan_nodes(whole, store).steps
-    assert f"{3 * LENGTH} runs asked, {2 * LENGTH} of them stored; {LENGTH} runs, " in step.state
+    assert f"{3 * LENGTH} runs requested, {2 * LENGTH} of them stored; {LENGTH} runs, " in step.state
     # The unpatched run, and from the last layer on the positions from the patched one to the end.
     positions = 3 * LENGTH + sum(LENGTH - p for p in range(LENGTH))
     assert f": {positions} layer-positions instead of {3 * LENGTH * LENGTH}" in step.state

@@ -193,7 +193,7 @@ def test_what_cannot_be_is_one_line(model, tmp_path):
     for change, error, said in [
         ({"clean": CLEAN[:-1]}, PromptError, "expected a clean and a corrupted prompt of equal length"),
         ({"metric": Rank(3)}, StageError, "with a gradient"),
-        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected a token id from 0"),
+        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected token ids in 0"),
         ({"verify": -1}, StageError, "expected verify to be at least 0, found -1"),
     ]:
         with pytest.raises(error, match=said):

@@ -248,7 +248,7 @@ def test_numbers_too_large_for_float16_are_refused_not_stored_as_infinity(tmp_pa
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1e6)
     model.save_pretrained(tmp_path / "m")
-    with pytest.raises(NotFinite, match="exceeds float16's largest number"):
+    with pytest.raises(NotFinite, match="exceeds the largest float16 number"):
         mizarr.capture(
             tmp_path / "m", [[1, 2, 3]], RESID, store=store, storage_dtype="float16", progress=False
         )

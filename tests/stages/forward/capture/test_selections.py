@@ -221,9 +221,9 @@ def test_positions_that_mean_nothing_are_refused_in_one_line(model, tokens, posi
 
 
 def test_less_than_all_is_asked_of_a_store_alone_and_of_points_with_tokens(model, tokens):
-    with pytest.raises(HookPointNotFound, match="only a store can keep a part"):
+    with pytest.raises(HookPointNotFound, match="expected captures without positions= and reduce="):
         model.forward([[1, 2]], HookSpec().capture(RESID, positions="last"))
-    with pytest.raises(HookPointNotFound, match="two tokens"):
+    with pytest.raises(HookPointNotFound, match="a pair of tokens"):
         CaptureNode(model, tokens, HookSpec().capture("blocks.*.attn.hook_pattern", positions="last"))
 
 

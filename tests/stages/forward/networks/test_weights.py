@@ -122,7 +122,9 @@ def test_shards_are_read_through_their_index(tmp_path):
         loaded.layers[0].channel_mixer.weights.gate.weight, held["model.layers.0.mlp.gate_proj.weight"]
     )
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"lists 2 files, found no model-00002-of-00002.safetensors"):
+    with pytest.raises(
+        WeightsError, match=r"the 2 weight files listed in .*, found no model-00002-of-00002.safetensors"
+    ):
         _ = resolve(tmp_path).weight_files
 
 
