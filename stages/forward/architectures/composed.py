@@ -40,7 +40,7 @@ from .layer_tensors import Spelling, composed_tensors
 from .mixers import AttentionSpec, ChannelMixerSpec, CrossAttentionSpec, MixerSpec, SharedBlockSpec
 from .points import ORDER, SPLIT_INPUTS, HookPoint
 from .rwkv import TimeMixSpec
-from .transformer import RopeConfig
+from .transformer import TRY_TRANSFORMERS, RopeConfig
 
 __all__ = ["ComposedArchitecture", "LayerSpec", "PairSpec"]
 
@@ -109,7 +109,7 @@ class LayerSpec:
             if self.axis_sizes[axis] != size:
                 raise ConfigError(
                     f"expected {axis} to be of one size in all parts of a layer, found {size} and "
-                    f"{self.axis_sizes[axis]}; such a model cannot run here"
+                    f"{self.axis_sizes[axis]}; {TRY_TRANSFORMERS}"
                 )
         if self.has_token_shift != any(isinstance(spec, TimeMixSpec) for spec in self.mixers):
             raise ConfigError(
@@ -307,7 +307,7 @@ class ComposedArchitecture(Architecture):
     token_types: int = 0
     """Rows of the table of token types, whose first row is added to every embedding; 0 for no table."""
     unknown_token: int | None = None
-    """Token id that prompts must not contain, as the reference gives it no position; None for no such
+    """Token id that prompts must not contain, as transformers gives it no position; None for no such
     token."""
     dropped_token: int | None = None
     """Token id whose embedding is 0, while all others are rescaled for its share of the prompt, as in
@@ -325,12 +325,13 @@ class ComposedArchitecture(Architecture):
         # The table of all layers' inputs is divided evenly.
         if len({block.layer_input for block in self.blocks}) > 1:
             raise ConfigError(
-                "expected per-layer inputs that are alike in all layers, found several kinds; such a model "
-                "cannot run here"
+                "expected per-layer inputs that are alike in all layers, found several kinds; "
+                f"{TRY_TRANSFORMERS}"
             )
 
     def under(self, root: str, head: str) -> ComposedArchitecture:
-        """See `Architecture`."""
+        """Copy for a checkpoint whose tensors have other names: root replaces the prefix "model.", head is
+        the name of the language head without ".weight". ConfigError for encoder-decoders."""
         if self.pair is not None:
             super().under(root, head)  # raises ConfigError
         names = ("embed", "embed_norm", "positions", "final_norm", "layer")
@@ -344,12 +345,14 @@ class ComposedArchitecture(Architecture):
 
     @property
     def target_start(self) -> int | None:  # type: ignore[override]
-        """See `Architecture`."""
+        """Encoder-decoders: id of the first target token, which is raised by the vocabulary size to mark
+        where the target begins; None for other models."""
         return None if self.pair is None else self.vocab_size + self.pair.start_token
 
     @property
     def side_length(self) -> int | None:
-        """See `Architecture`."""
+        """Encoder-decoders: largest length of a source and of a target, in tokens; None for no bound, and for
+        other models."""
         return None if self.pair is None else self.pair.side_length
 
     @property
@@ -395,7 +398,7 @@ class ComposedArchitecture(Architecture):
 
     @property
     def final_norm_eps(self) -> float:
-        """See `Architecture`."""
+        """Epsilon that the final norm adds to the mean square or variance."""
         own = None if self.final_norm is None else self.final_norm.eps
         return self.norm_eps if own is None else own
 
@@ -415,7 +418,8 @@ class ComposedArchitecture(Architecture):
         return axis_sizes
 
     def sizes_in(self, layer: int | None) -> dict[str, int]:
-        """See `Architecture`."""
+        """Axis name -> size, for the hook points of one layer; layer: its number, or None for those outside
+        of layers."""
         return self.axis_sizes | ({} if layer is None else self.blocks[layer].axis_sizes)
 
     @cached_property
@@ -448,7 +452,7 @@ class ComposedArchitecture(Architecture):
 
     @cached_property
     def tensors(self) -> Tensors:
-        """See `Architecture`."""
+        """Map from this model's weights to the tensors of a checkpoint."""
         return composed_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:

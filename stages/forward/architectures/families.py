@@ -1,6 +1,6 @@
 """Readers of config.json keys that many families share: activation, rope, key heads, windows.
 
-Semantics and defaults are those of the reference implementation (transformers); differences to candle-mi are
+Semantics and defaults are those of Hugging Face transformers; differences to candle-mi are
 listed in DESIGN.md. The table of families is in known.py.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....store.errors import ConfigError
-from .transformer import ActivationName, ConfigReader, RopeConfig, RopeScheme
+from .transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig, RopeScheme
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "silu",
@@ -42,7 +42,7 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
 
 
 def asks_to_look_ahead(reader: ConfigReader) -> bool:
-    """Whether is_causal is false or null, which in the reference makes a decoder attend to later tokens."""
+    """Whether is_causal is false or null, which in transformers makes a decoder attend to later tokens."""
     return not reader.raw.get("is_causal", True)
 
 
@@ -67,9 +67,7 @@ def refuse_unfollowed(
     flags |= {"use_bidirectional_attention": False} if bidirectional else {}
     if any(bool(flags[key]) is not default for key, default in causal.items()):
         settings = ", ".join(f"{key}={value!r}" for key, value in flags.items())
-        raise ConfigError(
-            f"{reader.source}: expected a causal decoder, found {settings}; this model cannot run here"
-        )
+        raise ConfigError(f"{reader.source}: expected a causal decoder, found {settings}; {TRY_TRANSFORMERS}")
     # Checked keys count as read, so that they are not reported as ignored.
     reader.read |= {"quantization_config", *causal}
 
@@ -97,14 +95,14 @@ def read_activation(
         return "xielu"
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     return ACTIVATIONS[name]
 
 
 def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> None:
-    """Check a list that the reference derives from other keys and also writes into config.json.
+    """Check a list that transformers derives from other keys and also writes into config.json.
 
     Arguments:
         reader: The config.json.
@@ -124,7 +122,7 @@ def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> N
 
 
 def both_ways(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Windows of a bidirectional decoder, one key longer: the reference does not count the query itself
+    """Windows of a bidirectional decoder, one key longer: transformers does not count the query itself
     there."""
     return tuple(None if window is None else window + 1 for window in windows)
 
@@ -146,7 +144,7 @@ def read_rope(
         head_dim: Entries of a head.
         context: Value of max_position_embeddings.
         theta: Default of rope_theta.
-        is_partial: Whether the family reads partial_rotary_factor; for others the reference ignores that key
+        is_partial: Whether the family reads partial_rotary_factor; for others transformers ignores that key
             or fails.
         original_context: Default of original_max_position_embeddings.
         aliases: The family's older names of rope schemes -> names of `ROPE_SCHEMES`.
@@ -168,9 +166,9 @@ def read_rope(
         found = f"rope_type {name!r}" if scheme is None else f"parameters of its own for {nested!r} layers"
         raise ConfigError(
             f"{rope.source}: expected one rope_type for all layers, of {', '.join(ROPE_SCHEMES)}, found "
-            f"{found}; this model cannot run here"
+            f"{found}; {TRY_TRANSFORMERS}"
         )
-    # int() rounds down, as the reference does.
+    # int() rounds down, as transformers does.
     dim = int(head_dim * share)
     if dim != head_dim and not is_partial:
         raise ConfigError(
@@ -225,7 +223,7 @@ def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
         config: Rope with base, dimension and factor.
         original: PositionContext before the extension, in positions.
     """
-    # A value of 0 means the default to the reference.
+    # A value of 0 means the default to transformers.
     fast, slow = (
         default if rope.number(key, default) == 0 else rope.positive(key, default)
         for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -233,7 +231,7 @@ def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
     mscales = [rope.optional_number(key) for key in ("mscale", "mscale_all_dim")]
     magnitude = rope.optional_number("attention_factor")
     if magnitude is None:
-        # The reference reads mscale only if both keys are present and not 0.
+        # transformers reads mscale only if both keys are present and not 0.
         numerator, denominator = mscales if all(mscales) else (1.0, None)
         magnitude = yarn_magnitude(config.factor, numerator or 1.0) / (
             yarn_magnitude(config.factor, denominator) if denominator else 1.0
@@ -296,7 +294,7 @@ def listed_windows(
     if unknown is not None:
         raise ConfigError(
             f"{reader.source}: expected layer_types among {', '.join(sorted(LAYER_TYPES))}, found "
-            f"{unknown!r}; this model cannot run here"
+            f"{unknown!r}; {TRY_TRANSFORMERS}"
         )
     if len(types) != layers:
         raise ConfigError(

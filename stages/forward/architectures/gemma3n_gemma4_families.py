@@ -1,6 +1,6 @@
 """Readers of config.json for the text models of Gemma 3n and Gemma 4.
 
-Semantics and defaults are those of the reference implementation (transformers).
+Semantics and defaults are those of Hugging Face transformers.
 
 Border: one config; never imports torch.
 """
@@ -19,7 +19,7 @@ from .hybrids.mamba_families import FamilyReader, TensorShapes, checked
 from .layer_parts import AltUpSpec, LayerInputSpec
 from .layer_tensors import LLAMA, ExpertNames
 from .mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
-from .transformer import ConfigReader, RopeConfig
+from .transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 
 __all__ = ["GEMMAS"]
 
@@ -87,12 +87,12 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     layers, values from the key projection, experts parallel to the MLP."""
     layers = reader.integer("num_hidden_layers", 30)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
-    types = [*types[:-1], FULL]  # the reference overrides the type of the last layer
+    types = [*types[:-1], FULL]  # transformers overrides the type of the last layer
     # "vision" makes image tokens attend both ways, which changes nothing in a text.
     if (ahead := reader.raw.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ConfigError(
             f"{reader.source}: expected use_bidirectional_attention of images alone ('vision'), found "
-            f"{ahead!r}; this model cannot run here"
+            f"{ahead!r}; {TRY_TRANSFORMERS}"
         )
     has_key_values = reader.flag("attention_k_eq_v", False)
     sizes = _sizes_of_gemma4(reader, types, has_key_values=has_key_values)
@@ -108,7 +108,7 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     if (width := reader.integer("hidden_size_per_layer_input", 256, least=0)) and rows < vocab_size:
         raise ConfigError(
             f"{reader.source}: expected inputs of layers for all {vocab_size} tokens, found "
-            f"vocab_size_per_layer_input={rows}; this model cannot run here"
+            f"vocab_size_per_layer_input={rows}; {TRY_TRANSFORMERS}"
         )
     layer_input = LayerInputSpec(width, rows, activation) if width else None
     parts = {"layer_input": layer_input, "has_scalar": True}
@@ -133,7 +133,7 @@ def _channel_of_gemma4(reader: ConfigReader, mlp: MlpSpec) -> ChannelMixerSpec:
         chosen=reader.integer("top_k_experts"),
         intermediate_size=reader.integer("moe_intermediate_size"),
         activation=mlp.activation,
-        # The reference normalises the top k of a softmax over all, which is the softmax over the top k.
+        # transformers normalises the top k of a softmax over all, which is the softmax over the top k.
         routing="softmax of chosen",
         is_listed=False,
     )
@@ -160,7 +160,7 @@ def _sizes_of_gemma4(
         if len(distinct) > 1:
             raise ConfigError(
                 f"{reader.source}: expected heads of one width and number in all {kind} layers, found "
-                f"(head_dim, num_key_value_heads) {distinct}; this model cannot run here"
+                f"(head_dim, num_key_value_heads) {distinct}; {TRY_TRANSFORMERS}"
             )
     return sizes
 
@@ -177,7 +177,7 @@ def _sizes_by_layer(reader: ConfigReader, default: tuple[int, int], layers: int)
         if not name.isdigit() or int(name) >= layers or not is_valid:
             raise ConfigError(
                 f"{reader.source}: expected per_layer_config to tell {' and '.join(keys)} of layers below "
-                f"{layers}, found {name!r}: {entry!r}; this model cannot run here"
+                f"{layers}, found {name!r}: {entry!r}; {TRY_TRANSFORMERS}"
             )
         section = ConfigReader(entry, f"{reader.source}: per_layer_config")
         sizes[int(name)] = (section.integer(keys[0], default[0]), section.integer(keys[1], default[1]))
@@ -346,8 +346,8 @@ def _rope(section: ConfigReader, theta: float, head_dim: int, context: int) -> R
     """
     if section.raw.get("truncate") is False:
         raise ConfigError(
-            f"{section.source}: expected no truncate=False, which the reference looks for where there is one "
-            "rope for all layers, found it of one type of layers; this model cannot run here"
+            f"{section.source}: expected no truncate=False, which transformers looks for where there is one "
+            f"rope for all layers, found it of one type of layers; {TRY_TRANSFORMERS}"
         )
     if section.raw.get("rope_type") != "proportional":
         raw = {"rope_parameters": section.raw, "max_position_embeddings": context}

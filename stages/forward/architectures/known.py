@@ -147,7 +147,7 @@ def by_own_names(config: ConfigReader) -> ConfigReader:
     """Copy of a config in which second names of keys are replaced by the family's own names.
 
     Raises:
-        ConfigError: A key is present under both names with two values; which of them the reference uses
+        ConfigError: A key is present under both names with two values; which of them transformers uses
             depends on their order in the file.
     """
     keys = dict(config.raw)

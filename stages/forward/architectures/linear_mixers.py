@@ -45,7 +45,7 @@ class _LinearSpec(MixerSpec):
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer(self.kind)
 
 
@@ -84,7 +84,7 @@ class GatedDeltaSpec(_LinearSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`."""
+        """Kinds of hook points that this mixer has; optional parts that are absent have none."""
         absent = {"linear_gate"} if self.gate is None else set()
         # DeltaNet has no decays, so it has no hook points for them.
         absent |= {"linear_log_decay", "linear_decay"} if self.decays is None else set()
@@ -99,7 +99,7 @@ class GatedDeltaSpec(_LinearSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "linear_head": self.heads,
             "linear_group": self.groups,
@@ -110,8 +110,8 @@ class GatedDeltaSpec(_LinearSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; queries, keys and both factors of the removal per head, in
-        float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; queries,
+        keys and both factors of the removal per head, in float32."""
         return itemsize * 6 * sum(self.parts) + 4 * 8 * self.heads * self.key_size
 
 
@@ -155,7 +155,7 @@ class LinearAttentionSpec(_LinearSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`."""
+        """Kinds of hook points that this mixer has; optional parts that are absent have none."""
         absent = set() if self.has_gate else {"linear_gate"}
         absent |= set() if self.conv_size else {"linear_conv"}
         return tuple(point for point in self.points if point not in absent)
@@ -178,7 +178,8 @@ class LinearAttentionSpec(_LinearSpec):
         return sizes | ({"linear_channel": sum(self.parts)} if self.conv_size else {})
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; queries, keys, decays and outputs per head, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; queries,
+        keys, decays and outputs per head, in float32."""
         return (itemsize * 4 + 4 * 4) * self.heads * (self.key_size + self.value_size)
 
 
@@ -206,7 +207,7 @@ class LightningSpec(_LinearSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "linear_head": self.heads,
             "linear_group": self.heads,
@@ -216,7 +217,8 @@ class LightningSpec(_LinearSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections before and after their activation; outputs in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections before and
+        after their activation; outputs in float32."""
         return (itemsize * 10 + 4 * 4) * self.heads * self.head_dim
 
 
@@ -239,7 +241,7 @@ class LinearUnitSpec(_LinearSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "linear_head": self.channels,
             "linear_group": self.channels,
@@ -250,7 +252,8 @@ class LinearUnitSpec(_LinearSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: both branches; gates, decays and outputs in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: both branches; gates,
+        decays and outputs in float32."""
         return (itemsize * 6 + 4 * 8) * self.channels
 
 
@@ -291,7 +294,7 @@ class MlstmSpec(MixerSpec):
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer("mlstm")
 
     @property
@@ -302,7 +305,7 @@ class MlstmSpec(MixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "mlstm_head": self.heads,
             "mlstm_key": self.key_size,
@@ -312,7 +315,8 @@ class MlstmSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; keys, values and outputs in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; keys, values
+        and outputs in float32."""
         return (2 * itemsize + 4 * 3) * sum(self.parts)
 
 
@@ -334,7 +338,7 @@ class ShortConvolutionSpec(MixerSpec):
 
     @property
     def summary(self) -> ConvolutionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return ConvolutionMixer(self.conv_size)
 
     @property
@@ -343,5 +347,6 @@ class ShortConvolutionSpec(MixerSpec):
         return {"hidden": self.channels}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections and their products, each of hidden size."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections and their
+        products, each of hidden size."""
         return itemsize * 7 * self.channels

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
 from .layer_summaries import AttentionMixer, ConvolutionMixer, RecurrentMixer
-from .transformer import ActivationName, RopeConfig
+from .transformer import TRY_TRANSFORMERS, ActivationName, RopeConfig
 
 __all__ = [
     "AttentionSpec",
@@ -179,7 +179,7 @@ class TemperatureTuning:
     floor: int
     """Number of positions after which the factor grows by a step."""
     offset: int = 0
-    """1 if the reference counts positions from 1 in this formula."""
+    """1 if transformers counts positions from 1 in this formula."""
 
 
 @dataclass(frozen=True)
@@ -276,19 +276,19 @@ class AttentionSpec(MixerSpec):
         if self.alibi_slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"expected one key head for each of {self.num_attention_heads} heads with ALiBi, found "
-                f"{self.num_kv_heads} key heads; such a model cannot run here"
+                f"{self.num_kv_heads} key heads; {TRY_TRANSFORMERS}"
             )
         # Tiled attention and cached keys do not know positions, so causal self-attention has no such terms.
         if self.relative is not None and self.is_bidirectional == self.relative.looks_back:
             raise ConfigError(
                 "expected relative position terms for both directions exactly where attention is "
                 f"bidirectional, found is_bidirectional={self.is_bidirectional} and "
-                f"looks_back={self.relative.looks_back}; such a model cannot run here"
+                f"looks_back={self.relative.looks_back}; {TRY_TRANSFORMERS}"
             )
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         # None in the spec means the standard scale; summaries always state it.
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
@@ -319,11 +319,12 @@ class AttentionSpec(MixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {"head": self.num_attention_heads, "kv_head": self.num_kv_heads, "d_head": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections before and after rope."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections before and
+        after rope."""
         return itemsize * 2 * (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
 
 
@@ -342,7 +343,7 @@ class GatedAttentionSpec(AttentionSpec):
 
     @property
     def gates_in_queries(self) -> bool:
-        """See `AttentionSpec`."""
+        """Whether the query projection also holds gates: each head's gate rows follow its query rows."""
         return not self.has_gate_projection
 
 
@@ -362,16 +363,17 @@ class CrossAttentionSpec(MixerSpec):
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return self.attention.summary
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return self.attention.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: 0, as the tensors of self-attention, which are as large, are free by then."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: 0, as the tensors of
+        self-attention, which are as large, are free by then."""
         return 0
 
 
@@ -400,22 +402,23 @@ class DifferentialSpec(MixerSpec):
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
+        """Rotary position embedding of queries and keys; None for no rope."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         pairs = self.attention.num_attention_heads // 2
         return self.attention.axis_sizes | {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: as for attention, with values and outputs of twice the width."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: as for attention, with
+        values and outputs of twice the width."""
         heads = self.attention.num_attention_heads + self.attention.num_kv_heads
         return self.attention.bytes_per_token(itemsize) + itemsize * 4 * heads * self.attention.head_dim
 
@@ -449,17 +452,18 @@ class RoutedAttentionSpec(MixerSpec):
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return AttentionMixer(1 / math.sqrt(self.head_dim))
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
         return heads | {"expert": self.experts, "slot": self.chosen}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: queries, and keys and values repeated for each of them, before and after rope."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: queries, and keys and
+        values repeated for each of them, before and after rope."""
         return itemsize * 2 * 5 * self.chosen * self.kv_heads * self.head_dim
 
 
@@ -504,12 +508,12 @@ class LatentAttentionSpec(MixerSpec):
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return AttentionMixer(1 / math.sqrt(self.key_size) if self.scale is None else self.scale)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "head": self.heads,
             "latent": self.rank + self.shared_size,
@@ -518,7 +522,8 @@ class LatentAttentionSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: queries, keys and values of all heads, and the latent."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: queries, keys and values
+        of all heads, and the latent."""
         return itemsize * (self.heads * (3 * self.key_size + 3 * self.value_size) + 2 * self.rank)
 
 
@@ -554,12 +559,12 @@ class MambaSpec(MixerSpec):
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer("mamba")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "ssm_head": self.channels,
             "ssm_group": self.groups,
@@ -570,7 +575,8 @@ class MambaSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; B, C, decays and their products for every channel, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; B, C, decays
+        and their products for every channel, in float32."""
         return itemsize * 8 * self.channels + 4 * 6 * self.channels * self.state_size
 
 
@@ -623,12 +629,12 @@ class Mamba2Spec(MixerSpec):
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer("mamba2")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "ssm_head": self.heads,
             "ssm_group": self.groups,
@@ -639,7 +645,8 @@ class Mamba2Spec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; B and C for every head, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; B and C for
+        every head, in float32."""
         return itemsize * 6 * (self.channels + self.convolved) + 4 * 4 * self.heads * self.state_size
 
 
@@ -672,21 +679,22 @@ class MlpSpec(ChannelMixerSpec):
 
     @property
     def summary(self) -> Literal["MLP", "gated MLP"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "gated MLP" if self.is_gated else "MLP"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`."""
+        """Kinds of hook points inside this channel mixer."""
         return ("mlp_pre_act", *(("mlp_pre_linear",) if self.is_gated else ()), "mlp_post_act")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: four tensors of the hidden width."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: four tensors of the
+        hidden width."""
         return itemsize * 4 * self.intermediate_size
 
 
@@ -772,20 +780,22 @@ class ExpertsSpec(ChannelMixerSpec):
             )
 
     def idle_weights(self, width: int) -> int:
-        """See `ChannelMixerSpec`."""
+        """Number of weights of the routed experts that one token does not use. width: hidden size of the
+        model."""
         per_expert = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
         # The shared expert is used by every token, so it is never idle.
         return (self.count - self.chosen) * per_expert
 
     @property
     def summary(self) -> Literal["experts"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "experts"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`: router, weights and outputs of experts. Hidden activations have no hook
-        points, as each token has those of its own experts only."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: router, weights and
+        outputs of experts. Hidden activations have no hook points, as each token has those of its own experts
+        only."""
         routed = ("router_logits", "router_probs", "expert_weights")
         # Outputs of experts with a latent have another width than the stream, and no hook point.
         outputs = () if self.latent_size else ("expert_out",)
@@ -793,11 +803,12 @@ class ExpertsSpec(ChannelMixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return {"expert": self.count}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: hidden activations of the top-k routed experts and of the shared expert."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: hidden activations of the
+        top-k routed experts and of the shared expert."""
         return itemsize * 4 * (self.chosen * self.intermediate_size + self.shared_size)
 
 
@@ -817,7 +828,7 @@ class MlpAndExpertsSpec(ChannelMixerSpec):
 
     @property
     def summary(self) -> Literal["experts"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "experts"
 
     @property
@@ -827,11 +838,12 @@ class MlpAndExpertsSpec(ChannelMixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return self.mlp.axis_sizes | self.experts.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: MLP and experts together."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: MLP and experts
+        together."""
         return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 
@@ -872,21 +884,21 @@ class SharedBlockSpec(MixerSpec):
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
+        """Rotary position embedding of queries and keys; None for no rope."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {"shared": 2 * self.hidden_size} | self.attention.axis_sizes | self.mlp.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: its input of twice the hidden size, before and after the norm; attention and
-        MLP."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: its input of twice the
+        hidden size, before and after the norm; attention and MLP."""
         inside = self.attention.bytes_per_token(itemsize) + self.mlp.bytes_per_token(itemsize)
         return itemsize * 8 * self.hidden_size + inside

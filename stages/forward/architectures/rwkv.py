@@ -65,7 +65,7 @@ class TimeMixSpec(MixerSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`."""
+        """Kinds of hook points that this mixer has; optional parts that are absent have none."""
         absent = set() if self.has_gate else {"rwkv_g"}
         # RWKV-4 has no matrix state, and only version 7 removes the value under a normalised key.
         absent |= set(_OF_STATES) if self.generation == 4 else set()
@@ -74,16 +74,17 @@ class TimeMixSpec(MixerSpec):
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer(f"rwkv{self.generation}")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {"head": self.heads, "key": self.head_dim, "value": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: the recurrence, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: the recurrence, in
+        float32."""
         return 4 * 10 * self.width
 
 
@@ -104,20 +105,20 @@ class ChannelMixSpec(ChannelMixerSpec):
 
     @property
     def summary(self) -> Literal["token-shifted MLP"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "token-shifted MLP"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`."""
+        """Kinds of hook points inside this channel mixer."""
         return ("mlp_pre_act", "mlp_post_act")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: shifted copies of the stream in both halves of the layer, and two tensors
-        of the hidden width."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: shifted copies of the
+        stream in both halves of the layer, and two tensors of the hidden width."""
         return itemsize * (6 * self.hidden_size + 2 * self.intermediate_size)

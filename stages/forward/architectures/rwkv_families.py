@@ -18,7 +18,7 @@ from .hybrids.mamba_families import FamilyReader, TensorShapes
 from .layer_tensors import Spelling
 from .rwkv import ChannelMixSpec, Generation, TimeMixSpec
 from .rwkv_tensors import RwkvNames, time_mix_tensors
-from .transformer import ConfigReader
+from .transformer import TRY_TRANSFORMERS, ConfigReader
 
 __all__ = ["RWKV"]
 
@@ -70,8 +70,8 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes, generation: Generation
     width = hidden if generation == 7 else reader.integer("attention_hidden_size", hidden)
     if generation > 4 and width != hidden:
         raise ConfigError(
-            f"{source}: expected attention_hidden_size to be hidden_size ({hidden}), found {width}; this "
-            "model cannot run here"
+            f"{source}: expected attention_hidden_size to be hidden_size ({hidden}), found {width}; "
+            f"{TRY_TRANSFORMERS}"
         )
     size = _head_size(reader, generation, width, shapes)
     eps = reader.number("norm_eps" if generation == 7 else "layer_norm_epsilon", 1e-5)
@@ -107,7 +107,7 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes, generation: Generation
         norm_eps=eps,
         norm_type="layer",
         norm_biases="of layer norms" if reader.flag("norm_bias", True) else "none",
-        # Up to RWKV-6, the reference's final norm ignores the config and has PyTorch's default epsilon.
+        # Up to RWKV-6, transformers' final norm ignores the config and has PyTorch's default epsilon.
         final_norm=FinalNorm() if generation == 7 else FinalNorm(eps=1e-5),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
     )
@@ -118,18 +118,16 @@ def _refuse_unfollowed(reader: ConfigReader) -> None:
     if reader.has("attn"):
         raise ConfigError(
             f"{reader.source}: expected no attention layers in an RWKV-7, found attn={reader.raw['attn']!r}; "
-            "such hybrids cannot run here"
+            f"{TRY_TRANSFORMERS}"
         )
     if (act := reader.text("hidden_act", "sqrelu")) != "sqrelu":
-        raise ConfigError(
-            f"{reader.source}: expected hidden_act 'sqrelu', found {act!r}; this model cannot run here"
-        )
+        raise ConfigError(f"{reader.source}: expected hidden_act 'sqrelu', found {act!r}; {TRY_TRANSFORMERS}")
     sizes, hidden = reader.raw.get("value_dim"), reader.raw.get("hidden_size")
     listed = sizes if isinstance(sizes, list) else [sizes]
     if any(size not in (None, hidden) for size in listed):
         raise ConfigError(
             f"{reader.source}: expected value_dim to be hidden_size ({hidden}) in every layer, found "
-            f"{sizes!r}; this model cannot run here"
+            f"{sizes!r}; {TRY_TRANSFORMERS}"
         )
 
 

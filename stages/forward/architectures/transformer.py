@@ -14,6 +14,11 @@ from ....store.errors import ConfigError
 Norm = Literal["rms", "gemma_rms", "layer"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
+TRY_TRANSFORMERS = (
+    "mizarr does not implement such a model, but transformers may run it: backend='transformers', or "
+    "--backend transformers"
+)
+"""Remedy at the end of error messages about settings that only transformers implements."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ class ConfigReader:
         return None if self._get(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false; the default for an absent key; false for a null, as in the reference."""
+        """True or false; the default for an absent key; false for a null, as in transformers."""
         value = self._get(key, default)
         if key in self.raw and self.raw[key] is None:
             return False

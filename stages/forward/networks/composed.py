@@ -224,7 +224,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             x = apply_norm(x, weights.embed_norm, c.norm_type, c.norm_eps)
         if weights.embed_in is not None:
             x = product(x, weights.embed_in.weight, weights.embed_in.bias)
-        # The reference keeps the stream in float32 if its config says so, whatever the dtype of the weights.
+        # transformers keeps the stream in float32 if its config says so, whatever the dtype of the weights.
         carried = {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
         if self._layer_input is not None:
             carried[TABLE_INPUTS] = table_inputs(ids, weights.beside["table"], self._layer_input.size)

@@ -43,12 +43,12 @@ class Ends(Generic[Config, Layer]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Network`."""
+        """Dtype of the computation, which may differ from that of the checkpoint."""
         return self.weights.dtype
 
     @property
     def device(self) -> torch.device:
-        """See `Network`."""
+        """Device of the weights and of the computation."""
         return self.weights.device
 
     @property

@@ -74,7 +74,7 @@ class History(Protocol):
 
         Arguments:
             rope: rotary embedding of the layer.
-            dtype: dtype of queries and keys; for float64, angles are rounded as in the reference (rope.py).
+            dtype: dtype of queries and keys; for float64, angles are rounded as in transformers (rope.py).
         """
         ...
 

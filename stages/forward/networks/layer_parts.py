@@ -5,7 +5,7 @@ AltUp: several residual streams; a layer computes one of them, and small matrice
     predicted_j = x_j + sum_i P_ji x_i          P = W_p tanh(W_r norm(x_a) / D)
     corrected_j = predicted_j + (1 + c_j) (y - predicted_a)          c = W_c tanh(W_r norm(y) / D)
 
-(Baykal et al., Alternating Updates, 2023, algorithm 1, with token-dependent coefficients as in the reference
+(Baykal et al., Alternating Updates, 2023, algorithm 1, with token-dependent coefficients as in transformers
 code.) x are the streams that enter the layer, a is the index of the active one, y the layer's output for
 predicted_a. The initial streams are linear maps of the embedding; the final stream is the mean of linear maps
 of all streams. Each mapped stream is rescaled to the root mean square of the first.

@@ -82,7 +82,7 @@ def _over_most(gate: Tensor, share: float) -> Tensor:
     """relu(gate - t) for gates [B, token, inner], where t is the quantile `share` of a normal distribution
     with the token's mean and deviation (Gemma 3n, Gaussian top-k)."""
     deviations = torch.special.ndtri(torch.tensor(share)).to(gate.dtype)
-    # Population deviation, as in the reference (`unbiased=False`).
+    # Population deviation, as in transformers (`unbiased=False`).
     deviation = gate.std(-1, keepdim=True, correction=0)
     return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * deviations.to(gate.device)))
 

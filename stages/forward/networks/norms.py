@@ -95,7 +95,7 @@ def _by_parts(
 ) -> Tensor:
     """Norm in separate steps; tapped: function of "scale" or "normalized" and its value that returns the
     value to continue with."""
-    # torch's layer norm keeps float64; the reference's RMS norms always compute in float32.
+    # torch's layer norm keeps float64; transformers' RMS norms always compute in float32.
     wide = x if kind == "layer" and x.dtype == torch.float64 else x.float()
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)

@@ -67,7 +67,7 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
     Arguments:
         rope: the rotary embedding; frequencies stored in the checkpoint are returned as they are.
         length: length of the sequence, for schemes that depend on it.
-        dtype: dtype of the computation, in the same steps as the reference.
+        dtype: dtype of the computation, in the same steps as transformers.
     """
     if rope.frequencies is not None:
         stored: Tensor = rope.frequencies.to("cpu", dtype)
@@ -155,7 +155,7 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     if rope.is_truncated:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, rope.dim - 1)
-    # Where both bounds are one entry, 0.001 avoids a division by zero, as in the reference.
+    # Where both bounds are one entry, 0.001 avoids a division by zero, as in transformers.
     width = slow - fast or 0.001
     entries = torch.arange(rope.dim // 2, dtype=plain.dtype)
     slowed = ((entries - fast) / width).clamp(0, 1)

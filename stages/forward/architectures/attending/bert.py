@@ -20,7 +20,7 @@ from ..composed import ComposedArchitecture
 from ..families import ACTIVATIONS, read_activation
 from ..layer_tensors import EncoderNames, Spelling
 from ..mixers import RelativeSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import Build, TensorShapes, family
 
@@ -315,7 +315,7 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         layers=BertLayers(act="gelu_new", looks_ahead=True),
         embedding_width=config.integer("embedding_size", 128),
     )
-    # The reference's assignment of layers to groups.
+    # transformers' assignment of layers to groups.
     return build.with_layers(model, lambda layer: {"source": int(layer / (layers / groups))})
 
 
@@ -351,7 +351,7 @@ def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     return bert_like(config, shapes, spelling, eps=1e-12, layers=layers, token_types=None)
 
 
-# The reference ignores layer_norm_eps in layers and uses 1e-12 there, so no other value is accepted.
+# transformers ignores layer_norm_eps in layers and uses 1e-12 there, so no other value is accepted.
 @bert_family("squeezebert", "SqueezeBERT", never=UNSUPPORTED, always={**ABSOLUTE, "layer_norm_eps": 1e-12})
 def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Grouped convolutions of width 1 replace the linear projections."""
@@ -476,7 +476,7 @@ def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @bert_family("mpnet", "MPNet", always={"pad_token_id": 1})
 def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """T5's relative position bias, always with 32 buckets: the reference ignores
+    """T5's relative position bias, always with 32 buckets: transformers ignores
     relative_attention_num_buckets."""
     base = roberta_spelling("mpnet.")
     spelling = replace(
@@ -500,12 +500,12 @@ def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @bert_family("esm", "ESM-1b and ESM-2", always={"is_folding_model": False})
 def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """A table of positions, or rope, whose frequencies may be stored in the checkpoint."""
-    # To the reference, an explicit null means a model without positions, not the default.
+    # To transformers, an explicit null means a model without positions, not the default.
     kind = config.raw.get("position_embedding_type", "absolute")
     if kind not in ("absolute", "rotary"):
         raise ConfigError(
             f"{config.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
-            f"{kind!r}; this model cannot run here"
+            f"{kind!r}; {TRY_TRANSFORMERS}"
         )
     # token_dropout: embeddings of masks are zeroed, and all others rescaled.
     is_dropped = config.flag("token_dropout", False)
@@ -568,8 +568,8 @@ def _terms(config: ConfigReader) -> list[str]:
     terms = [part.strip() for part in value.lower().split("|")] if isinstance(value, str) else list(value)
     if not set(terms) <= {"c2p", "p2c"} or len(set(terms)) < len(terms):
         raise ConfigError(
-            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {value!r}; this model "
-            "cannot run here"
+            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {value!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     return terms
 

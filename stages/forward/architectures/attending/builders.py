@@ -1,7 +1,7 @@
 """Builders that the family functions of this folder share, and the table these functions enter by `@family`.
 
-A builder reads the usual keys of a config.json, with the defaults of the reference implementation
-(transformers) where a family function gives no other, and makes a spec of them: `attention`, `mlp`, ropes,
+A builder reads the usual keys of a config.json, with the defaults of Hugging Face
+transformers where a family function gives no other, and makes a spec of them: `attention`, `mlp`, ropes,
 windows and position tables (`PositionContext`); `decoder` makes an architecture of these. A key that only
 one family has is read in that family's function.
 
@@ -30,7 +30,7 @@ from ..families import (
 from ..hybrids.mamba_families import checked
 from ..layer_tensors import LLAMA, Spelling
 from ..mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, MlpSpec
-from ..transformer import ActivationName, ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 Windows = Sequence[int | None]
@@ -92,7 +92,7 @@ class AttendingFamily:
                 expected = f"no {key}" if implemented is None else f"{key} to be {implemented!r}"
                 raise ConfigError(
                     f"{config.source}: expected {expected}, found {value!r}, which is not followed for "
-                    f"{config.raw['model_type']}; this model cannot run here"
+                    f"{config.raw['model_type']}; {TRY_TRANSFORMERS}"
                 )
         return self.build(config, shapes)
 
@@ -100,11 +100,11 @@ class AttendingFamily:
         """Copy of a config with the family's key names replaced by the usual ones.
 
         Raises:
-            ConfigError: A key is present under both names with two values; which of them the reference uses
+            ConfigError: A key is present under both names with two values; which of them transformers uses
                 depends on their order in the file.
         """
         usual = {name: config.raw[alias] for name, alias in self.aliases.items() if alias in config.raw}
-        # These are no entries of the reference's `attribute_map`: it ignores the usual name in the file.
+        # These are no entries of transformers' `attribute_map`: it ignores the usual name in the file.
         without_alias = {"hidden_act", "intermediate_size"} & set(self.aliases)
         raw = {key: value for key, value in config.raw.items() if key not in without_alias}
         for name, value in usual.items():
@@ -165,7 +165,7 @@ def attention(
     heads = config.integer("num_attention_heads") if heads is None else heads
     equal_share = config.integer("hidden_size") // heads
     if width is None:
-        # An explicit null means hidden_size / heads to the reference, not the default of the family.
+        # An explicit null means hidden_size / heads to transformers, not the default of the family.
         is_null = "head_dim" in config.raw and config.raw["head_dim"] is None
         width = config.integer("head_dim", equal_share if is_null else head_dim or equal_share)
     defaults = {"num_attention_heads": heads, "qkv_bias": bias, "o_bias": bias}
@@ -218,8 +218,8 @@ def head_transform(
     name = config.text(key, act) if key else act
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"{config.source}: expected {key} among {', '.join(ACTIVATIONS)}, found {name!r}; this model "
-            "cannot run here"
+            f"{config.source}: expected {key} among {', '.join(ACTIVATIONS)}, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     width = {"width": config.integer("hidden_size")} | fields
     return HeadTransform(activation=ACTIVATIONS[name], eps=eps, **width)
@@ -349,7 +349,7 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
         if parameters and not set(parameters) <= set(kinds):
             raise ConfigError(
                 f"{config.source}: expected rope_parameters of {' and '.join(kinds)}, found "
-                f"{', '.join(parameters)}; this model cannot run here"
+                f"{', '.join(parameters)}; {TRY_TRANSFORMERS}"
             )
         thetas = raw.get("rope_theta"), raw.get(local_key) if local_key else None
         sections = [parameters.get(kind) for kind in kinds]
@@ -483,7 +483,7 @@ class PositionContext:
     looks_ahead: bool | None = None
     """Whether queries see later keys; None to follow is_causal."""
     longest: int | None = None
-    """Largest context, if the reference computes longer prompts in another way; None for no such limit."""
+    """Largest context, if transformers computes longer prompts in another way; None for no such limit."""
     head_dim: int | None = None
     """Entries of a head that rope may rotate; needed only if `decoder` gets a function instead of an
     `AttentionSpec`."""
@@ -577,10 +577,10 @@ def decoder(
     """
     hidden, layers, is_acausal = config.integer("hidden_size"), layers_of(config), asks_to_look_ahead(config)
     windows = (None,) * layers if context.windows is None else context.windows
-    # is_causal=false: the reference's window then excludes the query itself, on both sides.
+    # is_causal=false: transformers' window then excludes the query itself, on both sides.
     windows = both_ways(windows) if is_acausal else windows
     if is_bidirectional := config.flag("use_bidirectional_attention", False):
-        # The reference then splits the window between both sides of the query (EmbeddingGemma).
+        # transformers then splits the window between both sides of the query (EmbeddingGemma).
         windows = [window and window // 2 + 1 for window in windows]
     looks_ahead = is_bidirectional or (is_acausal if context.looks_ahead is None else context.looks_ahead)
     head_dim = mixer.head_dim if isinstance(mixer, AttentionSpec) else context.head_dim
@@ -607,7 +607,7 @@ def decoder(
     fields = {"spelling": LLAMA, **context.table, **fields}
     if "max_position_embeddings" not in fields:
         length = context.max_positions and config.integer("max_position_embeddings", context.max_positions)
-        # Longer prompts would be computed differently by the reference, so they are refused.
+        # Longer prompts would be computed differently by transformers, so they are refused.
         is_cut = length is not None and context.longest is not None and context.longest < length
         fields["max_position_embeddings"] = context.longest if is_cut else length
     return ComposedArchitecture(

@@ -15,7 +15,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation, yarn_magnitude
 from ..mixers import ChannelMixerSpec, ExpertsSpec, LatentAttentionSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
 from .experts import DEEPSEEK_SPELLING, ExpertDefaults, is_listed_dense, sigmoid_experts
@@ -105,7 +105,7 @@ def _rope_magnitude(config: ConfigReader) -> float:
 def _require_head_dim(config: ConfigReader) -> None:
     """Check that head_dim, if present, is qk_rope_head_dim.
 
-    The reference computes rotation angles for head_dim entries if config.json has that key. DeepSeek-V3 and
+    transformers computes rotation angles for head_dim entries if config.json has that key. DeepSeek-V3 and
     Kimi K2 do not have it; transformers writes the width of the shared keys.
 
     Raises:
@@ -151,7 +151,7 @@ def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
             f"{config.source}: expected topk_method 'greedy' or 'group_limited_greedy', found {method!r}; "
-            "this model cannot run here"
+            f"{TRY_TRANSFORMERS}"
         )
     # Group keys may be present but unused with topk_method "greedy".
     is_grouped = method != "greedy"

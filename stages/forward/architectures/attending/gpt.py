@@ -64,7 +64,7 @@ def _scale(config: ConfigReader, head_dim: int) -> float:
 @family("openai-gpt", "GPT-1", aliases={**GPT2_ALIASES, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later in BERT."""
-    # The reference maps the name "gelu" to the tanh approximation in GPT-1.
+    # transformers maps the name "gelu" to the tanh approximation in GPT-1.
     act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
         GPT2_SPELLING,
@@ -156,7 +156,7 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     """
     layers, listed = build.layers_of(config), config.raw.get("attention_types")
     if listed is None:
-        # The reference's default pattern alternates between global and local.
+        # transformers' default pattern alternates between global and local.
         listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
     try:
         kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]

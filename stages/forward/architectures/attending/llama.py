@@ -14,7 +14,7 @@ from ..families import read_activation
 from ..hybrids.linear_families import MIXTRAL_PARTS
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
 
@@ -216,7 +216,7 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             2048,
             windows=build.window_everywhere(
                 config
-            ),  # With more keys, the reference masks those with the smallest value scores.
+            ),  # With more keys, transformers masks those with the smallest value scores.
             longest=config.integer("keep_window_size", 2048),
         ),
         eps=eps,
@@ -272,7 +272,7 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
         raise ConfigError(
             f"{config.source}: expected the config of Baichuan 7B, found that of a 13B or of Baichuan 2, "
-            "which is not followed; this model cannot run here"
+            f"which is not followed; {TRY_TRANSFORMERS}"
         )
     return build.decoder(
         config,
@@ -399,7 +399,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     def tuning() -> TemperatureTuning | None:
         if not config.raw.get("attn_temperature_tuning", True):  # an integer, 4, in some released files
             return None
-        # Offset 1: the reference counts positions from 1 in this formula.
+        # Offset 1: transformers counts positions from 1 in this formula.
         return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:

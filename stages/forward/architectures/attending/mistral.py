@@ -13,7 +13,7 @@ from ..families import read_activation
 from ..hybrids.linear_families import MIXTRAL_PARTS
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ExpertsSpec, TemperatureTuning
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 
@@ -102,7 +102,7 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     if (top_k := config.integer("num_experts_per_tok", 2)) != 2:
         raise ConfigError(
             f"{config.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
-            f"{top_k}; this model cannot run here"
+            f"{top_k}; {TRY_TRANSFORMERS}"
         )
     experts = ExpertsSpec(
         config.integer("num_local_experts", 16),

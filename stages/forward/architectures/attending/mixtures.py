@@ -120,7 +120,7 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("first_k_dense_replace", 0, least=0):
             return build.mlp(config)
-        # The reference has no defaults for the numbers of experts of dots.llm1.
+        # transformers has no defaults for the numbers of experts of dots.llm1.
         defaults = ExpertDefaults(count=None, chosen=None, width=1408, shared=None)
         return sigmoid_experts(config, defaults, sums_to_one=False)
 
@@ -139,7 +139,7 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family(
     "jetmoe",
     "JetMoE 8B",
-    # The reference ignores rms_norm_eps in layers and uses 1e-6 there.
+    # transformers ignores rms_norm_eps in layers and uses 1e-6 there.
     always={"rms_norm_eps": 1e-6},
     aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
     follows_is_causal=False,
@@ -191,7 +191,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         routing="sigmoid of chosen",
         shared_size=config.integer("shared_expert_intermediate_size", 512),
         sums_to_one=config.flag("norm_topk_prob", False),
-        # The reference adds no epsilon to the sum of the weights.
+        # transformers adds no epsilon to the sum of the weights.
         sum_eps=0.0,
     )
     return build.decoder(

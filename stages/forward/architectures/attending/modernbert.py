@@ -44,7 +44,7 @@ def _windows(config: ConfigReader, *, itself: int) -> Windows:
         itself: 1 if the query is counted besides these keys; 0 if it is one of them.
 
     Raises:
-        ConfigError: `sliding_window`, which the reference derives from `local_attention`, contradicts it.
+        ConfigError: `sliding_window`, which transformers derives from `local_attention`, contradicts it.
     """
     half = config.integer("local_attention", 128) // 2
     listed, layers = config.integer("sliding_window", half), build.layers_of(config)

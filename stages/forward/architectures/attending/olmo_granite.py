@@ -32,7 +32,7 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         norm_biases="none",
         has_norm_weights=False,
-        # A constant in the reference; the config has no key for it.
+        # A constant in transformers; the config has no key for it.
         eps=1e-5,
     )
 
@@ -69,7 +69,7 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
-# The reference clips OLMoE's queries and keys after their norm; `clip_qkv` here clips before it.
+# transformers clips OLMoE's queries and keys after their norm; `clip_qkv` here clips before it.
 @family("olmoe", "OLMoE", never=("clip_qkv",))
 def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """OLMoE: norms of queries and keys over all heads; softmax-routed experts."""

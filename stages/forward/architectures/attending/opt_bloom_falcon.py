@@ -13,7 +13,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
 from ..layer_tensors import LLAMA, Spelling
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 from .olmo_granite import none_if_one
@@ -80,7 +80,7 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         context=build.position_table(config, 1024, start_row=FIRST_ROW),
         norm_type="layer",
-        # PyTorch's default; the reference ignores layer_norm_eps here.
+        # PyTorch's default; transformers ignores layer_norm_eps here.
         eps=1e-5,
         embedding_scale=_embedding_scale(config),
         tied=True,
@@ -109,12 +109,12 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 )
 def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """XGLM, with positions encoded as sines and cosines."""
-    # The reference zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
+    # transformers zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
     pad = config.raw.get("pad_token_id")
     if isinstance(pad, int) and pad >= FIRST_ROW:
         raise ConfigError(
-            f"{config.source}: expected pad_token_id below {FIRST_ROW}, found {pad}, at which the reference "
-            "has no position; this model cannot run here"
+            f"{config.source}: expected pad_token_id below {FIRST_ROW}, found {pad}, at which transformers "
+            f"has no position; {TRY_TRANSFORMERS}"
         )
     return build.decoder(
         config,
@@ -205,7 +205,7 @@ def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MPT, with attention settings in attn_config; those that the reference does not implement are refused.
+    """MPT, with attention settings in attn_config; those that transformers does not implement are refused.
 
     Raises:
         ConfigError: attn_config has a value that is not implemented, or softmax_scale 0.
@@ -217,7 +217,7 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         if section.raw.get(key, value) != value:
             raise ConfigError(
                 f"{section.source}: expected {key} to be {value!r}, found {section.raw[key]!r}, which is not "
-                "followed for mpt; this model cannot run here"
+                f"followed for mpt; {TRY_TRANSFORMERS}"
             )
     slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
     # clip_qkv 0 means no clip, as null does.
@@ -264,7 +264,7 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         "hidden_size": "n_embed",
     },
     never=("head_dim",),
-    # With ALiBi the reference is inconsistent: its eager attention adds the slopes twice, its fused one once.
+    # With ALiBi transformers is inconsistent: its eager attention adds the slopes twice, its fused one once.
     always={"alibi": False},
     reads_tensors=True,
 )
@@ -286,7 +286,7 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         raise ConfigError(
             f"{config.source}: expected two norms in parallel layers of the newer architecture alone, found "
             f"new_decoder_architecture={is_new}, parallel_attn={is_parallel}, "
-            f"num_ln_in_parallel_attn={norms}; this model cannot run here"
+            f"num_ln_in_parallel_attn={norms}; {TRY_TRANSFORMERS}"
         )
     # The tensors have other names if attention and MLP have a norm each.
     has_two_norms = is_new and norms == 2

@@ -41,7 +41,7 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.attention(config, qkv_bias=True, layout="by part"),
         build.mlp(config, width=both // 2),
         context=build.PositionContext(
-            8192,  # For longer prompts the reference scales queries by log(position) and stretches rope.
+            8192,  # For longer prompts transformers scales queries by log(position) and stretches rope.
             longest=config.integer("seq_length", 8192),
         ),
         eps=config.number("layer_norm_epsilon", 1e-6),

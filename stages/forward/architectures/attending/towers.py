@@ -1,6 +1,6 @@
 """Multimodal models, of which only the text model runs: its section of config.json, and its tensors.
 
-Prompts without images only need the text model; a test compares each of these families with the reference.
+Prompts without images only need the text model; a test compares each of these families with transformers.
 M-RoPE (Qwen2-VL, 2024, section 2.1) rotates by three positions of an image, which are equal for text tokens,
 so that plain rope is exact.
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..architecture import Architecture
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 
 __all__ = ["TOWERS", "Tower", "read_tower", "text_section"]
 
@@ -35,7 +35,7 @@ class Tower:
     text: str
     """model_type of the text model, if text_config does not name one."""
     unread: tuple[str, ...] = ()
-    """Keys of text_config that the reference follows in the text model alone, but not in the multimodal
+    """Keys of text_config that transformers follows in the text model alone, but not in the multimodal
     model; they must be null."""
 
 
@@ -68,7 +68,7 @@ def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
     it.
 
     tie_word_embeddings may stand in the section, outside of it, or in both. If both values differ, the head
-    is tied unless the checkpoint has a tensor for it: the reference reads one or the other, by model.
+    is tied unless the checkpoint has a tensor for it: transformers reads one or the other, by model.
 
     Arguments:
         reader: The config.json of the multimodal model.
@@ -85,7 +85,7 @@ def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
         if values.get(key) is not None:
             raise ConfigError(
                 f"{reader.source}: expected no {key} in text_config, found {values[key]!r}, which the "
-                f"reference follows in {tower.text} alone; this model cannot run here"
+                f"reference follows in {tower.text} alone; {TRY_TRANSFORMERS}"
             )
     flags = {config["tie_word_embeddings"] for config in (raw, section) if "tie_word_embeddings" in config}
     flags.discard(None)

@@ -87,7 +87,7 @@ class BridgeConfig(Architecture):
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
-        """See `Architecture`."""
+        """Number of layers."""
         return len(self.found)
 
     @property
@@ -97,7 +97,7 @@ class BridgeConfig(Architecture):
 
     @property
     def context_length(self) -> int:
-        """See `Architecture`."""
+        """Largest length of a prompt, in tokens."""
         return self.context
 
     @property
@@ -176,7 +176,7 @@ class BridgeConfig(Architecture):
 
     @property
     def predicts_next(self) -> bool:
-        """See `Architecture`."""
+        """Whether the logits at a position predict the next token and depend on no later one."""
         return self.next_token
 
     @cached_property

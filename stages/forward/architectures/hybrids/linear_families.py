@@ -1,6 +1,6 @@
 """Readers of config.json for hybrids with linear attention or short convolutions: a function per family.
 
-Semantics and defaults are those of the reference implementation (transformers); helpers shared with
+Semantics and defaults are those of Hugging Face transformers; helpers shared with
 state-space models are in mamba_families.py.
 
 Border: one config, and tensor names in families whose checkpoints use two naming schemes; never imports
@@ -27,7 +27,7 @@ from ..mixers import (
     MlpSpec,
     QkNorm,
 )
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from .mamba_families import FamilyReader, TensorShapes, composed_of, require_silu, rope_of
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
@@ -97,7 +97,7 @@ def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
     model_type = f"{reader.raw['model_type']}_text"
     values = [raw.get("tie_word_embeddings") for raw in (reader.raw, text)]
     flags = {flag for flag in values if flag is not None}
-    # If the two values differ, different classes of the reference use different ones; the file decides here.
+    # If the two values differ, different classes of transformers use different ones; the file decides here.
     tied = flags.pop() if len(flags) == 1 else bool(flags) and "lm_head.weight" not in shapes
     section = ConfigReader(
         text | {"model_type": model_type, "tie_word_embeddings": tied}, f"{reader.source}: text_config"
@@ -152,11 +152,11 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         reader.integer("linear_conv_kernel_dim", 4),
         layout="separate",
         beta_factor=2.0 if reader.flag("linear_allow_neg_eigval", True) else 1.0,
-        norm_eps=1e-5,  # the reference ignores rms_norm_eps here
+        norm_eps=1e-5,  # transformers ignores rms_norm_eps here
     )
     layers = reader.integer("num_hidden_layers")
     default = _attention_every(4, layers)
-    # The reference's default has at least one layer of attention, the last one.
+    # transformers' default has at least one layer of attention, the last one.
     types = _layer_types(
         reader, default if "full_attention" in default else [*default[:-1], "full_attention"]
     )
@@ -398,7 +398,7 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
 
 
 def _rounded(number: float) -> float:
-    """The nearest bfloat16: the reference stores the factor of embeddings in that dtype, whatever the
+    """The nearest bfloat16: transformers stores the factor of embeddings in that dtype, whatever the
     model's."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 256) / 256, exponent)
@@ -435,7 +435,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     def block(layer: int, kind: str) -> LayerSpec:
         if kind == "full_attention":
             return LayerSpec((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
-        # Decays get weaker in later layers; the epsilons are those of the reference (no division by 0).
+        # Decays get weaker in later layers; the epsilons are those of transformers (no division by 0).
         slope = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         lightning = LightningSpec(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
         return LayerSpec((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
@@ -539,7 +539,7 @@ def _check_types(reader: ConfigReader, key: str, types: list[str], allowed: tupl
     if unknown is not None:
         raise ConfigError(
             f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found {unknown!r}; "
-            "this model cannot run here"
+            f"{TRY_TRANSFORMERS}"
         )
     return types
 

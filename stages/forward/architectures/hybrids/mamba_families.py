@@ -1,6 +1,6 @@
 """Readers of config.json for state-space models and their hybrids: a function per family, and their table.
 
-Semantics and defaults are those of the reference implementation (transformers). Keys that several families
+Semantics and defaults are those of Hugging Face transformers. Keys that several families
 share are read by helpers at the end; keys of one family are read in its function.
 
 Border: one config, and tensor names in families whose checkpoints use two naming schemes; never imports
@@ -19,7 +19,7 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..families import ACTIVATIONS, read_rope, refuse_unfollowed
 from ..layer_tensors import ExpertNames, Spelling
 from ..mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
-from ..transformer import ActivationName, ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig
 
 __all__ = [
     "HYBRIDS",
@@ -167,7 +167,7 @@ def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArc
 def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Bamba: Mamba-2, and attention in layers that attn_layer_indices lists."""
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
-    # The reference's default for partial_rotary_factor is 0.5.
+    # transformers' default for partial_rotary_factor is 0.5.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
     mlp = MlpSpec(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
@@ -314,7 +314,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         groups=reader.integer("n_groups", reader.integer("mamba_n_groups", 8)),
         state_size=reader.integer("ssm_state_size", 128),
         conv_size=reader.integer("conv_kernel", reader.integer("mamba_d_conv", 4)),
-        # The reference computes with time_step_min as the smallest step, and reads no time_step_limit.
+        # transformers computes with time_step_min as the smallest step, and reads no time_step_limit.
         limits=(reader.number("time_step_min", reader.number("mamba_dt_min", 0.001)), None),
         norm_eps=eps,
         has_bias=bias,
@@ -591,7 +591,7 @@ def layer_types_of(
     if unknown is not None or not types:
         raise ConfigError(
             f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found "
-            f"{'none' if unknown is None else repr(unknown)}; this model cannot run here"
+            f"{'none' if unknown is None else repr(unknown)}; {TRY_TRANSFORMERS}"
         )
     layers = reader.optional_integer("num_hidden_layers", len(types))
     if layers not in (None, len(types)):
@@ -616,19 +616,19 @@ def activation_of(reader: ConfigReader, key: str = "hidden_act", default: str = 
     name = reader.text(key, default)
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     return ACTIVATIONS[name]
 
 
 def require_silu(reader: ConfigReader, key: str) -> None:
-    """Raise ConfigError unless a config key names SiLU: the reference's kernels of state spaces support no
+    """Raise ConfigError unless a config key names SiLU: transformers' kernels of state spaces support no
     other activation, and no released model has one."""
     if (name := reader.text(key, "silu")) not in ("silu", "swish"):
         raise ConfigError(
-            f"{reader.source}: expected {key} 'silu' in a model with state spaces, found {name!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected {key} 'silu' in a model with state spaces, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
 
 

@@ -15,7 +15,7 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..layer_tensors import Spelling
 from ..linear_mixers import GatedDeltaSpec, LinearAttentionSpec, MlstmSpec
 from ..mixers import AttentionSpec, MixerSpec, MlpSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from .linear_families import either
 from .mamba_families import FamilyReader, TensorShapes, activation_of, checked, require_silu
 
@@ -38,8 +38,8 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     mode, bias = reader.text("weight_mode", "single"), reader.flag("use_bias", False)
     if mode not in ("single", "fused"):
         raise ConfigError(
-            f"{reader.source}: expected weight_mode to be 'single' or 'fused', found {mode!r}; this model "
-            "cannot run here"
+            f"{reader.source}: expected weight_mode to be 'single' or 'fused', found {mode!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     is_fused, eps = mode == "fused", reader.number("norm_eps", 1e-6)
     mixer = MlstmSpec(
@@ -74,7 +74,7 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=spelling,
         norm_eps=eps,
         final_logit_softcapping=reader.number("output_logit_soft_cap", 30.0),
-        # The reference ignores tie_word_embeddings and never ties the head.
+        # transformers ignores tie_word_embeddings and never ties the head.
         tie_word_embeddings=False,
         norm_biases="in layers" if bias else "of layer norms",
     )
@@ -140,12 +140,11 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     for key, implemented in (("qk_activation", "silu"), ("qk_norm", "l2")):
         if (value := reader.text(key, implemented)) != implemented:
             raise ConfigError(
-                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; this model cannot "
-                "run here"
+                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; {TRY_TRANSFORMERS}"
             )
     # Without beta a write would replace the whole old value (beta = 1), which is not implemented.
     if not reader.flag("use_beta", True):
-        raise ConfigError(f"{reader.source}: expected use_beta, found none; this model cannot run here")
+        raise ConfigError(f"{reader.source}: expected use_beta, found none; {TRY_TRANSFORMERS}")
     heads = reader.integer("num_heads", 16)
     mixer = GatedDeltaSpec(
         heads,
@@ -197,7 +196,7 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
     if reader.has("attnres_block_size"):
         raise ConfigError(
             f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}: "
-            "such a stream is no sum; this model cannot run here"
+            f"such a stream is no sum; {TRY_TRANSFORMERS}"
         )
     hidden, layers = reader.integer("hidden_size", 2048), reader.integer("num_hidden_layers", layers)
     # A gated MLP has three matrices instead of two, hence 2/3 of the width, rounded up to a multiple of 256.

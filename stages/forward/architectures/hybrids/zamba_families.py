@@ -1,6 +1,6 @@
 """Readers of config.json for Zamba and Zamba2: Mamba layers, some of them preceded by a shared block.
 
-Semantics and defaults are those of the reference implementation (transformers); helpers shared with other
+Semantics and defaults are those of Hugging Face transformers; helpers shared with other
 state-space models are in mamba_families.py.
 
 Border: one config; never imports torch.
@@ -16,7 +16,7 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..families import confirm_derived
 from ..layer_tensors import Spelling
 from ..mixers import AttentionSpec, Mamba2Spec, MambaSpec, MlpSpec, SharedBlockSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from .mamba_families import (
     FamilyReader,
     TensorShapes,
@@ -62,7 +62,7 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     attention = _attention(heads, kv_heads, head_dim, rope=None)
     mlp = MlpSpec(reader.integer("intermediate_size", 14848), activation_of(reader, "hidden_act", "gelu"))
     period, offset = reader.integer("attn_layer_period", 6), reader.integer("attn_layer_offset", 4, least=0)
-    # The reference's default pattern has three fixed layers, then the period.
+    # transformers' default pattern has three fixed layers, then the period.
     n_periodic = reader.integer("num_hidden_layers", 76) - 3
     periodic = ["hybrid" if i % period == offset else "mamba" for i in range(n_periodic)]
     types = _types(reader, ["mamba", "mamba", "hybrid", *periodic])
@@ -98,7 +98,7 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         raise ConfigError(
             f"{reader.source}: expected as many key heads as heads, {heads} of width {head_dim} that make "
             f"{2 * hidden}, where use_shared_attention_adapter is set, found {attention.num_kv_heads} key "
-            "heads; this model cannot run here"
+            f"heads; {TRY_TRANSFORMERS}"
         )
     bias = reader.flag("add_bias_linear", False)
     mlp = MlpSpec(
@@ -144,7 +144,7 @@ class _Sharing:
 
     @classmethod
     def of(cls, reader: ConfigReader, types: list[str], *, count: int) -> _Sharing:
-        """Sharing among the layers of type "hybrid". In the reference, tie_word_embeddings=false also unties
+        """Sharing among the layers of type "hybrid". In transformers, tie_word_embeddings=false also unties
         the blocks."""
         layers = tuple(layer for layer, kind in enumerate(types) if kind == "hybrid")
         return cls(layers, count, reader.flag("tie_word_embeddings", True))
@@ -173,7 +173,7 @@ def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
         state_size=reader.integer("mamba_d_state", 64),
         conv_size=reader.integer("mamba_d_conv", 4),
         limits=(reader.number("time_step_min", 0.001), None),
-        norm_eps=1e-5,  # the reference ignores rms_norm_eps here
+        norm_eps=1e-5,  # transformers ignores rms_norm_eps here
         has_bias=has_bias,
         has_out_bias=has_bias,
     )
@@ -189,7 +189,7 @@ def _types(reader: ConfigReader, default: list[str]) -> list[str]:
     none."""
     key = "layer_types" if reader.has("layer_types") else "layers_block_type"
     types = layer_types_of(reader, key, default, ("mamba", "hybrid"))
-    # The reference writes the list of hybrid layers next to their types.
+    # transformers writes the list of hybrid layers next to their types.
     confirm_derived(reader, "hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
     return types
 

@@ -2,7 +2,7 @@
 al., 2018), PEGASUS (Zhang et al., 2020), Blenderbot (Roller et al., 2021), M2M-100 (Fan et al., 2021), PLBART
 (Ahmad et al., 2021), MVP (Tang et al., 2023).
 
-Keys and defaults are those of the reference (transformers).
+Keys and defaults are those of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..composed import ComposedArchitecture, PairSpec
 from ..families import read_activation
 from ..layer_tensors import EncoderNames, PairNames, Spelling
 from ..mixers import AttentionSpec, MlpSpec
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from .builders import TensorShapes, family, pair_layers, require_complete, token_id
 
 __all__ = ["bart", "blenderbot", "blenderbot_small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart"]
@@ -174,8 +174,8 @@ def _bart(
         waves = None
     if waves is not None and hidden % 2:
         raise ConfigError(
-            f"{config.source}: expected an even d_model where positions are waves, found {hidden}; such a "
-            "model cannot run here"
+            f"{config.source}: expected an even d_model where positions are waves, found {hidden}; "
+            f"{TRY_TRANSFORMERS}"
         )
     depths = [config.integer(f"{side}_layers", values[f"{side}_layers"]) for side in ("encoder", "decoder")]
     length = config.integer("max_position_embeddings", values["max_position_embeddings"])
@@ -226,7 +226,7 @@ def _of_both_sides(config: ConfigReader, key: str, default: int) -> int:
     if encoder != decoder:
         raise ConfigError(
             f"{config.source}: expected encoder and decoder of the same {key}, found {encoder} and "
-            f"{decoder}; such a model cannot run here"
+            f"{decoder}; {TRY_TRANSFORMERS}"
         )
     return encoder
 
@@ -237,5 +237,5 @@ def _require_flag(config: ConfigReader, key: str, *, implemented: bool) -> None:
     if value is not implemented:
         raise ConfigError(
             f"{config.source}: expected {key} to be {str(implemented).lower()}, found {str(value).lower()}; "
-            "such a model cannot run here"
+            f"{TRY_TRANSFORMERS}"
         )

@@ -1,6 +1,6 @@
 """Families of T5 (Raffel et al., 2020): mT5 (Xue et al., 2021) and UMT5 (Chung et al., 2023).
 
-Keys and defaults are those of the reference (transformers).
+Keys and defaults are those of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _t5(
         spelling=_spelling(is_gated),
         norm_eps=config.number("layer_norm_epsilon", 1e-6),
         logit_factor=hidden**-0.5 if divides_stream else 1.0,
-        # The reference uses a head in the file even if tie_word_embeddings is true.
+        # transformers uses a head in the file even if tie_word_embeddings is true.
         tie_word_embeddings="lm_head.weight" not in shapes,
         pair=PairSpec(encoder, token_id(config, "decoder_start_token_id", padding)),
     )

@@ -140,12 +140,12 @@ class Bridged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Network`."""
+        """Dtype of the computation, which may differ from that of the checkpoint."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """See `Network`."""
+        """Device of the weights and of the computation."""
         return self.embedding.device
 
     @property

@@ -51,7 +51,8 @@ class ShortConvolution:
         self.shape, self.weights = shape, strip_prefix(tensors, "conv.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         w = self.weights
         into, out, inner = product(x, w["in"], w.get("in.bias")).chunk(3, dim=-1)
         into, out = taps("conv_in_gate", layer, into), taps("conv_out_gate", layer, out)

@@ -36,7 +36,8 @@ class DifferentialAttention:
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in names})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s = self.shape
         q, k, v = project(x, self.weights, s.attention, layer, taps)
         q, k = apply_rope(history.needed(q), k, s.rope, history)

@@ -63,7 +63,7 @@ class Experts:
         self._activation = ACTIVATIONS[shape.activation]
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """See `ChannelMixer`."""
+        """Normalised stream x [B, kept, D] -> output that is added to the residual stream, [B, kept, D]."""
         w, rows = self.weights, x.flatten(0, 1)
         experts, share = self._tapped_weights(*self._routed(x, layer, taps), x, layer, taps)
         inner = product(rows, w["into_latent"], w.get("into_latent.bias")) if self.shape.latent_size else rows

@@ -42,7 +42,8 @@ class GatedDelta:
         self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "linear."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s, w = self.shape, self.weights
         gate = self._gate(history.needed(x), layer, taps)
         inner = product(x, w["qkv"])
@@ -92,7 +93,7 @@ class GatedDelta:
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
         """Output of the scan [B, head, token, V], RMS-normalised per head in float32."""
-        # Rounded first: the reference's scan returns the model's dtype.
+        # Rounded first: transformers' scan returns the model's dtype.
         read = upcast(read.to(dtype))
         unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         return upcast(self.weights["norm"] * unit.to(dtype))

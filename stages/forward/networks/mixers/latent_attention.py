@@ -33,7 +33,8 @@ class LatentAttention:
         self.shape, self._mixer, self.weights = shape, shape.summary, strip_prefix(tensors, "latent.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s, w = self.shape, self.weights
         queries = split_heads(self._queries(history.needed(x)), s.key_size)
         latent, shared = product(x, w["down"], w.get("down.bias")).split((s.rank, s.shared_size), dim=-1)

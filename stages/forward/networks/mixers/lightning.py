@@ -40,7 +40,8 @@ class Lightning:
         self._log_decay = -slopes.to(by_part.device).view(1, -1, 1, 1)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s, w = self.shape, self.weights
         gate = torch.sigmoid(product(history.needed(x), w["gate"]))
         gate = taps("linear_gate", layer, split_heads(gate, s.head_dim))

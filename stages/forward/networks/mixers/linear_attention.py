@@ -42,7 +42,8 @@ class LinearAttention:
         self._fixed = torch.log1p(-losses).to(self.weights["out"].device).view(1, -1, 1, 1)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s, w = self.shape, self.weights
         gate = None
         if s.has_gate:

@@ -39,7 +39,8 @@ class LinearUnit:
         self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         w = self.weights
         gate = ACTIVATIONS[self.shape.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
         gate = taps("linear_gate", layer, split_heads(gate, 1))

@@ -38,7 +38,8 @@ class Mamba:
         self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "ssm."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         w = self.weights
         inner, gate = product(x, w["in"], w.get("in.bias")).chunk(2, dim=-1)
         gate = taps("ssm_gate", layer, split_heads(F.silu(gate), 1))

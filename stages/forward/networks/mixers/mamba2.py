@@ -35,7 +35,8 @@ class Mamba2:
         self.shape, self.weights = shape, strip_prefix(tensors, "ssm.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s, w = self.shape, self.weights
         sizes = (s.channels, s.convolved, s.heads)
         gate, inner, step = product(x, w["in"], w.get("in.bias")).split(sizes, dim=-1)

@@ -22,7 +22,7 @@ class Mlp:
         self.shape, self.weights = shape, mlp_weights(tensors)
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """See `ChannelMixer`."""
+        """Normalised stream x [B, kept, D] -> output that is added to the residual stream, [B, kept, D]."""
         s = self.shape
         return mlp(x, self.weights, s.activation, layer, taps, s.inner_norm_eps, s.sparsity)
 

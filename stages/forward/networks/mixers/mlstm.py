@@ -36,7 +36,8 @@ class Mlstm:
         self._memory = MatrixMemory(shape.eps)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s = self.shape
         gate = torch.sigmoid(self._projected(history.needed(x), "ogate_preact"))
         gate = taps("mlstm_gate", layer, split_heads(gate, s.value_size))

@@ -32,7 +32,8 @@ class RoutedAttention:
         self.shape, self._mixer, self.weights = shape, shape.summary, strip_prefix(tensors, "moa.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         s, w, needed = self.shape, self.weights, history.needed(x)
         scores = taps("moa_router_logits", layer, product(needed, w["router"]).float())
         top, experts = scores.topk(s.chosen, dim=-1)

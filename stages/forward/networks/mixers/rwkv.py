@@ -76,7 +76,8 @@ class TimeMix4(TimeMix):
     """RWKV-4: exponentially weighted average of values, per channel."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
-        """See `TimeMix`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
+        beside: tensors that are passed from layer to layer besides the stream, by name."""
         w, size = self.weights, self.shape.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in "rkv"}
@@ -94,7 +95,8 @@ class TimeMix5And6(TimeMix):
     the state before its own write."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
-        """See `TimeMix`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
+        beside: tensors that are passed from layer to layer besides the stream, by name."""
         s, w, size, is_6 = self.shape, self.weights, self.shape.head_dim, self.shape.generation == 6
         mixed = self._mixed(x, history.before(layer, "time mix", x, 1)[:, :, 0])
         r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
@@ -132,7 +134,8 @@ class TimeMix7(TimeMix):
     write."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
-        """See `TimeMix`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
+        beside: tensors that are passed from layer to layer besides the stream, by name."""
         w, size = self.weights, self.shape.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         # Version 7 stores the share of the previous token, version 4 that of the token itself.
