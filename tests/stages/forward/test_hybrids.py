@@ -162,9 +162,9 @@ def test_points_are_in_the_layers_that_have_them_and_others_are_told(tmp_path):
     expected = {"q": [1], "ssm_x": [0, 3], "mlp_post_act": [2], "resid_mid": [], "resid_post": [0, 1, 2, 3]}
     assert layers == expected
     for name, told in (
-        ("blocks.3.attn.hook_q", "layer 3 of .* has a state-space mixer, .*; this one is in layer 1"),
-        ("blocks.1.ssm.hook_dt", "layer 1 of .* has attention, .*; this one is in layers 0, 3"),
-        ("blocks.2.attn.hook_z", "layer 2 of .* has no mixer, .*; this one is in layer 1"),
+        ("blocks.3.attn.hook_q", "layer 3 of .* has a state-space mixer, .*; this hook point exists in layer 1"),
+        ("blocks.1.ssm.hook_dt", "layer 1 of .* has attention, .*; this hook point exists in layers 0, 3"),
+        ("blocks.2.attn.hook_z", "layer 2 of .* has no mixer, .*; this hook point exists in layer 1"),
         ("blocks.4.attn.hook_q", "has layers 0 to 3, found .*; the last one is 'blocks.1.attn.hook_q'"),
     ):
         with pytest.raises(HookPointNotFound, match=told):
