@@ -200,7 +200,7 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
             {"num_key_value_heads": 3, "num_attention_heads": 4},
             "multiple of num_key_value_heads, found 3",
         ),
-        ("gemma3_text", {"layer_types": ["full_attention"]}, "one layer_types entry per layer"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types to have one entry for each of"),
         ("opt", {"do_layer_norm_before": False}, "expected do_layer_norm_before to be True, found False"),
         (
             "gpt_neo",
@@ -208,8 +208,8 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
             "attention_types to say global or local for each",
         ),
         ("stablelm", {"qk_layernorm": True}, "expected no qk_layernorm, found True"),
-        ("glm4_moe", {"n_group": 3}, "expected 3 groups to divide 8 experts"),
-        ("mixtral", {"num_experts_per_tok": 9}, "number of experts per token of at most 4, found 9"),
+        ("glm4_moe", {"n_group": 3}, "multiple of the number of expert groups, found 8 experts and 3 groups"),
+        ("mixtral", {"num_experts_per_tok": 9}, "at most 4 experts per token, as many as there are, found 9"),
         ("falcon", {"alibi": True}, "expected alibi to be False, found True"),
         (
             "falcon",
@@ -229,7 +229,7 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
         ("xglm", {"pad_token_id": 2}, "expected pad_token_id below 2, found 2"),
         ("cwm", {"hidden_act": "xielu"}, "expected an activation among"),
-        ("diffllama", {"num_key_value_heads": 1}, "expected an even num_key_value_heads, .* found 1"),
+        ("diffllama", {"num_key_value_heads": 1}, "num_key_value_heads in config.json to be even, .* found 1"),
         (
             "llama4_text",
             {"layer_types": ["sliding_attention"] * 3},

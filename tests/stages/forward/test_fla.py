@@ -164,7 +164,7 @@ def test_layers_that_attend_are_those_the_config_lists():
             {"attn": {"layers": [0], "num_heads": 3}},
             r"attn: expected num_heads to divide 2048, found 3",
         ),
-        ("gated_deltanet", {"quantization_config": {}}, r"expected weights as plain numbers"),
+        ("gated_deltanet", {"quantization_config": {}}, r"expected unquantised weights"),
     ],
 )
 def test_what_is_not_followed_is_one_line(family, changes, message):

@@ -296,7 +296,7 @@ def test_two_ropes_are_read_as_older_configs_write_them():
             {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
             "expected no truncate=False",
         ),
-        ("gemma4_text", {"layer_types": ["full_attention"]}, "one layer_types entry per layer"),
+        ("gemma4_text", {"layer_types": ["full_attention"]}, "layer_types to have one entry for each of"),
         ("gemma4_text", {"hidden_activation": "xielu"}, "expected an activation among"),
     ],
 )
