@@ -28,7 +28,7 @@ _SPELLING = replace(
     LLAMA,
     ln2="pre_feedforward_layernorm",
     experts=ExpertNames(
-        room="",
+        prefix="",
         router="router.proj",
         router_gains=("router.scale", "router.per_expert_scale"),
         parts=("experts.gate_up_proj", "experts.down_proj"),

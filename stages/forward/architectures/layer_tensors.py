@@ -60,7 +60,7 @@ _OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "
 class ExpertNames:
     """Names of experts in a layer."""
 
-    room: str = "mlp."
+    prefix: str = "mlp."
     """Prefix of the tensors of the experts, below the layer."""
     router: str = "gate"
     """Router."""
@@ -483,8 +483,8 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
         yield "scalar", Stored("layer_scalar", (1,))
     if config.altup is not None:
         yield from config.altup.tensors(hidden)
-    for shape in block.mixers:
-        yield from MIXERS[shape.kind](shape, spelling, hidden)
+    for mixer in block.mixers:
+        yield from MIXERS[mixer.kind](mixer, spelling, hidden)
     if block.channel_mixer is not None:
         yield from MIXERS[block.channel_mixer.kind](block.channel_mixer, spelling, hidden)
 
@@ -521,437 +521,437 @@ def _linear(
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
 
-def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
+def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of grouped-query attention, with all its optional parts."""
-    room = spelling.attention
-    into, of_keys, out = shape.factors
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    gated = shape if isinstance(shape, GatedAttentionSpec) else None
+    prefix = spelling.attention
+    into, of_keys, out = spec.factors
+    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    gated = spec if isinstance(spec, GatedAttentionSpec) else None
     query_rows = 2 * queries if gated and not gated.has_gate_projection else queries
     if gated and gated.has_gate_projection:
         # Trinity has a separate projection for gates; Qwen3-Next stores them with the queries.
-        yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
+        yield "gate_of_heads", Stored(f"{prefix}gate_proj.weight", (queries, hidden))
     transposed = spelling.is_transposed
     parts = [("q", query_rows, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
-    if shape.source is not None or shape.values_from_keys:
+    if spec.source is not None or spec.values_from_keys:
         # Layers with shared keys only have queries; Gemma 4's full attention has no value projection.
-        parts = parts[: 1 if shape.source is not None else 2]
-    groups: Sequence[int | None] = shape.groups or (None,) * 4
-    if shape.layout == "separate":
+        parts = parts[: 1 if spec.source is not None else 2]
+    groups: Sequence[int | None] = spec.groups or (None,) * 4
+    if spec.layout == "separate":
         for (weight, size, factor), part, n in zip(parts, spelling.attention_parts, groups, strict=False):
             yield from _linear(
                 weight,
-                f"{room}{part}",
+                f"{prefix}{part}",
                 (size, hidden),
                 _all(size, factor),
                 into=into,
-                bias=shape.qkv_bias,
+                bias=spec.qkv_bias,
                 groups=n,
             )
     else:
-        name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
-        yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=transposed)
+        name, rows = f"{prefix}{spelling.attention_in}", queries + 2 * keys
+        yield from _linear("qkv", name, (rows, hidden), bias=spec.qkv_bias, transposed=transposed)
     # The first DeBERTa stores biases of queries and values apart from its fused projection.
     for weight, name in zip("qv", spelling.encoder.attention_biases, strict=False):
-        yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
-    name = f"{room}{spelling.attention_out}"
+        yield f"{weight}.bias", Stored(f"{prefix}{name}", (queries if weight == "q" else keys,))
+    name = f"{prefix}{spelling.attention_out}"
     factors = _all(hidden, out)
     size_out = (hidden, queries)
     yield from _linear(
-        "o", name, size_out, factors, bias=shape.o_bias, transposed=transposed, groups=groups[3]
+        "o", name, size_out, factors, bias=spec.o_bias, transposed=transposed, groups=groups[3]
     )
-    if (norm := shape.qk_norm) is not None:
-        widths = (shape.head_dim,) * 2 if norm.per == "head" else (queries, keys)
+    if (norm := spec.qk_norm) is not None:
+        widths = (spec.head_dim,) * 2 if norm.per == "head" else (queries, keys)
         constant = None if norm.has_weights else 1.0
         normed = [("q_norm", spelling.attention_norms[0], widths[0])]
-        if shape.source is None:
+        if spec.source is None:
             normed.append(("k_norm", spelling.attention_norms[1], widths[1]))
         for weight, name, width in normed:
-            yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
+            yield weight, Stored(f"{prefix}{name}.weight", (width,), constant=constant)
             if norm.kind == "layer" and norm.has_bias:
-                yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+                yield f"{weight}.bias", Stored(f"{prefix}{name}.bias", (width,))
     # A constant instead of a tensor: this norm has no weights.
-    if shape.has_v_norm and shape.source is None:
-        yield "v_norm", Stored(f"{room}v_norm.weight", (shape.head_dim,), constant=1.0)
-    if shape.has_value_scores:
-        yield "rise.gain", Stored(f"{room}A", (shape.num_kv_heads,))
-        yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
-    if shape.inner_norm_eps is not None:
-        yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
-    if shape.relative is not None and shape.relative.source is not None:
-        table = (shape.relative.rows, shape.num_attention_heads)
-        name = f"{room}{spelling.encoder.relative}.weight"
-        yield "relative", Stored(name, table, layer=shape.relative.source)
-    if shape.relative is not None and not shape.relative.shares_maps:
+    if spec.has_v_norm and spec.source is None:
+        yield "v_norm", Stored(f"{prefix}v_norm.weight", (spec.head_dim,), constant=1.0)
+    if spec.has_value_scores:
+        yield "rise.gain", Stored(f"{prefix}A", (spec.num_kv_heads,))
+        yield from _linear("rise", f"{prefix}dt_proj", (spec.num_kv_heads, keys), bias=spec.qkv_bias)
+    if spec.inner_norm_eps is not None:
+        yield "z_norm", Stored(f"{prefix}{spelling.inner_norms[0]}.weight", (queries,))
+    if spec.relative is not None and spec.relative.source is not None:
+        table = (spec.relative.rows, spec.num_attention_heads)
+        name = f"{prefix}{spelling.encoder.relative}.weight"
+        yield "relative", Stored(name, table, layer=spec.relative.source)
+    if spec.relative is not None and not spec.relative.shares_maps:
         # Content-to-position needs keys projected from the table, position-to-content queries.
         for term, weight in (("content to position", "k"), ("position to content", "q")):
-            if term in shape.relative.terms:
-                name = f"{room}{spelling.encoder.relative_parts['qk'.index(weight)]}"
-                has_bias = weight == "q" or shape.relative.has_key_bias
+            if term in spec.relative.terms:
+                name = f"{prefix}{spelling.encoder.relative_parts['qk'.index(weight)]}"
+                has_bias = weight == "q" or spec.relative.has_key_bias
                 yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=has_bias)
-    if shape.attention_sinks:
-        yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
+    if spec.attention_sinks:
+        yield "sinks", Stored(f"{prefix}sinks", (spec.num_attention_heads,))
 
 
-def _differential_attention(shape: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
+def _differential_attention(spec: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of differential attention: those of attention, and the learned vectors of lambda."""
-    yield from _attention(shape.attention, spelling, hidden)
+    yield from _attention(spec.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
-        yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
+        yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (spec.attention.head_dim,))
 
 
-def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+def _routed_attention(spec: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of a mixture of attention heads."""
-    room, width = spelling.attention, shape.kv_heads * shape.head_dim
-    yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
-    yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
-    yield "moa.kv", Stored(f"{room}kv_proj.weight", (2 * width, hidden))
-    yield "moa.out", Stored(f"{room}experts.output_linear.weight", (shape.experts, hidden, width))
-    yield "moa.out.bias", Stored(f"{room}experts.bias", (hidden,))
+    prefix, width = spelling.attention, spec.kv_heads * spec.head_dim
+    yield "moa.router", Stored(f"{prefix}experts.router.layer.weight", (spec.experts, hidden))
+    yield "moa.q", Stored(f"{prefix}experts.input_linear.weight", (spec.experts, width, hidden))
+    yield "moa.kv", Stored(f"{prefix}kv_proj.weight", (2 * width, hidden))
+    yield "moa.out", Stored(f"{prefix}experts.output_linear.weight", (spec.experts, hidden, width))
+    yield "moa.out.bias", Stored(f"{prefix}experts.bias", (hidden,))
 
 
-def _latent_attention(shape: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+def _latent_attention(spec: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of multi-head latent attention."""
-    room, bias, query_rows = spelling.attention, shape.has_bias, shape.heads * shape.key_size
-    if shape.query_rank is None:
-        yield "latent.q", Stored(f"{room}q_proj.weight", (query_rows, hidden))
+    prefix, bias, query_rows = spelling.attention, spec.has_bias, spec.heads * spec.key_size
+    if spec.query_rank is None:
+        yield "latent.q", Stored(f"{prefix}q_proj.weight", (query_rows, hidden))
     else:
-        yield from _linear("latent.q.down", f"{room}q_a_proj", (shape.query_rank, hidden), bias=bias)
-        yield "latent.q.norm", Stored(f"{room}q_a_layernorm.weight", (shape.query_rank,))
-        yield "latent.q", Stored(f"{room}q_b_proj.weight", (query_rows, shape.query_rank))
-    rows = shape.rank + shape.shared_size
-    yield from _linear("latent.down", f"{room}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
-    yield "latent.norm", Stored(f"{room}kv_a_layernorm.weight", (shape.rank,))
-    rows = shape.heads * (shape.own_size + shape.value_size)
-    yield "latent.up", Stored(f"{room}kv_b_proj.weight", (rows, shape.rank))
-    out = _all(hidden, shape.factor)
-    size = (hidden, shape.heads * shape.value_size)
-    yield from _linear("latent.out", f"{room}o_proj", size, out, bias=bias)
+        yield from _linear("latent.q.down", f"{prefix}q_a_proj", (spec.query_rank, hidden), bias=bias)
+        yield "latent.q.norm", Stored(f"{prefix}q_a_layernorm.weight", (spec.query_rank,))
+        yield "latent.q", Stored(f"{prefix}q_b_proj.weight", (query_rows, spec.query_rank))
+    rows = spec.rank + spec.shared_size
+    yield from _linear("latent.down", f"{prefix}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
+    yield "latent.norm", Stored(f"{prefix}kv_a_layernorm.weight", (spec.rank,))
+    rows = spec.heads * (spec.own_size + spec.value_size)
+    yield "latent.up", Stored(f"{prefix}kv_b_proj.weight", (rows, spec.rank))
+    out = _all(hidden, spec.factor)
+    size = (hidden, spec.heads * spec.value_size)
+    yield from _linear("latent.out", f"{prefix}o_proj", size, out, bias=bias)
 
 
-def _shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
+def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of a shared block, and the layer's own projection of its output."""
     yield from (
-        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=shape.source))
-        for weight, stored in _in_shared_block(shape, spelling, hidden)
+        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=spec.source))
+        for weight, stored in _in_shared_block(spec, spelling, hidden)
     )
     yield "shared.out", Stored("linear.weight", (hidden, hidden))
 
 
-def _in_shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
+def _in_shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
     """Shared tensors, and this layer's low-rank adapters, which are stored in lists next to them."""
-    attention, both = shape.attention, 2 * hidden
+    attention, both = spec.attention, 2 * hidden
     queries = attention.num_attention_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
     yield "shared.ln", Stored("input_layernorm.weight", (both,))
     for weight, rows in (("q", queries), ("k", keys), ("v", keys)):
         yield f"shared.{weight}", Stored(f"{spelling.attention}{weight}_proj.weight", (rows, both))
-        if shape.adapts_attention:
+        if spec.adapts_attention:
             name = f"{spelling.attention}linear_{weight}_adapter_list"
-            yield from _low_rank(f"shared.{weight}", name, shape, (rows, both))
+            yield from _low_rank(f"shared.{weight}", name, spec, (rows, both))
     yield "shared.o", Stored(f"{spelling.attention}o_proj.weight", (hidden, queries))
     yield "ln2", Stored(f"{spelling.ln2}.weight", (hidden,))
-    for weight, stored in _mlp(shape.mlp, spelling, hidden):
+    for weight, stored in _mlp(spec.mlp, spelling, hidden):
         yield f"shared.{weight}", stored
-    if shape.rank is not None:
-        size = (2 * shape.mlp.intermediate_size, hidden)
+    if spec.rank is not None:
+        size = (2 * spec.mlp.intermediate_size, hidden)
         name = f"{spelling.mlp}{spelling.mlp_parts[0]}_adapter_list"
-        yield from _low_rank("shared.gate_up", name, shape, size)
+        yield from _low_rank("shared.gate_up", name, spec, size)
 
 
-def _low_rank(weight: str, name: str, shape: SharedBlockSpec, size: tuple[int, int]) -> Named:
+def _low_rank(weight: str, name: str, spec: SharedBlockSpec, size: tuple[int, int]) -> Named:
     """A low-rank adapter: two matrices whose product is added to a shared matrix of this size in one
     layer."""
-    assert shape.rank is not None
+    assert spec.rank is not None
     rows, columns = size
-    yield f"{weight}.low_in", Stored(f"{name}.{shape.place}.0.weight", (shape.rank, columns))
-    yield f"{weight}.low_out", Stored(f"{name}.{shape.place}.1.weight", (rows, shape.rank))
+    yield f"{weight}.low_in", Stored(f"{name}.{spec.place}.0.weight", (spec.rank, columns))
+    yield f"{weight}.low_out", Stored(f"{name}.{spec.place}.1.weight", (rows, spec.rank))
 
 
-def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
+def _convolution(prefix: str, channels: int, size: int, has_bias: bool) -> Named:
     """Tensors of a state space's short convolution."""
-    yield "ssm.conv", Stored(f"{room}conv1d.weight", (channels, 1, size))
+    yield "ssm.conv", Stored(f"{prefix}conv1d.weight", (channels, 1, size))
     if has_bias:
-        yield "ssm.conv.bias", Stored(f"{room}conv1d.bias", (channels,))
+        yield "ssm.conv.bias", Stored(f"{prefix}conv1d.bias", (channels,))
 
 
-def _mamba(shape: MambaSpec, spelling: Spelling, hidden: int) -> Named:
+def _mamba(spec: MambaSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of Mamba-1."""
-    room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
-    yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
-    yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
-    yield from _selection(shape, room)
-    yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), bias=bias)
-    if shape.norms == "weighted":
-        for weight, size in (("dt", shape.rank), ("b", shape.state_size), ("c", shape.state_size)):
-            yield f"ssm.{weight}_norm", Stored(f"{room}{weight}_layernorm.weight", (size,))
+    prefix, channels, bias = spelling.mixer, spec.channels, spec.has_bias
+    yield from _linear("ssm.in", f"{prefix}in_proj", (2 * channels, hidden), bias=bias)
+    yield from _convolution(prefix, channels, spec.conv_size, spec.has_conv_bias)
+    yield from _selection(spec, prefix)
+    yield from _linear("ssm.out", f"{prefix}out_proj", (hidden, channels), bias=bias)
+    if spec.norms == "weighted":
+        for weight, size in (("dt", spec.rank), ("b", spec.state_size), ("c", spec.state_size)):
+            yield f"ssm.{weight}_norm", Stored(f"{prefix}{weight}_layernorm.weight", (size,))
 
 
-def _selection(shape: MambaSpec, room: str) -> Named:
+def _selection(spec: MambaSpec, prefix: str) -> Named:
     """Projections to step sizes, B and C; A and D. Layout "by group" adds an axis of groups, and in the input
     projection x and gate of a channel are adjacent."""
-    channels, rank, keys = shape.channels, shape.rank, shape.state_size
+    channels, rank, keys = spec.channels, spec.rank, spec.state_size
     groups: tuple[int, ...] = ()
     dot = "."
-    if shape.layout == "by group":
-        groups, channels, dot = (shape.groups,), channels // shape.groups, "_"
-    yield "ssm.select", Stored(f"{room}x_proj{dot}weight", (*groups, rank + 2 * keys, channels))
-    yield "ssm.dt", Stored(f"{room}dt_proj{dot}weight", (*groups, channels, rank))
-    yield "ssm.dt.bias", Stored(f"{room}dt_proj{dot}bias", (*groups, channels))
-    yield "ssm.A_log", Stored(f"{room}A_log", (*groups, channels, keys))
-    yield "ssm.D", Stored(f"{room}D", (*groups, channels))
+    if spec.layout == "by group":
+        groups, channels, dot = (spec.groups,), channels // spec.groups, "_"
+    yield "ssm.select", Stored(f"{prefix}x_proj{dot}weight", (*groups, rank + 2 * keys, channels))
+    yield "ssm.dt", Stored(f"{prefix}dt_proj{dot}weight", (*groups, channels, rank))
+    yield "ssm.dt.bias", Stored(f"{prefix}dt_proj{dot}bias", (*groups, channels))
+    yield "ssm.A_log", Stored(f"{prefix}A_log", (*groups, channels, keys))
+    yield "ssm.D", Stored(f"{prefix}D", (*groups, channels))
 
 
-def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
+def _mamba2(spec: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of Mamba-2."""
-    room, channels, shared = spelling.mixer, shape.channels, shape.groups * shape.state_size
+    prefix, channels, shared = spelling.mixer, spec.channels, spec.groups * spec.state_size
     # Rows of the input projection: gate, x, B, C, step sizes.
-    sizes = (channels, channels, shared, shared, shape.heads)
-    factors = tuple(zip(sizes, shape.in_factors, strict=True)) if set(shape.in_factors) != {1.0} else ()
+    sizes = (channels, channels, shared, shared, spec.heads)
+    factors = tuple(zip(sizes, spec.in_factors, strict=True)) if set(spec.in_factors) != {1.0} else ()
     size = (sum(sizes), hidden)
-    yield from _linear("ssm.in", f"{room}in_proj", size, factors, into=shape.into_factor, bias=shape.has_bias)
-    yield from _convolution(room, shape.convolved, shape.conv_size, shape.has_conv_bias)
+    yield from _linear("ssm.in", f"{prefix}in_proj", size, factors, into=spec.into_factor, bias=spec.has_bias)
+    yield from _convolution(prefix, spec.convolved, spec.conv_size, spec.has_conv_bias)
     for weight in ("dt_bias", "A_log", "D"):
-        yield f"ssm.{weight}", Stored(f"{room}{weight}", (shape.heads,))
-    if shape.norm is not None:
-        yield "ssm.norm", Stored(f"{room}norm.weight", (channels,))
-    out = _all(hidden, shape.out_factor)
-    yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), out, bias=shape.has_out_bias)
+        yield f"ssm.{weight}", Stored(f"{prefix}{weight}", (spec.heads,))
+    if spec.norm is not None:
+        yield "ssm.norm", Stored(f"{prefix}norm.weight", (channels,))
+    out = _all(hidden, spec.out_factor)
+    yield from _linear("ssm.out", f"{prefix}out_proj", (hidden, channels), out, bias=spec.has_out_bias)
 
 
-def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
+def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of an MLP."""
-    room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
-    of_gate, out = shape.factors
+    prefix, parts, inner = spelling.mlp, spelling.mlp_parts, spec.intermediate_size
+    of_gate, out = spec.factors
     gate = _all(inner, of_gate)
-    groups: Sequence[int | None] = shape.groups or (None, None)
-    if shape.is_fused:
+    groups: Sequence[int | None] = spec.groups or (None, None)
+    if spec.is_fused:
         both = ((inner, of_gate), (inner, 1.0)) if gate else ()
-        yield from _linear("gate_up", f"{room}{parts[0]}", (2 * inner, hidden), both, bias=shape.has_bias)
+        yield from _linear("gate_up", f"{prefix}{parts[0]}", (2 * inner, hidden), both, bias=spec.has_bias)
     else:
-        if shape.is_gated:
-            yield from _linear("gate", f"{room}{parts[0]}", (inner, hidden), gate, bias=shape.has_bias)
-        name = f"{room}{parts[-2]}"
+        if spec.is_gated:
+            yield from _linear("gate", f"{prefix}{parts[0]}", (inner, hidden), gate, bias=spec.has_bias)
+        name = f"{prefix}{parts[-2]}"
         yield from _linear(
             "up",
             name,
             (inner, hidden),
-            bias=shape.has_bias,
+            bias=spec.has_bias,
             transposed=spelling.is_transposed,
             groups=groups[0],
         )
-    name, factors = f"{room}{parts[-1]}", _all(hidden, out)
+    name, factors = f"{prefix}{parts[-1]}", _all(hidden, out)
     transposed, size = spelling.is_transposed, (hidden, inner)
     yield from _linear(
-        "down", name, size, factors, bias=shape.has_bias, transposed=transposed, groups=groups[1]
+        "down", name, size, factors, bias=spec.has_bias, transposed=transposed, groups=groups[1]
     )
-    if shape.inner_norm_eps is not None:
-        yield "inner_norm", Stored(f"{room}{spelling.inner_norms[1]}.weight", (inner,))
+    if spec.inner_norm_eps is not None:
+        yield "inner_norm", Stored(f"{prefix}{spelling.inner_norms[1]}.weight", (inner,))
     # beta and eps are constants of the activation that checkpoints store as scalars.
-    if shape.activation == "xielu":
+    if spec.activation == "xielu":
         for weight in ("alpha_p", "alpha_n"):
-            yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))
+            yield f"act.{weight}", Stored(f"{prefix}act_fn.{weight}", (1,))
         for weight in ("beta", "eps"):
-            yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", ())
+            yield f"act.{weight}", Stored(f"{prefix}act_fn.{weight}", ())
 
 
-def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of router, routed experts and shared expert."""
-    room, parts, inner, bias = (
-        spelling.experts.room,
+    prefix, parts, inner, bias = (
+        spelling.experts.prefix,
         spelling.experts.parts,
-        shape.intermediate_size,
-        shape.has_bias,
+        spec.intermediate_size,
+        spec.has_bias,
     )
-    width, out = shape.latent_size or hidden, shape.factor
-    yield "experts.router", Stored(f"{room}{spelling.experts.router}.weight", (shape.count, hidden))
-    if shape.has_routed_bias:
-        yield "experts.router.bias", Stored(f"{room}{spelling.experts.router}.bias", (shape.count,))
-    if shape.routing in CORRECTED and shape.has_correction:
-        beside = room + (spelling.experts.router if spelling.experts.correction.startswith(".") else "")
+    width, out = spec.latent_size or hidden, spec.factor
+    yield "experts.router", Stored(f"{prefix}{spelling.experts.router}.weight", (spec.count, hidden))
+    if spec.has_routed_bias:
+        yield "experts.router.bias", Stored(f"{prefix}{spelling.experts.router}.bias", (spec.count,))
+    if spec.routing in CORRECTED and spec.has_correction:
+        beside = prefix + (spelling.experts.router if spelling.experts.correction.startswith(".") else "")
         name = spelling.experts.correction.removeprefix("/")
         beside = "" if name != spelling.experts.correction else beside
-        size = (1, shape.count) if shape.routing == "chosen of corrected softmax" else (shape.count,)
+        size = (1, spec.count) if spec.routing == "chosen of corrected softmax" else (spec.count,)
         yield "experts.correction", Stored(f"{beside}{name}", size)
     # With a latent, the factor is applied once, by the projection from the latent.
-    last = 1.0 if shape.latent_size else out
-    if shape.is_listed:
-        words = ("gate", "up", "down") if shape.is_gated else ("up", "down")
-        for expert in range(shape.count):
+    last = 1.0 if spec.latent_size else out
+    if spec.is_listed:
+        words = ("gate", "up", "down") if spec.is_gated else ("up", "down")
+        for expert in range(spec.count):
             for word, part in zip(words, parts, strict=True):
                 size = (width, inner) if word == "down" else (inner, width)
                 factors = _all(width, last) if word == "down" else ()
-                name = f"{room}experts.{expert}.{part}.weight"
+                name = f"{prefix}experts.{expert}.{part}.weight"
                 yield f"experts.{expert}.{word}", Stored(name, size, factors=factors)
     else:
-        both = 2 * inner if shape.is_gated else inner
+        both = 2 * inner if spec.is_gated else inner
         ending = spelling.experts.ending
         up, down = (both, width), (width, inner)
         # gpt-oss and Llama 4 store the matrices of all experts as [expert, in, out].
-        if shape.limits is not None or shape.is_transposed:
+        if spec.limits is not None or spec.is_transposed:
             up, down = up[::-1], down[::-1]
-        yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
-        factors = _all(shape.count, last)
-        yield "experts.down", Stored(f"{room}{parts[1]}{ending}", (shape.count, *down), factors=factors)
-        if shape.has_routed_bias:
-            yield "experts.up.bias", Stored(f"{room}{parts[0]}_bias", (shape.count, both))
-            yield "experts.down.bias", Stored(f"{room}{parts[1]}_bias", (shape.count, width))
-    if shape.has_output_bias:
-        yield "experts.out.bias", Stored(f"{room}bias", (hidden,))
-    if shape.latent_size:
-        into = (shape.latent_size, hidden)
-        yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)
+        yield "experts.up", Stored(f"{prefix}{parts[0]}{ending}", (spec.count, *up))
+        factors = _all(spec.count, last)
+        yield "experts.down", Stored(f"{prefix}{parts[1]}{ending}", (spec.count, *down), factors=factors)
+        if spec.has_routed_bias:
+            yield "experts.up.bias", Stored(f"{prefix}{parts[0]}_bias", (spec.count, both))
+            yield "experts.down.bias", Stored(f"{prefix}{parts[1]}_bias", (spec.count, width))
+    if spec.has_output_bias:
+        yield "experts.out.bias", Stored(f"{prefix}bias", (hidden,))
+    if spec.latent_size:
+        into = (spec.latent_size, hidden)
+        yield from _linear("experts.into_latent", f"{prefix}fc1_latent_proj", into, bias=bias)
         yield from _linear(
-            "experts.from_latent", f"{room}fc2_latent_proj", into[::-1], _all(hidden, out), bias=bias
+            "experts.from_latent", f"{prefix}fc2_latent_proj", into[::-1], _all(hidden, out), bias=bias
         )
-    if shape.shared_size:
+    if spec.shared_size:
         shared = MlpSpec(
-            shape.shared_size,
-            shape.activation,
-            is_gated=shape.is_gated,
+            spec.shared_size,
+            spec.activation,
+            is_gated=spec.is_gated,
             # Two names for a gated MLP mean a fused gate and up projection.
-            is_fused=len(spelling.mlp_parts) == 2 and shape.is_gated,
+            is_fused=len(spelling.mlp_parts) == 2 and spec.is_gated,
             has_bias=bias,
             factors=(1.0, out),
         )
         names = Spelling(mlp=spelling.experts.shared, mlp_parts=spelling.mlp_parts)
         yield from ((f"experts.shared.{weight}", stored) for weight, stored in _mlp(shared, names, hidden))
-    if shape.has_shared_gate:
-        yield "experts.shared_gate", Stored(f"{room}{spelling.experts.shared_gate}.weight", (1, hidden))
+    if spec.has_shared_gate:
+        yield "experts.shared_gate", Stored(f"{prefix}{spelling.experts.shared_gate}.weight", (1, hidden))
 
 
-def _gated_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
+def _gated_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of a gated delta net in three layouts: "by group", one tensor with queries, keys, values and
     gates of each group of heads; "by part", one tensor of all queries, keys and values; "separate"
     tensors."""
-    room, (queries, keys, values) = spelling.mixer, shape.parts
-    if shape.layout == "separate":
-        yield from _separate_delta(shape, spelling, hidden)
+    prefix, (queries, keys, values) = spelling.mixer, spec.parts
+    if spec.layout == "separate":
+        yield from _separate_delta(spec, spelling, hidden)
         return
     convolved = queries + keys + values
-    rows = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * shape.heads}
-    if shape.layout == "by part":
-        parts = {"qkv": convolved, "z": values, "b": shape.heads, "a": shape.heads}
+    rows = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * spec.heads}
+    if spec.layout == "by part":
+        parts = {"qkv": convolved, "z": values, "b": spec.heads, "a": spec.heads}
         rows = {f"in_proj_{part}": count for part, count in parts.items()}
     for name, count in rows.items():
-        yield f"linear.{name.removeprefix('in_proj_')}", Stored(f"{room}{name}.weight", (count, hidden))
-    yield "linear.conv", Stored(f"{room}conv1d.weight", (convolved, 1, shape.conv_size))
+        yield f"linear.{name.removeprefix('in_proj_')}", Stored(f"{prefix}{name}.weight", (count, hidden))
+    yield "linear.conv", Stored(f"{prefix}conv1d.weight", (convolved, 1, spec.conv_size))
     for weight in ("A_log", "dt_bias"):
-        yield f"linear.{weight}", Stored(f"{room}{weight}", (shape.heads,))
-    yield "linear.norm", Stored(f"{room}norm.weight", (shape.value_size,))
-    yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, values))
+        yield f"linear.{weight}", Stored(f"{prefix}{weight}", (spec.heads,))
+    yield "linear.norm", Stored(f"{prefix}norm.weight", (spec.value_size,))
+    yield "linear.out", Stored(f"{prefix}out_proj.weight", (hidden, values))
 
 
-def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
+def _separate_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of a gated delta net with separate projections. With a decay per key channel, the projections
     to decays and gates are low-rank, with as many channels in between as a head has values."""
-    room, heads = spelling.mixer, shape.heads
-    for part, width in zip("qkv", shape.parts, strict=True):
-        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
-        if shape.conv_size:
-            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
-    values, decays = shape.parts[2], heads
+    prefix, heads = spelling.mixer, spec.heads
+    for part, width in zip("qkv", spec.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
+        if spec.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{prefix}{part}_conv1d.weight", (width, 1, spec.conv_size))
+    values, decays = spec.parts[2], heads
     sizes = {"b_proj": (heads, hidden)}
-    if shape.decays is not None:
+    if spec.decays is not None:
         sizes["a_proj"] = (heads, hidden)
-    if shape.gate is not None:
+    if spec.gate is not None:
         sizes["g_proj"] = (values, hidden)
-    if shape.decays == "key":
-        decays, low = heads * shape.key_size, shape.value_size
+    if spec.decays == "key":
+        decays, low = heads * spec.key_size, spec.value_size
         sizes = {"b_proj": (heads, hidden), "f_a_proj": (low, hidden), "f_b_proj": (decays, low)}
         sizes |= {"g_a_proj": (low, hidden), "g_b_proj": (values, low)}
     for name, size in sizes.items():
-        yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
-    if shape.decays is not None:
+        yield f"linear.{name.removesuffix('_proj')}", Stored(f"{prefix}{name}.weight", size)
+    if spec.decays is not None:
         # Kimi Linear stores A_log with singleton axes, other families as [head].
-        yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
-        yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
-    yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
-    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+        yield "linear.A_log", Stored(f"{prefix}A_log", (1, 1, heads, 1) if spec.decays == "key" else (heads,))
+        yield "linear.dt_bias", Stored(f"{prefix}dt_bias", (decays,))
+    yield "linear.norm", Stored(f"{prefix}o_norm.weight", (spec.value_size,))
+    yield "linear.out", Stored(f"{prefix}o_proj.weight", (hidden, values))
 
 
-def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+def _linear_attention(spec: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of gated linear attention or retention."""
-    room, values = spelling.mixer, shape.heads * shape.value_size
-    for part, width in zip("qkv", shape.parts, strict=True):
-        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
-        if shape.conv_size:
-            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
-    if shape.decays == "key":
-        rank, keys = shape.decay_rank, shape.parts[1]
-        yield "linear.decay.down", Stored(f"{room}gk_proj.0.weight", (rank, hidden))
-        yield from _linear("linear.decay", f"{room}gk_proj.1", (keys, rank), bias=True)
-    if shape.has_gate:
-        yield "linear.gate", Stored(f"{room}g_proj.weight", (values, hidden))
-    if shape.has_norm_weight:
-        yield "linear.norm", Stored(f"{room}{spelling.mixer_norm}.weight", (shape.value_size,))
-    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+    prefix, values = spelling.mixer, spec.heads * spec.value_size
+    for part, width in zip("qkv", spec.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
+        if spec.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{prefix}{part}_conv1d.weight", (width, 1, spec.conv_size))
+    if spec.decays == "key":
+        rank, keys = spec.decay_rank, spec.parts[1]
+        yield "linear.decay.down", Stored(f"{prefix}gk_proj.0.weight", (rank, hidden))
+        yield from _linear("linear.decay", f"{prefix}gk_proj.1", (keys, rank), bias=True)
+    if spec.has_gate:
+        yield "linear.gate", Stored(f"{prefix}g_proj.weight", (values, hidden))
+    if spec.has_norm_weight:
+        yield "linear.norm", Stored(f"{prefix}{spelling.mixer_norm}.weight", (spec.value_size,))
+    yield "linear.out", Stored(f"{prefix}o_proj.weight", (hidden, values))
 
 
-def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
+def _lightning(spec: LightningSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of lightning attention."""
-    room, width = spelling.mixer, shape.heads * shape.head_dim
+    prefix, width = spelling.mixer, spec.heads * spec.head_dim
     # Head by head: query, key, value.
-    yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
-    yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
-    yield "linear.norm", Stored(f"{room}norm.weight", (width,))
-    out = _all(hidden, shape.out_factor)
-    yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, width), factors=out)
+    yield "linear.qkv", Stored(f"{prefix}qkv_proj.weight", (3 * width, hidden))
+    yield "linear.gate", Stored(f"{prefix}output_gate.weight", (width, hidden))
+    yield "linear.norm", Stored(f"{prefix}norm.weight", (width,))
+    out = _all(hidden, spec.out_factor)
+    yield "linear.out", Stored(f"{prefix}out_proj.weight", (hidden, width), factors=out)
 
 
-def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
+def _linear_unit(spec: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of an RG-LRU."""
-    room, width = spelling.mixer, shape.channels
+    prefix, width = spelling.mixer, spec.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
-        yield from _linear(f"linear.{weight}", f"{room}{name}", (width, hidden), bias=True)
-    yield "linear.conv", Stored(f"{room}conv_1d.weight", (width, 1, shape.conv_size))
-    yield "linear.conv.bias", Stored(f"{room}conv_1d.bias", (width,))
-    block = (shape.gates, width // shape.gates)
+        yield from _linear(f"linear.{weight}", f"{prefix}{name}", (width, hidden), bias=True)
+    yield "linear.conv", Stored(f"{prefix}conv_1d.weight", (width, 1, spec.conv_size))
+    yield "linear.conv.bias", Stored(f"{prefix}conv_1d.bias", (width,))
+    block = (spec.gates, width // spec.gates)
     for weight, name in (("input", "input_gate"), ("forget", "recurrent_gate")):
-        yield f"linear.{weight}", Stored(f"{room}rg_lru.{name}_weight", (*block, block[1]))
-        yield f"linear.{weight}.bias", Stored(f"{room}rg_lru.{name}_bias", block)
-    yield "linear.decays", Stored(f"{room}rg_lru.recurrent_param", (width,))
-    yield from _linear("linear.out", f"{room}linear_out", (hidden, width), bias=True)
+        yield f"linear.{weight}", Stored(f"{prefix}rg_lru.{name}_weight", (*block, block[1]))
+        yield f"linear.{weight}.bias", Stored(f"{prefix}rg_lru.{name}_bias", block)
+    yield "linear.decays", Stored(f"{prefix}rg_lru.recurrent_param", (width,))
+    yield from _linear("linear.out", f"{prefix}linear_out", (hidden, width), bias=True)
 
 
-def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
+def _mlstm(spec: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of an mLSTM."""
-    room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
-    if shape.is_fused:
-        yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
-        yield from _linear("mlstm.gates", f"{room}ifgate_preact", (2 * heads, hidden), bias=True)
+    prefix, heads, bias, values = spelling.mixer, spec.heads, spec.has_bias, spec.parts[2]
+    if spec.is_fused:
+        yield from _linear("mlstm.qkvo", f"{prefix}qkv_opreact", (sum(spec.parts), hidden), bias=bias)
+        yield from _linear("mlstm.gates", f"{prefix}ifgate_preact", (2 * heads, hidden), bias=True)
     else:
-        for name, width in zip(("q", "k", "v", "ogate_preact"), shape.parts, strict=True):
-            yield from _linear(f"mlstm.{name}", f"{room}{name}", (width, hidden), bias=bias)
+        for name, width in zip(("q", "k", "v", "ogate_preact"), spec.parts, strict=True):
+            yield from _linear(f"mlstm.{name}", f"{prefix}{name}", (width, hidden), bias=bias)
         for name in ("igate_preact", "fgate_preact"):
-            yield from _linear(f"mlstm.{name}", f"{room}{name}", (heads, hidden), bias=True)
-    yield "mlstm.norm", Stored(f"{room}multihead_norm.weight", (values,))
+            yield from _linear(f"mlstm.{name}", f"{prefix}{name}", (heads, hidden), bias=True)
+    yield "mlstm.norm", Stored(f"{prefix}multihead_norm.weight", (values,))
     if bias:
-        yield "mlstm.norm.bias", Stored(f"{room}multihead_norm.bias", (values,))
-    yield from _linear("mlstm.out", f"{room}out_proj", (hidden, values), bias=bias)
+        yield "mlstm.norm.bias", Stored(f"{prefix}multihead_norm.bias", (values,))
+    yield from _linear("mlstm.out", f"{prefix}out_proj", (hidden, values), bias=bias)
 
 
-def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
+def _short_convolution(spec: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of a gated short convolution (LFM2)."""
-    room, bias = spelling.mixer, shape.has_bias
-    yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
-    yield "conv.conv", Stored(f"{room}conv.weight", (shape.channels, 1, shape.conv_size))
+    prefix, bias = spelling.mixer, spec.has_bias
+    yield from _linear("conv.in", f"{prefix}in_proj", (3 * spec.channels, hidden), bias=bias)
+    yield "conv.conv", Stored(f"{prefix}conv.weight", (spec.channels, 1, spec.conv_size))
     if bias:
-        yield "conv.conv.bias", Stored(f"{room}conv.bias", (shape.channels,))
-    yield from _linear("conv.out", f"{room}out_proj", (hidden, shape.channels), bias=bias)
+        yield "conv.conv.bias", Stored(f"{prefix}conv.bias", (spec.channels,))
+    yield from _linear("conv.out", f"{prefix}out_proj", (hidden, spec.channels), bias=bias)
 
 
-def _mlp_and_experts(shape: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+def _mlp_and_experts(spec: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of an MLP with parallel experts, their gains and norms (Gemma 4)."""
-    yield from _mlp(shape.mlp, spelling, hidden)
-    yield from _experts(shape.experts, spelling, hidden)
+    yield from _mlp(spec.mlp, spelling, hidden)
+    yield from _experts(spec.experts, spelling, hidden)
     yield (
         "beside.router_gain",
-        Stored(f"{spelling.experts.room}{spelling.experts.router_gains[0]}", (hidden,)),
+        Stored(f"{spelling.experts.prefix}{spelling.experts.router_gains[0]}", (hidden,)),
     )
     yield (
         "beside.expert_gains",
-        Stored(f"{spelling.experts.room}{spelling.experts.router_gains[1]}", (shape.experts.count,)),
+        Stored(f"{spelling.experts.prefix}{spelling.experts.router_gains[1]}", (spec.experts.count,)),
     )
     for weight, name in zip(
         ("mlp_post", "experts", "experts_post"), spelling.experts.beside_norms, strict=True
@@ -976,7 +976,7 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     MlpSpec.kind: _mlp,
     ExpertsSpec.kind: _experts,
     MlpAndExpertsSpec.kind: _mlp_and_experts,
-    TimeMixSpec.kind: lambda shape, spelling, hidden: time_mix_tensors(shape, spelling.rwkv, hidden),
-    ChannelMixSpec.kind: lambda shape, spelling, hidden: channel_mix_tensors(shape, spelling.rwkv, hidden),
+    TimeMixSpec.kind: lambda spec, spelling, hidden: time_mix_tensors(spec, spelling.rwkv, hidden),
+    ChannelMixSpec.kind: lambda spec, spelling, hidden: channel_mix_tensors(spec, spelling.rwkv, hidden),
 }
 """Kind of a mixer or channel mixer -> function (spec, tensor names, hidden size) -> its tensors."""

@@ -354,7 +354,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             source = StreamRead(
                 stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps)
             )
-        shares_keys = layer in self._key_sources or mixer.shape.source is not None
+        shares_keys = layer in self._key_sources or mixer.spec.source is not None
         return mixer(h, layer, history, taps, source, beside if shares_keys else None)
 
     def _entered(self, carried: Carried) -> Carried:
@@ -421,14 +421,14 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             ConfigError: the layer has no attention, or heads' outputs are not linear in the stream.
         """
         attention = self._attention(layer)
-        clip = attention.shape.clip_qkv
-        if clip is not None or attention.shape.has_v_norm:
+        clip = attention.spec.clip_qkv
+        if clip is not None or attention.spec.has_v_norm:
             raise ConfigError(
                 f"expected values that are a linear map of the stream in {self.config.model_type}, found "
                 f"them {'normed' if clip is None else f'clipped to {clip:g}'} in layer {layer}; attribution "
                 "does not support such a model"
             )
-        if attention.shape.inner_norm_eps is not None:
+        if attention.spec.inner_norm_eps is not None:
             raise ConfigError(
                 f"expected head outputs without a norm in {self.config.model_type}, found a norm over all "
                 f"heads in layer {layer}; attribution does not support such a model"

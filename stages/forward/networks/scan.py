@@ -17,7 +17,7 @@ from .recurrences.recurrence import Recurrence
 
 
 def scan(
-    recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, room: str
+    recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, prefix: str
 ) -> Tensor:
     """Run a recurrence, with the hook points of its log decay, decay and write.
 
@@ -27,36 +27,36 @@ def scan(
         layer: the layer.
         history: runs the recurrence.
         taps: hook points of the pass.
-        room: prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
+        prefix: prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
 
     Returns:
         What each head reads from the state, [B, H, token, V], float32.
     """
-    tokens["log_decay"] = shown_decay(tokens["log_decay"], layer, taps, room)
-    return scan_decayed(recurrence, tokens, layer, history, taps, room)
+    tokens["log_decay"] = shown_decay(tokens["log_decay"], layer, taps, prefix)
+    return scan_decayed(recurrence, tokens, layer, history, taps, prefix)
 
 
-def shown_decay(log_decay: Tensor, layer: int, taps: Taps, room: str) -> Tensor:
+def shown_decay(log_decay: Tensor, layer: int, taps: Taps, prefix: str) -> Tensor:
     """Log decay after the taps on its two hook points, log_decay and decay.
 
     Arguments:
         log_decay: Natural logarithm of the decay, [B, H, token, K or 1].
         layer: The layer.
         taps: Hook points of the pass.
-        room: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
+        prefix: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
 
     Returns:
         Log decay of the same shape, with the interventions on both hook points.
     """
-    log_decay = taps(f"{room}_log_decay", layer, log_decay)
-    if taps.touches(layer, f"{room}_decay"):
-        decay = taps(f"{room}_decay", layer, torch.exp(log_decay))
-        log_decay = torch.log(decay) if taps.changes(layer, f"{room}_decay") else log_decay
+    log_decay = taps(f"{prefix}_log_decay", layer, log_decay)
+    if taps.touches(layer, f"{prefix}_decay"):
+        decay = taps(f"{prefix}_decay", layer, torch.exp(log_decay))
+        log_decay = torch.log(decay) if taps.changes(layer, f"{prefix}_decay") else log_decay
     return log_decay
 
 
 def scan_decayed(
-    recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, room: str
+    recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, prefix: str
 ) -> Tensor:
     """Like `scan`, for log decays that already passed `shown_decay`, as in mixers that derive other inputs
     from the decays.
@@ -68,12 +68,12 @@ def scan_decayed(
         layer: The layer.
         history: Runs the recurrence.
         taps: Hook points of the pass.
-        room: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
+        prefix: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
 
     Returns:
         What each head reads from the state, [B, H, token, V], float32.
     """
-    if taps.touches(layer, f"{room}_write"):
+    if taps.touches(layer, f"{prefix}_write"):
         log_decay = tokens["log_decay"]
-        tokens["write"] = taps(f"{room}_write", layer, log_decay.new_ones(*tokens["k"].shape[:3], 1))
-    return history.scan(layer, recurrence, tokens, room)
+        tokens["write"] = taps(f"{prefix}_write", layer, log_decay.new_ones(*tokens["k"].shape[:3], 1))
+    return history.scan(layer, recurrence, tokens, prefix)

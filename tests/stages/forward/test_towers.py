@@ -198,7 +198,7 @@ def test_a_report_says_what_no_text_needs(tmp_path):
             "known here, found 'lama'; nearest is 'llama'",
         ),
         ({"model_type": "llava", "text_config": {"model_type": "llava"}}, "known here, found 'llava'"),
-        ({"model_type": "mistral3", "text_config": 3}, "expected text_config to be an object, found 3"),
+        ({"model_type": "mistral3", "text_config": 3}, "expected text_config to be a JSON object, found 3"),
     ],
 )
 def test_what_no_text_model_is_told_as_is_refused(told, message):

@@ -421,7 +421,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
             LLAMA,
             mlp="feed_forward.",
             experts=ExpertNames(
-                room="feed_forward.",
+                prefix="feed_forward.",
                 parts=("experts.gate_up_proj", "experts.down_proj"),
                 ending="",
                 shared="feed_forward.shared_expert.",

@@ -31,7 +31,7 @@ MINISTRAL_YARN = {
 """rope_parameters of Ministral 3."""
 MIXTRAL_SPELLING = replace(
     LLAMA,
-    experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
+    experts=ExpertNames(prefix="block_sparse_moe.", parts=MIXTRAL_PARTS),
 )
 
 

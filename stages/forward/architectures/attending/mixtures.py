@@ -173,7 +173,9 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=replace(
             LLAMA,
             attention="self_attention.",
-            experts=ExpertNames(room="mlp.", router="router.layer", parts=("input_linear", "output_linear")),
+            experts=ExpertNames(
+                prefix="mlp.", router="router.layer", parts=("input_linear", "output_linear")
+            ),
         ),
     )
 

@@ -101,7 +101,7 @@ GRANITE_SPELLING = replace(
     LLAMA,
     mlp_parts=("input_linear", "output_linear"),
     experts=ExpertNames(
-        room="block_sparse_moe.",
+        prefix="block_sparse_moe.",
         router="router.layer",
         parts=("input_linear", "output_linear"),
         shared="shared_mlp.",

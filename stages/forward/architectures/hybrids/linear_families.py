@@ -229,7 +229,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         mixer="self_attn.",
         mlp="block_sparse_moe." if is_moved else "mlp.",
         experts=ExpertNames(
-            room="block_sparse_moe.", parts=MIXTRAL_PARTS, shared="block_sparse_moe.shared_experts."
+            prefix="block_sparse_moe.", parts=MIXTRAL_PARTS, shared="block_sparse_moe.shared_experts."
         ),
     )
     context = either(reader, "model_max_length", "max_position_embeddings", 1048576)
@@ -311,7 +311,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         attention_out="out_proj",
         mlp_parts=MIXTRAL_PARTS,
         experts=ExpertNames(
-            router="gate", parts=MIXTRAL_PARTS, correction="expert_bias", room="feed_forward."
+            router="gate", parts=MIXTRAL_PARTS, correction="expert_bias", prefix="feed_forward."
         ),
     )
     # Liquid's configs call the key tie_embedding, transformers tie_word_embeddings.
@@ -445,7 +445,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     spelling = replace(
         LLAMA,
         mixer="self_attn.",
-        experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
+        experts=ExpertNames(prefix="block_sparse_moe.", parts=MIXTRAL_PARTS),
     )
     return composed_of(reader, blocks, spelling, context=131072)
 
@@ -477,7 +477,7 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     spelling = replace(
         LLAMA,
         experts=ExpertNames(
-            room="block_sparse_moe.", parts=MIXTRAL_PARTS, correction="e_score_correction_bias"
+            prefix="block_sparse_moe.", parts=MIXTRAL_PARTS, correction="e_score_correction_bias"
         ),
     )
     return composed_of(reader, blocks, spelling, eps=1e-6, context=196608)

@@ -245,7 +245,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         mlp="shared_mlp.",
         mlp_parts=("input_linear", "output_linear"),
         experts=ExpertNames(
-            room="block_sparse_moe.",
+            prefix="block_sparse_moe.",
             router="router.layer",
             parts=("input_linear", "output_linear"),
             shared="shared_mlp.",

@@ -47,8 +47,8 @@ class ShortConvolution:
     (LFM2, Liquid AI, 2025.) There is no recurrent state: a token sees only the few before it.
     """
 
-    def __init__(self, shape: ShortConvolutionSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, strip_prefix(tensors, "conv.")
+    def __init__(self, spec: ShortConvolutionSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, strip_prefix(tensors, "conv.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];

@@ -38,27 +38,27 @@ _EPS = 1e-6
 class GatedDelta:
     """The gated delta net of one layer (`PositionMixer`)."""
 
-    def __init__(self, shape: GatedDeltaSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "linear."), shape)
+    def __init__(self, spec: GatedDeltaSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _rearranged(strip_prefix(tensors, "linear."), spec)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
         kept: the tokens whose output later layers need."""
-        s, w = self.shape, self.weights
+        spec, w = self.spec, self.weights
         gate = self._gate(history.needed(x), layer, taps)
         inner = product(x, w["qkv"])
-        inner = F.silu(convolve(inner, w["conv"], None, layer, history) if s.conv_size else inner)
-        inner = taps("linear_conv", layer, inner) if s.conv_size else inner
-        queries, keys, values = inner.split(s.parts, dim=-1)
-        queries = taps("linear_q", layer, _unit(split_heads(queries, s.key_size)) * s.key_size**-0.5)
-        keys = self._repeat_for_heads(taps("linear_k", layer, _unit(split_heads(keys, s.key_size))))
-        values = taps("linear_v", layer, split_heads(values, s.value_size))
+        inner = F.silu(convolve(inner, w["conv"], None, layer, history) if spec.conv_size else inner)
+        inner = taps("linear_conv", layer, inner) if spec.conv_size else inner
+        queries, keys, values = inner.split(spec.parts, dim=-1)
+        queries = taps("linear_q", layer, _unit(split_heads(queries, spec.key_size)) * spec.key_size**-0.5)
+        keys = self._repeat_for_heads(taps("linear_k", layer, _unit(split_heads(keys, spec.key_size))))
+        values = taps("linear_v", layer, split_heads(values, spec.value_size))
         # A factor of 2 lets beta reach 2, where I - beta k k^T reflects (eigenvalue -1).
         beta = taps(
-            "linear_beta", layer, split_heads(upcast(product(x, w["b"])).sigmoid() * s.beta_factor, 1)
+            "linear_beta", layer, split_heads(upcast(product(x, w["b"])).sigmoid() * spec.beta_factor, 1)
         )
         log_decay = torch.zeros_like(beta)
-        if s.decays is not None:
+        if spec.decays is not None:
             log_decay = shown_decay(self._log_decay(x), layer, taps, "linear")
         replaced = beta * keys
         tokens = {"q": self._repeat_for_heads(queries), "k": replaced, "v": values, "log_decay": log_decay}
@@ -70,11 +70,11 @@ class GatedDelta:
 
     def _gate(self, x: Tensor, layer: int, taps: Taps) -> Tensor | None:
         """Output gate [B, head, kept, V], float32; None if the family has none."""
-        if self.shape.gate is None:
+        if self.spec.gate is None:
             return None
         gate = upcast(self._projected(x, "z"))
-        gate = F.silu(gate) if self.shape.gate == "silu" else gate.sigmoid()
-        return taps("linear_gate", layer, split_heads(gate, self.shape.value_size))
+        gate = F.silu(gate) if self.spec.gate == "silu" else gate.sigmoid()
+        return taps("linear_gate", layer, split_heads(gate, self.spec.value_size))
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
         """x times one matrix, or two of a low-rank map."""
@@ -83,19 +83,19 @@ class GatedDelta:
 
     def _log_decay(self, x: Tensor) -> Tensor:
         """Log decay of the state, [B, head, token, K or 1]."""
-        w, width = self.weights, self.shape.axis_sizes["linear_decay"]
+        w, width = self.weights, self.spec.axis_sizes["linear_decay"]
         step = F.softplus(upcast(self._projected(x, "a")) + upcast(w["dt_bias"]))
         return split_heads(step, width) * -torch.exp(upcast(w["A_log"])).view(-1, 1, 1)
 
     def _repeat_for_heads(self, x: Tensor) -> Tensor:
         """x [B, G, token, K] of groups, repeated for their heads: [B, head, token, K]."""
-        return x.repeat_interleave(self.shape.heads // self.shape.groups, dim=1)
+        return x.repeat_interleave(self.spec.heads // self.spec.groups, dim=1)
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
         """Output of the scan [B, head, token, V], RMS-normalised per head in float32."""
         # Rounded first: transformers' scan returns the model's dtype.
         read = upcast(read.to(dtype))
-        unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         return upcast(self.weights["norm"] * unit.to(dtype))
 
 
@@ -106,23 +106,23 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPS)
 
 
-def _rearranged(w: Mapping[str, Tensor], shape: GatedDeltaSpec) -> dict[str, Tensor]:
+def _rearranged(w: Mapping[str, Tensor], spec: GatedDeltaSpec) -> dict[str, Tensor]:
     """Weights of all checkpoint layouts in one: "qkv", "conv", "z", "b" and "a"; low-rank maps z and a also
     have "z.down" and "a.down"."""
-    if shape.layout == "by part":
+    if spec.layout == "by part":
         return dict(w)
-    if shape.layout == "by group":
-        parts = [*shape.parts, shape.parts[2]]
-        queries, keys, values, gate = _of_groups(w["qkvz"], parts, shape.groups)
-        b, a = _of_groups(w["ba"], [shape.heads, shape.heads], shape.groups)
+    if spec.layout == "by group":
+        parts = [*spec.parts, spec.parts[2]]
+        queries, keys, values, gate = _of_groups(w["qkvz"], parts, spec.groups)
+        b, a = _of_groups(w["ba"], [spec.heads, spec.heads], spec.groups)
         unchanged = {name: w[name] for name in ("conv", "A_log", "dt_bias", "norm", "out")}
         return {**unchanged, "qkv": torch.cat([queries, keys, values]), "z": gate, "b": b, "a": a}
     weights = {name: w[name] for name in ("A_log", "dt_bias", "norm", "out", "b") if name in w}
     weights["qkv"] = torch.cat([w[part] for part in "qkv"])
-    if shape.conv_size:
+    if spec.conv_size:
         weights["conv"] = torch.cat([w[f"conv.{part}"] for part in "qkv"])
     names = {"z": "g", "a": "a", "z.down": "g_a", "a.down": "f_a"}
-    if shape.decays == "key":
+    if spec.decays == "key":
         names |= {"z": "g_b", "a": "f_b"}
     return weights | {name: w[stored] for name, stored in names.items() if stored in w}
 

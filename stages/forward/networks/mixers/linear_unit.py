@@ -35,14 +35,14 @@ _SHARPNESS = 8.0
 class LinearUnit:
     """The gated linear recurrent unit of one layer (`PositionMixer`)."""
 
-    def __init__(self, shape: LinearUnitSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
+    def __init__(self, spec: LinearUnitSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, strip_prefix(tensors, "linear.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
         kept: the tokens whose output later layers need."""
         w = self.weights
-        gate = ACTIVATIONS[self.shape.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
+        gate = ACTIVATIONS[self.spec.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
         gate = taps("linear_gate", layer, split_heads(gate, 1))
         inner = product(x, w["in"], w["in.bias"])
         inner = taps("linear_conv", layer, convolve(inner, w["conv"], w["conv.bias"], layer, history))
@@ -59,7 +59,7 @@ class LinearUnit:
     def _gate(self, x: Tensor, name: str) -> Tensor:
         """Sigmoid of a block-diagonal linear map of x [B, token, channel]."""
         w = self.weights
-        blocks = x.unflatten(-1, (self.shape.gates, -1))
+        blocks = x.unflatten(-1, (self.spec.gates, -1))
         logits = torch.einsum("btgi,gij->btgj", blocks, w[name]) + w[f"{name}.bias"]
         return upcast(torch.sigmoid(logits).flatten(-2))
 

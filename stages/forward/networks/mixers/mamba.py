@@ -34,8 +34,8 @@ __all__ = ["Mamba"]
 class Mamba:
     """The Mamba-1 mixer of one layer (`PositionMixer`)."""
 
-    def __init__(self, shape: MambaSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "ssm."), shape)
+    def __init__(self, spec: MambaSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _rearranged(strip_prefix(tensors, "ssm."), spec)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
@@ -55,7 +55,7 @@ class Mamba:
 
     def _selected(self, selected: Tensor, layer: int, taps: Taps) -> dict[str, Tensor]:
         """Queries, keys and decays [B, channel, token, N] from projected [B, G, token, rank + 2 N]."""
-        w, sizes = self.weights, (self.shape.rank, self.shape.state_size, self.shape.state_size)
+        w, sizes = self.weights, (self.spec.rank, self.spec.state_size, self.spec.state_size)
         step, keys, queries = selected.split(sizes, dim=-1)
         step, keys, queries = self._normed(step, "dt"), self._normed(keys, "b"), self._normed(queries, "c")
         steps = [product(part, to) for part, to in zip(step.unbind(1), w["dt"], strict=True)]
@@ -72,28 +72,28 @@ class Mamba:
     def _by_group(self, x: Tensor, weights: Tensor) -> Tensor:
         """x [B, token, channel], each group of channels times its matrix of [G, out, in]: [B, G, token,
         out]."""
-        parts = x.chunk(self.shape.groups, dim=-1)
+        parts = x.chunk(self.spec.groups, dim=-1)
         return torch.stack([product(part, to) for part, to in zip(parts, weights, strict=True)], dim=1)
 
     def _of_channels(self, x: Tensor) -> Tensor:
         """x [B, G, token, N] of groups, repeated for their channels: [B, channel, token, N]."""
-        per_group = self.shape.channels // self.shape.groups
+        per_group = self.spec.channels // self.spec.groups
         return x.expand(-1, per_group, -1, -1) if len(x[0]) == 1 else x.repeat_interleave(per_group, dim=1)
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         """x divided by its root mean square, if the family normalises step, B and C."""
-        if self.shape.norms is None:
+        if self.spec.norms is None:
             return x
-        unit = upcast(x) * torch.rsqrt(upcast(x).pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        unit = upcast(x) * torch.rsqrt(upcast(x).pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         weight = self.weights.get(f"{name}_norm")
         return unit.to(x.dtype) if weight is None else weight * unit.to(x.dtype)
 
 
-def _rearranged(w: Mapping[str, Tensor], shape: MambaSpec) -> dict[str, Tensor]:
+def _rearranged(w: Mapping[str, Tensor], spec: MambaSpec) -> dict[str, Tensor]:
     """Weights of both checkpoint layouts in one: "in" has the rows of x before those of the gate; "select"
     and "dt" have a leading group axis."""
     weights = dict(w)
-    if shape.layout == "by group":
+    if spec.layout == "by group":
         for name in {"in", "in.bias"} & set(weights):
             weights[name] = weights[name].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
         for name in ("dt.bias", "A_log", "D"):

@@ -18,13 +18,13 @@ __all__ = ["Mlp", "mlp_weights"]
 class Mlp:
     """The MLP of one layer (`ChannelMixer`)."""
 
-    def __init__(self, shape: MlpSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, mlp_weights(tensors)
+    def __init__(self, spec: MlpSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, mlp_weights(tensors)
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
         """Normalised stream x [B, kept, D] -> output that is added to the residual stream, [B, kept, D]."""
-        s = self.shape
-        return mlp(x, self.weights, s.activation, layer, taps, s.inner_norm_eps, s.sparsity)
+        spec = self.spec
+        return mlp(x, self.weights, spec.activation, layer, taps, spec.inner_norm_eps, spec.sparsity)
 
 
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:

@@ -28,27 +28,27 @@ __all__ = ["RoutedAttention"]
 class RoutedAttention:
     """The mixture of attention of one layer (`PositionMixer`)."""
 
-    def __init__(self, shape: RoutedAttentionSpec, tensors: LayerTensors) -> None:
-        self.shape, self._mixer, self.weights = shape, shape.summary, strip_prefix(tensors, "moa.")
+    def __init__(self, spec: RoutedAttentionSpec, tensors: LayerTensors) -> None:
+        self.spec, self._mixer, self.weights = spec, spec.summary, strip_prefix(tensors, "moa.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
         kept: the tokens whose output later layers need."""
-        s, w, needed = self.shape, self.weights, history.needed(x)
+        spec, w, needed = self.spec, self.weights, history.needed(x)
         scores = taps("moa_router_logits", layer, product(needed, w["router"]).float())
-        top, experts = scores.topk(s.chosen, dim=-1)
+        top, experts = scores.topk(spec.chosen, dim=-1)
         share = taps("moa_weights", layer, top.softmax(-1).to(x.dtype))
-        slots = needed.flatten(0, 1).unsqueeze(1).expand(-1, s.chosen, -1)
+        slots = needed.flatten(0, 1).unsqueeze(1).expand(-1, spec.chosen, -1)
         q = self._by_expert(slots, experts.flatten(0, 1), w["q"]).unflatten(0, needed.shape[:2]).flatten(2)
-        k, v = (split_heads(part, s.head_dim) for part in product(x, w["kv"]).chunk(2, dim=-1))
-        q = taps("q", layer, split_heads(q, s.head_dim))
+        k, v = (split_heads(part, spec.head_dim) for part in product(x, w["kv"]).chunk(2, dim=-1))
+        q = taps("q", layer, split_heads(q, spec.head_dim))
         k, v = taps("k", layer, k), taps("v", layer, v)
-        q, k = apply_rope(q, k, s.rope, history)
+        q, k = apply_rope(q, k, spec.rope, history)
         q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
         # Query heads are ordered by slot, so heads that share a key head are not adjacent as in GQA.
-        keys, values = (part.repeat(1, s.chosen, 1, 1) for part in (k, v))
+        keys, values = (part.repeat(1, spec.chosen, 1, 1) for part in (k, v))
         z = taps("moa_z", layer, history.attend(layer, q, keys, values, self._mixer))
-        read = merge_heads(z).flatten(0, 1).unflatten(-1, (s.chosen, -1))
+        read = merge_heads(z).flatten(0, 1).unflatten(-1, (spec.chosen, -1))
         written = self._by_expert(read, experts.flatten(0, 1), w["out"]).unflatten(0, needed.shape[:2])
         out: Tensor = (written * share[..., None]).sum(2) + w["out.bias"]
         return out

@@ -39,8 +39,8 @@ DECAY_SCALE = -0.6065306597126334
 class TimeMix:
     """The time mix of one layer; subclasses compute the versions."""
 
-    def __init__(self, shape: TimeMixSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _flat_vectors(strip_prefix(tensors, "rwkv."))
+    def __init__(self, spec: TimeMixSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _flat_vectors(strip_prefix(tensors, "rwkv."))
         if (mixes := self.weights.pop("mixes", None)) is not None:
             self.weights |= {f"mix_{mix}": row for mix, row in zip(MIXES, mixes, strict=True)}
 
@@ -63,7 +63,7 @@ class TimeMix:
         """Group norm of [B, head, token, V], one group per head."""
         w, rows = self.weights, x.transpose(1, 2)
         gain, bias = w["head_norm"].to(x.dtype), w["head_norm.bias"].to(x.dtype)
-        flat = F.group_norm(rows.flatten(2).flatten(0, 1), self.shape.heads, gain, bias, self.shape.norm_eps)
+        flat = F.group_norm(rows.flatten(2).flatten(0, 1), self.spec.heads, gain, bias, self.spec.norm_eps)
         return flat.view(rows.shape).transpose(1, 2)
 
     def _written(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -78,7 +78,7 @@ class TimeMix4(TimeMix):
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
         beside: tensors that are passed from layer to layer besides the stream, by name."""
-        w, size = self.weights, self.shape.head_dim
+        w, size = self.weights, self.spec.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         mixed = {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in "rkv"}
         r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
@@ -97,7 +97,7 @@ class TimeMix5And6(TimeMix):
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
         beside: tensors that are passed from layer to layer besides the stream, by name."""
-        s, w, size, is_6 = self.shape, self.weights, self.shape.head_dim, self.shape.generation == 6
+        s, w, size, is_6 = self.spec, self.weights, self.spec.head_dim, self.spec.generation == 6
         mixed = self._mixed(x, history.before(layer, "time mix", x, 1)[:, :, 0])
         r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
         gate = None
@@ -120,7 +120,7 @@ class TimeMix5And6(TimeMix):
     def _mixed(self, x: Tensor, previous: Tensor) -> dict[str, Tensor]:
         """Inputs of the projections: interpolations of a token and the previous one (token shift)."""
         w = self.weights
-        if self.shape.generation == 5:
+        if self.spec.generation == 5:
             return {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in ("rkvg" if "g" in w else "rkv")}
         difference = previous - x
         low = torch.tanh((x + difference * w["mix_x"]) @ w["mix_w1"]).unflatten(-1, (5, -1))
@@ -136,7 +136,7 @@ class TimeMix7(TimeMix):
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
         """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
         beside: tensors that are passed from layer to layer besides the stream, by name."""
-        w, size = self.weights, self.shape.head_dim
+        w, size = self.weights, self.spec.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         # Version 7 stores the share of the previous token, version 4 that of the token itself.
         mixed = {s: torch.lerp(x, previous, w[f"mix_{s}"]) for s in MIXES}
@@ -146,7 +146,7 @@ class TimeMix7(TimeMix):
         a = taps("rwkv_a", layer, split_heads(torch.sigmoid(self._low_rank(mixed, "a")), size))
         k = split_heads(raw_k, size) * (1 + (a - 1) * w["k_a"].view(-1, 1, size))
         k = taps("rwkv_k", layer, k)
-        if self.shape.reads_first_values:
+        if self.spec.reads_first_values:
             v = torch.lerp(v, beside[FIRST_VALUES], torch.sigmoid(self._low_rank(mixed, "v")))
         else:
             beside[FIRST_VALUES] = v
@@ -174,22 +174,22 @@ VERSIONS = {4: TimeMix4, 5: TimeMix5And6, 6: TimeMix5And6, 7: TimeMix7}
 """Version of RWKV -> class of its time mix."""
 
 
-def time_mix(shape: TimeMixSpec, tensors: LayerTensors) -> TimeMix:
+def time_mix(spec: TimeMixSpec, tensors: LayerTensors) -> TimeMix:
     """The time mix of one layer."""
-    return VERSIONS[shape.generation](shape, tensors)
+    return VERSIONS[spec.generation](spec, tensors)
 
 
 class ChannelMix:
     """The channel mix of one layer."""
 
-    def __init__(self, shape: ChannelMixSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _flat_vectors(strip_prefix(tensors, "shifted."))
+    def __init__(self, spec: ChannelMixSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _flat_vectors(strip_prefix(tensors, "shifted."))
         up, down = Linear(self.weights.pop("up")), Linear(self.weights.pop("down"))
         self.mlp = MlpWeights(up=up, down=down)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised x [B, token, D] -> output that is added to the residual stream, [B, kept, D]."""
-        w, generation = self.weights, self.shape.generation
+        w, generation = self.weights, self.spec.generation
         previous = history.needed(history.before(layer, "channel mix", x, 1)[:, :, 0])
         x = history.needed(x)
         # Versions 4 and 5 store the share of the token itself, 6 and 7 that of the previous one.

@@ -30,10 +30,10 @@ __all__ = ["SharedBlock"]
 class SharedBlock:
     """The shared block, as one layer uses it."""
 
-    def __init__(self, shape: SharedBlockSpec, tensors: LayerTensors) -> None:
+    def __init__(self, spec: SharedBlockSpec, tensors: LayerTensors) -> None:
         shared = strip_prefix(tensors, "shared.")
-        self.shape = shape
-        self.attention, self.mlp = SelfAttention(shape.attention, shared), Mlp(shape.mlp, shared)
+        self.spec = spec
+        self.attention, self.mlp = SelfAttention(spec.attention, shared), Mlp(spec.mlp, shared)
         self._norms = {"shared": NormWeights(shared["ln"]), "ln2": NormWeights(tensors["ln2"])}
         self._out = shared["out"]
 
@@ -54,4 +54,4 @@ class SharedBlock:
         return taps("shared_out", layer, product(h, self._out))
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        return normalise(x, self._norms[name], "rms", self.shape.norm_eps, taps, name, layer)
+        return normalise(x, self._norms[name], "rms", self.spec.norm_eps, taps, name, layer)

@@ -186,7 +186,7 @@ def test_a_missing_or_mistyped_required_key_is_named(key):
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor to be a finite number"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for 'full_attention' layers"),
         ({"hidden_act": "swiglu"}, "found 'swiglu'"),
-        ({"head_dim": 15}, "positive, even number of rotary dimensions per head, found 15"),
+        ({"head_dim": 15}, "positive, even number of entries of each head, found 15"),
         ({"tie_word_embeddings": "yes"}, "expected tie_word_embeddings to be true or false, found 'yes'"),
         ({"quantization_config": {"bits": 4}}, "found a quantization_config; fetch the model's unquantised"),
         ({"use_bidirectional_attention": True}, "expected a causal decoder"),
