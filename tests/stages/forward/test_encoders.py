@@ -292,7 +292,7 @@ def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):
         constant_share(readout, token=3)
     with pytest.raises(ConfigError, match="positions see no later ones"):
         require_attention(model.config, "a model")
-    with pytest.raises(ConfigError, match="expected a final norm in bert, found none"):
+    with pytest.raises(ConfigError, match="with a norm before its language head, found bert, which has none"):
         model.network.norm_gain("ln_final", None, torch.float32)
 
 

@@ -214,7 +214,7 @@ def test_heads_that_are_wider_in_some_layers_are_met_as_they_are(tmp_path):
     model.forward([3, 4], fits)
     with pytest.raises(InterventionError, match="d_head=16"):
         model.forward([3, 4], misses)
-    with pytest.raises(ConfigError, match="expected d_head to be of one size in all layers, found 8 and 16"):
+    with pytest.raises(ConfigError, match="the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16"):
         model.config.width("z")
 
 
@@ -227,7 +227,7 @@ def test_what_is_wider_in_some_layers_is_kept_in_no_store(tmp_path):
     )
     assert held["resid_post"].shape == (4, 2, draw("gemma4_text", 3)["hidden_size"])
     hooks = HookSpec().capture("blocks.1.attn.hook_z")
-    with pytest.raises(ConfigError, match="expected d_head to be of one size in all layers, found 8 and 16"):
+    with pytest.raises(ConfigError, match="the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16"):
         mizarr.capture(tmp_path / "m", [[3, 4]], hooks, store=store, progress=False)
 
 
