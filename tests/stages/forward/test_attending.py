@@ -252,7 +252,7 @@ def test_a_readout_of_the_files_gives_the_logits(family, tmp_path):
 def test_values_that_are_clipped_are_no_linear_map(tmp_path):
     save_random_hybrid(tmp_path, "olmo", 0, tokenizer=False, clip_qkv=0.5)
     network = Model.from_pretrained(tmp_path).network
-    with pytest.raises(ConfigError, match=r"linear map of the stream in olmo, found them clipped to 0\.5"):
+    with pytest.raises(ConfigError, match=r"linear map of the normalised stream, found olmo, which clips them to 0\.5"):
         network.value_matrix(1)
 
 

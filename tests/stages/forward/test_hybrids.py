@@ -228,7 +228,7 @@ def test_who_asks_for_heads_of_attention_where_none_is_gets_one_line(tmp_path):
     model = Model.from_pretrained(tmp_path / "mamba")
     with pytest.raises(ConfigError, match=r"an axis 'head', found one with hidden, ssm_head, .* all attend"):
         model.config.axis_sizes["head"]
-    with pytest.raises(ConfigError, match="expected attention in layer 0 of mamba, found none"):
+    with pytest.raises(ConfigError, match="expected layer 0 of mamba to have self-attention, found none"):
         model.network.output_matrix(0)
     files = resolve(tmp_path / "bamba")
     with pytest.raises(ConfigError, match=r"attention in every layer of a 'bamba' model, found it in . of 3"):

@@ -184,7 +184,7 @@ def test_opposite_infinities_do_not_cancel(file):
 
 def test_quantised_tensors_are_refused(file):
     held = tensors() | {"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)}
-    with pytest.raises(WeightsError, match=r"found I8; quantised weights do not run here"):
+    with pytest.raises(WeightsError, match=r"found I8; mizarr does not support this quantisation"):
         load(file(held))
 
 
