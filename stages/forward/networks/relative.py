@@ -24,7 +24,7 @@ __all__ = ["Relative"]
 
 
 class Relative:
-    """Relative position terms of the scores of one layer."""
+    """Relative position terms that are added to the attention scores of one layer."""
 
     def __init__(self, spec: AttentionSpec, weights: AttentionWeights, tensors: Mapping[str, Tensor]) -> None:
         assert spec.relative is not None
@@ -71,25 +71,31 @@ class Relative:
 
 
 def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
+    """The linear map with this name among the layer's tensors, with its bias if it has one; None if
+    absent."""
     return Linear(tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
 
 
-def _rows(back: Tensor, spec: RelativeSpec) -> Tensor:
-    """Row of the table for each distance `back` = query position - key position, int, negative for later
-    keys."""
+def _rows(distance: Tensor, spec: RelativeSpec) -> Tensor:
+    """Row of the table of relative positions for each pair of query and key, int, of the shape of `distance`.
+
+    Arguments:
+        distance: query position - key position, int; negative for later keys.
+        spec: sizes of the table, and how distances share rows.
+    """
     # Without `looks_back`, half of the table stands for earlier keys and half for later ones.
     half = spec.rows if spec.looks_back else spec.rows // 2
     if spec.terms == ("bias",):
-        size = back.clamp(min=0) if spec.looks_back else back.abs()
+        # T5: one row per distance up to `near`, then logarithmic buckets up to `farthest`.
+        size = distance.clamp(min=0) if spec.looks_back else distance.abs()
         log = torch.log(size.clamp(min=1).float() / spec.near) / math.log(spec.farthest / spec.near)
         far = spec.near + (log * (half - spec.near)).long()
-        return torch.where(size < spec.near, size, far.clamp(max=half - 1)) + (
-            half * (back < 0) if not spec.looks_back else 0
-        )
+        row = torch.where(size < spec.near, size, far.clamp(max=half - 1))
+        return row if spec.looks_back else row + half * (distance < 0)
     # Logarithmic buckets of DeBERTa-v2 (`make_log_bucket_position`).
-    size = back.abs().clamp(min=spec.near)
+    size = distance.abs().clamp(min=spec.near)
     if spec.near < half:
         last = torch.log(torch.tensor((spec.farthest - 1) / spec.near))
         size = (torch.ceil(torch.log(size / spec.near) / last * (spec.near - 1)) + spec.near).long()
-    row = torch.where(back.abs() <= spec.near, back, size * back.sign())
+    row = torch.where(distance.abs() <= spec.near, distance, size * distance.sign())
     return (row + half).clamp(0, spec.rows - 1)

@@ -25,7 +25,7 @@ from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
-from ..scan import scan_decayed, shown_decay
+from ..scan import scan_decayed, tapped_log_decay
 from .convolution import convolve
 from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
@@ -59,7 +59,7 @@ class GatedDelta:
         )
         log_decay = torch.zeros_like(beta)
         if spec.decays is not None:
-            log_decay = shown_decay(self._log_decay(x), layer, taps, "linear")
+            log_decay = tapped_log_decay(self._log_decay(x), layer, taps, "linear")
         replaced = beta * keys
         tokens = {"q": self._repeat_for_heads(queries), "k": replaced, "v": values, "log_decay": log_decay}
         # The removed value is read from the decayed state: alpha = d k, beta = -beta k.
