@@ -28,7 +28,7 @@ _GATES = "gate_of_heads"
 
 
 class SelfAttention:
-    """Grouped-query attention of one layer (`PositionMixer`), with or without gates of the heads' outputs."""
+    """Grouped-query self-attention of one layer, with or without gates of the heads' outputs."""
 
     def __init__(self, spec: AttentionSpec, tensors: LayerTensors) -> None:
         tensors = _with_gates(tensors, spec) if spec.is_gated else tensors
@@ -63,31 +63,38 @@ class SelfAttention:
 
 
 def _with_gates(tensors: LayerTensors, spec: AttentionSpec) -> LayerTensors:
-    """The layer's tensors with the gates separated from the queries, if one projection holds both."""
-    split = dict(tensors)
-    for name in {"q", "q.bias"} & set(split) if spec.gates_in_queries else ():
+    """The layer's tensors by name, with the projection to gates separated from that to queries, if one matrix
+    holds both."""
+    separated = dict(tensors)
+    if not spec.gates_in_queries:
+        return separated
+    for name in {"q", "q.bias"} & set(separated):
         # Rows of each head: its query, then its gate.
-        rows = split[name].unflatten(0, (spec.num_attention_heads, 2, spec.head_dim))
-        split[name], split[name.replace("q", _GATES, 1)] = (rows[:, i].flatten(0, 1) for i in range(2))
-    return split
+        rows = separated[name].unflatten(0, (spec.num_attention_heads, 2, spec.head_dim))
+        separated[name] = rows[:, 0].flatten(0, 1)
+        separated[name.replace("q", _GATES, 1)] = rows[:, 1].flatten(0, 1)
+    return separated
 
 
 def _separated(tensors: LayerTensors, spec: AttentionSpec) -> LayerTensors:
-    """The layer's tensors with a fused qkv projection split into "q", "k" and "v"."""
+    """The layer's tensors by name, with a fused projection "qkv" split into "q", "k" and "v" (weights and
+    biases)."""
     if spec.layout == "separate":
         return tensors
-    split = dict(tensors)
-    counts = [spec.num_attention_heads, spec.num_kv_heads, spec.num_kv_heads]
-    for name in {"qkv", "qkv.bias"} & set(split):
-        whole = split.pop(name)
+    separated = dict(tensors)
+    for name in {"qkv", "qkv.bias"} & set(separated):
+        fused = separated.pop(name)
         if spec.layout == "by head":
-            grouped = whole.unflatten(0, (counts[1], -1, spec.head_dim))
-            queries, keys, values = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
-            parts = [queries.flatten(0, 2), keys.flatten(0, 1), values.flatten(0, 1)]
+            # For each key head: its queries, its key, its value.
+            grouped = fused.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
+            queries = grouped[:, :-2].flatten(0, 2)
+            keys, values = grouped[:, -2].flatten(0, 1), grouped[:, -1].flatten(0, 1)
         elif spec.layout == "by fourths":
-            queries, values, keys = whole.unflatten(0, (4, 3, -1)).unbind(1)
-            parts = [x.flatten(0, 1) for x in (queries, keys, values)]
+            # For each quarter of the heads: queries, values, keys (CodeGen).
+            queries, values, keys = (x.flatten(0, 1) for x in fused.unflatten(0, (4, 3, -1)).unbind(1))
         else:
-            parts = list(whole.split([count * spec.head_dim for count in counts]))
-        split |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
-    return split
+            head_counts = (spec.num_attention_heads, spec.num_kv_heads, spec.num_kv_heads)
+            queries, keys, values = fused.split([count * spec.head_dim for count in head_counts])
+        for part, rows in (("q", queries), ("k", keys), ("v", values)):
+            separated[name.replace("qkv", part)] = rows
+    return separated

@@ -28,7 +28,7 @@ __all__ = ["DifferentialAttention"]
 
 
 class DifferentialAttention:
-    """The differential attention of one layer (`PositionMixer`)."""
+    """Differential attention of one layer: one pattern of each pair of heads is subtracted from the other."""
 
     def __init__(self, spec: DifferentialSpec, tensors: LayerTensors) -> None:
         parts, names = parts_of(tensors), {field.name for field in fields(AttentionWeights)}
@@ -42,10 +42,11 @@ class DifferentialAttention:
         q, k, v = project(x, self.weights, spec.attention, layer, taps)
         q, k = apply_rope(history.needed(q), k, spec.rope, history)
         q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
+        # Both heads of a pair read the values of two key heads, one of either half, side by side.
         values = torch.cat(v.chunk(2, dim=1), dim=-1).repeat(1, 2, 1, 1)
         read = taps("diff_read", layer, history.attend(layer, q, k, values, self._mixer))
-        positive, negative = read.chunk(2, dim=1)
-        difference = positive - self._lambda(x.dtype) * negative
+        read_by_first, read_by_second = read.chunk(2, dim=1)
+        difference = read_by_first - self._lambda(x.dtype) * read_by_second
         normed = F.rms_norm(difference, (read.shape[-1],), eps=spec.norm_eps)
         return linear(merge_heads(taps("diff_z", layer, (1 - spec.start) * normed)), self.weights.o)
 

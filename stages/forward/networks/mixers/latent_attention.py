@@ -27,7 +27,8 @@ __all__ = ["LatentAttention"]
 
 
 class LatentAttention:
-    """The latent attention of one layer (`PositionMixer`)."""
+    """Multi-head latent attention of one layer: keys and values of all heads come from one latent per
+    token."""
 
     def __init__(self, spec: LatentAttentionSpec, tensors: LayerTensors) -> None:
         self.spec, self._mixer, self.weights = spec, spec.summary, strip_prefix(tensors, "latent.")

@@ -29,14 +29,16 @@ __all__ = ["Lightning"]
 
 
 class Lightning:
-    """The lightning attention of one layer (`PositionMixer`)."""
+    """Lightning attention of one layer: linear attention with one fixed decay per head."""
 
     def __init__(self, spec: LightningSpec, tensors: LayerTensors) -> None:
         self.spec, self.weights = spec, strip_prefix(tensors, "linear.")
         # In a checkpoint, each head's query, key and value rows are adjacent.
         by_part = self.weights["qkv"].unflatten(0, (spec.heads, 3, spec.head_dim)).transpose(0, 1)
         self.weights["qkv"] = by_part.flatten(0, 2)
-        slopes = spec.slope * 2 ** (-8 / spec.heads * torch.arange(1, spec.heads + 1, dtype=torch.float64))
+        # The slopes of ALiBi, 2^(-8 (h + 1) / H).
+        head_numbers = torch.arange(1, spec.heads + 1, dtype=torch.float64)
+        slopes = spec.slope * 2 ** (-8 / spec.heads * head_numbers)
         self._log_decay = -slopes.to(by_part.device).view(1, -1, 1, 1)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:

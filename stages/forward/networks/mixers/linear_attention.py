@@ -34,7 +34,7 @@ __all__ = ["LinearAttention"]
 
 
 class LinearAttention:
-    """The linear attention of one layer (`PositionMixer`)."""
+    """Gated linear attention or retention of one layer: linear attention with a decaying state."""
 
     def __init__(self, spec: LinearAttentionSpec, tensors: LayerTensors) -> None:
         self.spec, self.weights = spec, _rearranged(strip_prefix(tensors, "linear."))
@@ -93,7 +93,8 @@ class LinearAttention:
         return self._repeat_for_heads(log_decay)
 
     def _repeat_for_heads(self, x: Tensor) -> Tensor:
-        """x [B, group, token, width] of groups, repeated for their heads: [B, head, token, width]."""
+        """x [B, group, token, width], one row per group of heads, repeated for the heads of each group: [B,
+        head, token, width]."""
         per_group = self.spec.heads // self.spec.groups
         return x if per_group == 1 else x.repeat_interleave(per_group, dim=1)
 

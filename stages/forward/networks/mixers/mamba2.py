@@ -29,7 +29,7 @@ __all__ = ["Mamba2"]
 
 
 class Mamba2:
-    """The Mamba-2 mixer of one layer (`PositionMixer`)."""
+    """The Mamba-2 mixer of one layer: a state-space model with one decay per head."""
 
     def __init__(self, spec: Mamba2Spec, tensors: LayerTensors) -> None:
         self.spec, self.weights = spec, strip_prefix(tensors, "ssm.")
@@ -64,11 +64,13 @@ class Mamba2:
         )
 
     def _repeat_for_heads(self, x: Tensor) -> Tensor:
-        """x [B, G, token, N] of groups, repeated for their heads: [B, head, token, N]."""
+        """x [B, G, token, N], one row per group of heads, repeated for the heads of each group: [B, head,
+        token, N]."""
         return x.repeat_interleave(self.spec.heads // self.spec.groups, dim=1)
 
     def _gated(self, read: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        """Output of the scan [B, token, channel], gated and normalised in the order of the family."""
+        """What tokens read from the state, [B, token, channel], gated and normalised in the order of the
+        family; gate: of the same shape; dtype: of the result."""
         if self.spec.norm is None:
             return (read * gate).to(dtype)
         if self.spec.norm == "before gate":
@@ -76,7 +78,7 @@ class Mamba2:
         return self.weights["norm"] * self._unit(read * gate).to(dtype)
 
     def _unit(self, x: Tensor) -> Tensor:
-        """x [B, token, channel] divided by the root mean square of each group."""
+        """x [B, token, channel], each group of channels divided by its root mean square."""
         groups: Tensor = x.unflatten(-1, (self.spec.groups, -1))
         scale = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         return (groups * scale).flatten(-2)

@@ -16,7 +16,7 @@ __all__ = ["Mlp", "mlp_weights"]
 
 
 class Mlp:
-    """The MLP of one layer (`ChannelMixer`)."""
+    """The MLP of one layer with its weights."""
 
     def __init__(self, spec: MlpSpec, tensors: LayerTensors) -> None:
         self.spec, self.weights = spec, mlp_weights(tensors)
@@ -28,7 +28,7 @@ class Mlp:
 
 
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:
-    """Select the weights of the MLP from those of a layer."""
+    """Weights of a layer's MLP, selected from all weights of the layer by name."""
     parts, names = parts_of(tensors), {field.name for field in fields(MlpWeights)}
     weights = {name: part for name, part in parts.items() if name in names}
     return MlpWeights(**weights, activation=strip_prefix(tensors, "act."))

@@ -29,7 +29,7 @@ __all__ = ["Mlstm"]
 
 
 class Mlstm:
-    """The mLSTM of one layer (`PositionMixer`)."""
+    """The mLSTM of one layer: a matrix memory with exponential input gates."""
 
     def __init__(self, spec: MlstmSpec, tensors: LayerTensors) -> None:
         self.spec, self.weights = spec, _rearranged(strip_prefix(tensors, "mlstm."), spec)
@@ -54,32 +54,33 @@ class Mlstm:
         return self._projected(merge_heads(gate) * normed, "out")
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
+        """x [B, token, D] times the matrix called `name`, plus its bias if there is one."""
         return product(x, self.weights[name], self.weights.get(f"{name}.bias"))
 
     def _capped(self, x: Tensor, name: str) -> Tensor:
-        """Soft-capped gate before its activation, [B, head, token, 1]."""
+        """Soft-capped input or forget gate before its activation, [B, head, token, 1], from the normalised
+        stream x [B, token, D]; name: of its projection."""
         cap = self.spec.gate_cap
         return split_heads(cap * torch.tanh(upcast(self._projected(x, name)) / cap), 1)
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
-        """Output of the memory [B, head, token, V], normalised per head to mean 0 and variance 1."""
+        """What tokens read from the memory, [B, head, token, V], normalised per head to mean 0 and variance
+        1; dtype: of the result."""
         width = (self.spec.value_size,)
         return F.layer_norm(upcast(read.to(dtype)), width, eps=self.spec.norm_eps).to(dtype)
 
 
 def _rearranged(w: Mapping[str, Tensor], spec: MlstmSpec) -> dict[str, Tensor]:
-    """Weights of both checkpoint layouts under the names of the unfused one: fused projections are split."""
+    """Weights by name in one layout for both kinds of checkpoints: fused projections are split into those to
+    queries, keys, values and output gate, and into those to input and forget gate."""
     if not spec.is_fused:
         return dict(w)
-    found = {name: tensor for name, tensor in w.items() if not name.startswith(("qkvo", "gates"))}
+    separated = {name: tensor for name, tensor in w.items() if not name.startswith(("qkvo", "gates"))}
     for suffix in ("", ".bias"):
         if f"qkvo{suffix}" in w:
             parts = w[f"qkvo{suffix}"].split(spec.parts)
-            found |= {
-                f"{n}{suffix}": part for n, part in zip(("q", "k", "v", "ogate_preact"), parts, strict=True)
-            }
-        both = w[f"gates{suffix}"].chunk(2)
-        found |= {
-            f"{n}{suffix}": part for n, part in zip(("igate_preact", "fgate_preact"), both, strict=True)
-        }
-    return found
+            for name, part in zip(("q", "k", "v", "ogate_preact"), parts, strict=True):
+                separated[f"{name}{suffix}"] = part
+        input_gate, forget_gate = w[f"gates{suffix}"].chunk(2)
+        separated[f"igate_preact{suffix}"], separated[f"fgate_preact{suffix}"] = input_gate, forget_gate
+    return separated

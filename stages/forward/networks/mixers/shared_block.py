@@ -28,7 +28,8 @@ __all__ = ["SharedBlock"]
 
 
 class SharedBlock:
-    """The shared block, as one layer uses it."""
+    """A block of attention and MLP that several layers share, with the weights that one layer uses
+    (Zamba)."""
 
     def __init__(self, spec: SharedBlockSpec, tensors: LayerTensors) -> None:
         shared = strip_prefix(tensors, "shared.")
@@ -54,4 +55,6 @@ class SharedBlock:
         return taps("shared_out", layer, product(h, self._out))
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
+        """x [B, token, width] after the block's norm called `name`, "shared" or "ln2", with its hook
+        points."""
         return normalise(x, self._norms[name], "rms", self.spec.norm_eps, taps, name, layer)
