@@ -366,7 +366,7 @@ def test_without_a_readout_one_line_says_so(bridged):
         lambda: model.network.unembedding,
         lambda: model.config.tensors,
     ):
-        with pytest.raises(ConfigError, match="expected a final norm and a head") as told:
+        with pytest.raises(ConfigError, match="computed by a final norm and a head") as told:
             ask()
         assert "\n" not in str(told.value)
 
@@ -704,7 +704,7 @@ def test_commands_take_the_backend(reading, tmp_path, capsys):
     assert mizarr_command([*twice, "--set", "backend=native"]) == 2
     assert "the backend is given twice" in capsys.readouterr().err
     assert mizarr_command(twice) == 2, "it has no readout"
-    assert "expected a final norm and a head" in capsys.readouterr().err
+    assert "computed by a final norm and a head" in capsys.readouterr().err
 
 
 # Families that are not known

@@ -278,7 +278,7 @@ def test_two_ropes_are_read_as_older_configs_write_them():
 @pytest.mark.parametrize(
     ("family", "told", "message"),
     [
-        ("gemma3n_text", {"altup_active_idx": 9}, r"active stream to be one of \d, counted from 0, found 9"),
+        ("gemma3n_text", {"altup_active_idx": 9}, r"active stream to be 0 to \d, found 9"),
         ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "or one for each of . layers, found"),
         ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "shares from 0 to below 1, found"),
         ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or one for each"),
