@@ -46,21 +46,21 @@ class TimeMixSpec(MixerSpec):
     heads: int
     """Number of heads; in RWKV-4 every channel is a head."""
     head_dim: int
-    """Channels of a head: rows and columns of its state."""
+    """Number of channels of a head: rows and columns of its state."""
     norm_eps: float
     """Epsilon of the norm of each head's output, which RWKV-4 does not have."""
     ranks: tuple[tuple[str, int], ...] = ()
-    """(weight, rank) of the low-rank maps of versions 6 and 7."""
+    """(name, rank) of each low-rank map of versions 6 and 7, such as ("decay", 64); () in other versions."""
     has_gate: bool = True
     """Whether the output has a gate (version 5.1 and later)."""
     has_decay_per_head: bool = False
     """Whether all channels of a head share one decay and one bonus (RWKV-5.0 and 5.1)."""
     reads_first_values: bool = False
-    """Whether values are mixed with those of layer 0: in version 7, from layer 1 on."""
+    """Whether the layer mixes its values with the values of layer 0, as in version 7 from layer 1 on."""
 
     @property
     def width(self) -> int:
-        """Channels of all heads together."""
+        """Number of channels of all heads together."""
         return self.heads * self.head_dim
 
     @property

@@ -28,16 +28,17 @@ _MIXES_6 = ("x", "w", "k", "v", "r", "g")
 
 @dataclass(frozen=True)
 class RwkvNames:
-    """Names of RWKV's tensors in a layer. Names of modules end with a dot."""
+    """Names of RWKV's tensors within a layer, in one of the naming schemes. Prefixes of modules end with a
+    dot."""
 
     time_mix: str = "attention."
-    """Prefix of the time mix."""
+    """Prefix of the tensors of the time mix."""
     head_norm: str = "ln_x"
-    """Norm of each head's output, below that prefix."""
+    """Name of the norm of each head's output, below the prefix of the time mix."""
     channel_mix: str = "feed_forward."
-    """Prefix of the channel mix."""
+    """Prefix of the tensors of the channel mix."""
     pre_norm: str = "pre_ln"
-    """Norm of the embedding in layer 0."""
+    """Name of the norm of the embedding, which is stored in layer 0."""
     is_fla: bool = False
     """Whether the checkpoint has the names and shapes of flash-linear-attention."""
     has_fused_mixes: bool = False
@@ -45,12 +46,12 @@ class RwkvNames:
 
 
 def time_mix_tensors(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(weight, tensor) pairs of a time mix.
+    """(name of a weight, its tensor) of the time mix of a layer.
 
     Arguments:
-        spec: The time mix.
+        spec: Sizes and switches of the time mix.
         names: Names of the checkpoint's tensors.
-        hidden: Width of the stream.
+        hidden: Width of the residual stream.
     """
     prefix, width, is_7 = names.time_mix, spec.width, spec.generation == 7
     if spec.generation > 4:
@@ -67,7 +68,8 @@ def time_mix_tensors(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterat
 
 
 def _versions_4_to_6(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """Token-shift mixes, decay and bonus, with the same names in both naming schemes."""
+    """(name of a weight, its tensor) of the token-shift mixes, decay and bonus of versions 4 to 6, which have
+    the same names in both naming schemes; arguments as in `time_mix_tensors`."""
     prefix, ranks, flat = names.time_mix, dict(spec.ranks), (1, 1, hidden)
     channels = (spec.width,) if spec.generation == 4 else (spec.heads, spec.head_dim)
     if spec.has_decay_per_head:
@@ -88,7 +90,8 @@ def _versions_4_to_6(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterat
 
 
 def _version_7(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """Token-shift mixes and low-rank maps."""
+    """(name of a weight, its tensor) of the token-shift mixes and low-rank maps of version 7; arguments as in
+    `time_mix_tensors`."""
     prefix, width = names.time_mix, spec.width
     if names.has_fused_mixes:
         yield "mixes", Stored(f"{prefix}x_x", (len(MIXES), hidden))
@@ -99,28 +102,29 @@ def _version_7(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tup
     for weight in ("k_k", "k_a"):
         yield weight, Stored(f"{prefix}{weight}", vector)
     yield "r_k", Stored(f"{prefix}r_k", (spec.heads, spec.head_dim))
-    for map_, rank in spec.ranks:
-        if map_ == "v" and not spec.reads_first_values:
+    # Low-rank maps: matrices "<name>1" and "<name>2" and a bias "<name>0", which the gate "g" does not have.
+    for name, rank in spec.ranks:
+        if name == "v" and not spec.reads_first_values:
             continue
         if names.is_fla:
-            first, second, bias = (f"{map_}_lora.lora.{part}" for part in ("0.weight", "2.weight", "2.bias"))
-            shapes = ((rank, hidden), (width, rank))
+            down, up, bias = (f"{name}_lora.lora.{part}" for part in ("0.weight", "2.weight", "2.bias"))
+            down_shape, up_shape = (rank, hidden), (width, rank)
         else:
-            first, second, bias = f"{map_}1", f"{map_}2", f"{map_}0"
-            shapes = ((hidden, rank), (rank, width))
-        yield f"{map_}1", Stored(f"{prefix}{first}", shapes[0], is_transposed=not names.is_fla)
-        yield f"{map_}2", Stored(f"{prefix}{second}", shapes[1], is_transposed=not names.is_fla)
-        if map_ != "g":
-            yield f"{map_}0", Stored(f"{prefix}{bias}", vector)
+            down, up, bias = f"{name}1", f"{name}2", f"{name}0"
+            down_shape, up_shape = (hidden, rank), (rank, width)
+        yield f"{name}1", Stored(f"{prefix}{down}", down_shape, is_transposed=not names.is_fla)
+        yield f"{name}2", Stored(f"{prefix}{up}", up_shape, is_transposed=not names.is_fla)
+        if name != "g":
+            yield f"{name}0", Stored(f"{prefix}{bias}", vector)
 
 
 def channel_mix_tensors(spec: ChannelMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(weight, tensor) pairs of a channel mix.
+    """(name of a weight, its tensor) of the channel mix of a layer.
 
     Arguments:
-        spec: The channel mix.
+        spec: Sizes and switches of the channel mix.
         names: Names of the checkpoint's tensors.
-        hidden: Width of the stream.
+        hidden: Width of the residual stream.
     """
     prefix, inner, flat = names.channel_mix, spec.intermediate_size, (1, 1, hidden)
     yield "shifted.up", Stored(f"{prefix}key.weight", (inner, hidden))
