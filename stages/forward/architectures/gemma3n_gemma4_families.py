@@ -43,7 +43,8 @@ _SPELLING = replace(
 
 
 def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier layers."""
+    """Architecture of Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier
+    layers."""
     layers = reader.integer("num_hidden_layers", 35)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 5 else FULL for n in range(layers)]
     sizes = reader.integer("head_dim", 256), reader.integer("num_key_value_heads", 2)
@@ -83,8 +84,8 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 
 def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values of earlier
-    layers, values from the key projection, experts parallel to the MLP."""
+    """Architecture of Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values
+    of earlier layers, values from the key projection, experts parallel to the MLP."""
     layers = reader.integer("num_hidden_layers", 30)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
     types = [*types[:-1], FULL]  # transformers overrides the type of the last layer

@@ -151,7 +151,7 @@ def test_layers_that_attend_are_those_the_config_lists():
         ("delta_net", {"qk_norm": "sum"}, r"expected qk_norm 'l2', found 'sum'"),
         ("delta_net", {"qk_activation": "elu"}, r"expected qk_activation 'silu', found 'elu'"),
         ("delta_net", {"use_beta": False}, r"expected use_beta, found none"),
-        ("gated_deltanet", {"num_v_heads": 7}, r"a number of heads that 6 groups divide, found 7"),
+        ("gated_deltanet", {"num_v_heads": 7}, r"found 7 heads and 6 groups"),
         (
             "gated_deltanet",
             {"attn": {"layers": [21], "num_heads": 2}},

@@ -89,7 +89,7 @@ def test_logits_streams_states_and_convolved_rows_of_the_stored_reference(name):
 def convolved(model: Model, cache: Any, layer: int, size: int) -> np.ndarray:
     """What enters a layer's convolution at the last tokens, zeros before the first: [channel, size]."""
     (mixer,) = model.network.weights.layers[layer].mixers
-    shape = mixer.shape
+    shape = mixer.spec
     normed = cache[HookPoint.ln1_normalized(layer)][0] * model.network.norm_gain("ln1", layer, torch.float32)
     first = 0 if shape.kind == "mamba" else shape.channels
     width = model.config.axis_sizes["ssm_channel"]
@@ -226,7 +226,7 @@ def test_who_asks_for_heads_of_attention_where_none_is_gets_one_line(tmp_path):
     save_random_hybrid(tmp_path / "mamba", "mamba", 0)
     save_random_hybrid(tmp_path / "bamba", "bamba", 0)
     model = Model.from_pretrained(tmp_path / "mamba")
-    with pytest.raises(ConfigError, match=r"an axis 'head', found one with hidden, ssm_head, .* all attend"):
+    with pytest.raises(ConfigError, match=r"an axis 'head', found one with the axes hidden, ssm_head, .* all have attention"):
         model.config.axis_sizes["head"]
     with pytest.raises(ConfigError, match="expected layer 0 of mamba to have self-attention, found none"):
         model.network.output_matrix(0)

@@ -198,7 +198,7 @@ def test_what_is_no_pair_is_refused(tmp_path: Path) -> None:
     for bad in ([start, 7], [7, start, start]):
         with pytest.raises(PromptError, match=r"model\.pair"):
             model.tokenize(bad)
-    told = f"at most {LONGEST} tokens each, found one of {LONGEST + 1} tokens"
+    told = f"at most {LONGEST} positions of a source or a target, found {LONGEST + 1}"
     with pytest.raises(PromptError, match=told):
         model.pair([7] * (LONGEST + 1))
     with pytest.raises(PromptError, match="token ids"):

@@ -190,7 +190,7 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family, layers):
         ("zamba", {"hidden_mamba_act": "gelu"}, r"expected hidden_mamba_act 'silu' .*found 'gelu'"),
         ("zamba", {"attention_hidden_size": 32}, r"expected attention_hidden_size to be 64, .*found 32"),
         ("zamba", {"num_key_value_heads": 3}, r"multiple of num_key_value_heads, found 3"),
-        ("zamba", {"n_mamba_heads": 5, "num_key_value_heads": 4}, r"heads that 5 groups divide, found 64"),
+        ("zamba", {"n_mamba_heads": 5, "num_key_value_heads": 4}, r"found 64 heads and 5 groups"),
         ("zamba2", {"n_mamba_heads": 3}, r"expected n_mamba_heads to divide 64 channels, found 3"),
         ("zamba2", {"layers_block_type": ["hybrid", "conv"]}, r"list layers of mamba, hybrid, found 'conv'"),
         (

@@ -171,7 +171,7 @@ def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
 
 @family("deepseek_v2", "DeepSeek-V2", follows_is_causal=False)
 def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeepSeek-V2: latent attention; softmax-routed experts."""
+    """Architecture of DeepSeek-V2: latent attention; softmax-routed experts."""
     bias = config.flag("mlp_bias", False)
     return _latent_decoder(
         config,
@@ -186,7 +186,7 @@ def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("deepseek_v3", "DeepSeek-V3 and R1", follows_is_causal=False)
 def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeepSeek-V3 and R1: latent attention; sigmoid-routed experts in groups."""
+    """Architecture of DeepSeek-V3 and R1: latent attention; sigmoid-routed experts in groups."""
     _require_head_dim(config)
 
     def experts() -> ExpertsSpec:
@@ -204,8 +204,8 @@ def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("glm4_moe_lite", "GLM 4.7 Flash", follows_is_causal=False)
 def glm4_moe_lite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GLM 4.7 Flash: latent attention; an MLP in the first layer or where mlp_layer_types lists it, then
-    experts."""
+    """Architecture of GLM 4.7 Flash: latent attention; an MLP in the first layer or where mlp_layer_types
+    lists it, then experts."""
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         listed = is_listed_dense(config, layer)
@@ -225,8 +225,8 @@ def glm4_moe_lite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 @family("minicpm3", "MiniCPM 3", follows_is_causal=False)
 def minicpm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Factors of the embedding, of each layer's outputs (by the number of layers), and of the logits (by the
-    width) (Hu et al., MiniCPM, 2024, section 3)."""
+    """Architecture of MiniCPM 3: factors of the embedding, of each layer's outputs (by the number of layers),
+    and of the logits (by the width) (Hu et al., MiniCPM, 2024, section 3)."""
     layers, hidden = config.integer("num_hidden_layers"), config.integer("hidden_size")
     depth = config.optional_number("scale_depth", 1.4)
     residual = 1.0 if depth is None else depth / math.sqrt(layers)
@@ -247,7 +247,7 @@ def minicpm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("youtu", "Youtu-LLM", follows_is_causal=False)
 def youtu(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Youtu-LLM: latent attention and a dense MLP."""
+    """Architecture of Youtu-LLM: latent attention and a dense MLP."""
     _require_head_dim(config)
     return _latent_decoder(
         config,

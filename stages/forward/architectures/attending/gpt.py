@@ -63,7 +63,8 @@ def _scale(config: ConfigReader, head_dim: int) -> float:
 
 @family("openai-gpt", "GPT-1", aliases={**GPT2_ALIASES, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later in BERT."""
+    """Architecture of GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later
+    in BERT."""
     # transformers maps the name "gelu" to the tanh approximation in GPT-1.
     act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
@@ -92,8 +93,8 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     "gpt2", "GPT-2, DistilGPT-2", aliases=GPT2_ALIASES, never=("add_cross_attention",), reads_tensors=True
 )
 def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-2; with scale_attn_by_inverse_layer_idx, scores of layer i are also divided by i + 1 (Mistral's
-    GPT-2 training runs)."""
+    """Architecture of GPT-2; with scale_attn_by_inverse_layer_idx, scores of layer i are also divided by i +
+    1 (Mistral's GPT-2 training runs)."""
     heads = build.attention(config, bias=True, layout="by part")
     act = read_activation(config, "gelu_new")
     # A function as mixer, since the scale depends on the layer.
@@ -124,7 +125,8 @@ def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """With multi_query, all query heads share one key and value head."""
+    """Architecture of GPT BigCode (StarCoder, SantaCoder): with multi_query, all query heads share one key
+    and value head."""
     is_shared = config.flag("multi_query", True)
     heads = config.integer("num_attention_heads")
     spec = build.attention(
@@ -183,7 +185,7 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     reads_tensors=True,
 )
 def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-Neo: unscaled scores, and local windows in layers that attention_types lists."""
+    """Architecture of GPT-Neo: unscaled scores, and local windows in layers that attention_types lists."""
     spelling = replace(
         GPT2_SPELLING, attention="attn.attention.", attention_out="out_proj", is_transposed=False
     )
@@ -230,13 +232,13 @@ def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
 
 @family("gptj", "GPT-J", aliases=GPT2_ALIASES)
 def gptj(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-J: parallel attention and MLP, rope of the first entries of a head."""
+    """Architecture of GPT-J: parallel attention and MLP, rope of the first entries of a head."""
     return _gptj(config)
 
 
 @family("codegen", "CodeGen", aliases=GPT2_ALIASES)
 def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """CodeGen: GPT-J with one tensor of queries, values and keys in four parts."""
+    """Architecture of CodeGen: GPT-J with one tensor of queries, values and keys in four parts."""
     return _gptj(config, layout="by fourths")
 
 
@@ -247,7 +249,8 @@ def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-NeoX: parallel attention and MLP with a norm each, unless use_parallel_residual is false."""
+    """Architecture of GPT-NeoX: parallel attention and MLP with a norm each, unless use_parallel_residual is
+    false."""
     spelling = Spelling(
         embed="gpt_neox.embed_in",
         head="embed_out",
@@ -274,7 +277,7 @@ def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("stablelm", "StableLM 2 and 3B", never=("qk_layernorm",))
 def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """StableLM: Llama with layer norms and rope of a quarter of each head."""
+    """Architecture of StableLM: Llama with layer norms and rope of a quarter of each head."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qkv_bias=config.flag("use_qkv_bias", False)),
@@ -288,7 +291,7 @@ def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("starcoder2", "StarCoder 2", reports_unread_keys=True)
 def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """StarCoder 2: plain MLPs, biases, and a sliding window."""
+    """Architecture of StarCoder 2: plain MLPs, biases, and a sliding window."""
     bias, act = config.flag("use_bias", True), read_activation(config, "gelu_pytorch_tanh")
     return build.decoder(
         config,
@@ -304,7 +307,7 @@ def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
 def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Persimmon: layer norms of queries and keys, squared ReLU."""
+    """Architecture of Persimmon: layer norms of queries and keys, squared ReLU."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", True) else None
     return build.decoder(
@@ -327,7 +330,8 @@ def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("phi", "Phi 1, 1.5 and 2")
 def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Phi: parallel attention and MLP with one norm, rope of half of each head, biases everywhere."""
+    """Architecture of Phi: parallel attention and MLP with one norm, rope of half of each head, biases
+    everywhere."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", False) else None
     return build.decoder(

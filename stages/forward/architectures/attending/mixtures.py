@@ -38,7 +38,8 @@ GPT_OSS_YARN = {
 
 @family("gpt_oss", "gpt-oss 20B and 120B")
 def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention sinks; experts with biases, whose gate and up projections are clamped."""
+    """Architecture of gpt-oss: attention sinks; experts with biases, whose gate and up projections are
+    clamped."""
     experts = ExpertsSpec(
         config.integer("num_local_experts", config.integer("num_experts", 128)),
         config.integer("num_experts_per_tok", 4),
@@ -72,8 +73,8 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("afmoe", "Trinity")
 def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated heads; rope only in layers with a window; with mup_enabled, embeddings times
-    sqrt(hidden_size)."""
+    """Architecture of Trinity (AFMoE): gated heads; rope only in layers with a window; with mup_enabled,
+    embeddings times sqrt(hidden_size)."""
     eps, bias = config.number("rms_norm_eps", 1e-5), build.attention_bias(config)
     is_scaled = config.flag("mup_enabled", False)
     heads = build.attention(config, head_dim=128, bias=bias, qk_norm=QkNorm("head", eps))
@@ -114,7 +115,8 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("dots1", "dots.llm1")
 def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """dots.llm1: norms of queries and keys, an MLP in the first layers, then sigmoid-routed experts."""
+    """Architecture of dots.llm1: norms of queries and keys, an MLP in the first layers, then sigmoid-routed
+    experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -145,7 +147,8 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     follows_is_causal=False,
 )
 def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention consists of routed experts, too; each expert has num_key_value_heads query heads."""
+    """Architecture of JetMoE: attention consists of routed experts, too; each expert has num_key_value_heads
+    query heads."""
     count, top_k = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
     kv_heads = config.integer("num_key_value_heads", 16)
     # At each token, the heads of its top-k experts attend, num_key_value_heads each.
@@ -182,8 +185,8 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("kolibri1", "Kolibri 1")
 def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts chosen by router logits plus a correction bias and weighed by sigmoids; rope only in layers
-    with a window."""
+    """Architecture of Kolibri 1: experts chosen by router logits plus a correction bias and weighed by
+    sigmoids; rope only in layers with a window."""
     eps = config.number("rms_norm_eps", 1e-6)
     experts = ExpertsSpec(
         config.integer("num_experts", config.integer("num_local_experts", 384)),
@@ -218,7 +221,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("mellum", "Mellum 2")
 def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mellum 2: different ropes in windows and in full attention; softmax-routed experts."""
+    """Architecture of Mellum 2: different ropes in windows and in full attention; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -243,7 +246,7 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("solar_open", "Solar Open")
 def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Solar Open: sigmoid-routed experts in all layers."""
+    """Architecture of Solar Open: sigmoid-routed experts in all layers."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),

@@ -106,14 +106,15 @@ def _modernbert(
 
 @family("modernbert", "ModernBERT", aliases={"rope_theta": "global_rope_theta"})
 def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """ModernBERT, a bidirectional encoder."""
+    """Architecture of ModernBERT, a bidirectional encoder."""
     windows = _windows(config, itself=1)
     return _modernbert(config, MODERNBERT_SPELLING, windows, looks_ahead=True, layout="by part")
 
 
 @family("modernbert-decoder", "Ettin, its decoders", aliases={"rope_theta": "global_rope_theta"})
 def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A causal decoder: windows are half as long as those of the encoder, and include the query."""
+    """Architecture of Ettin's causal decoders: windows are half as long as those of the encoder,
+    and include the query."""
     spelling = replace(
         MODERNBERT_SPELLING,
         attention_in="",
@@ -125,7 +126,7 @@ def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
 
 @family("eurobert", "EuroBERT")
 def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """EuroBERT: Llama with bidirectional attention."""
+    """Architecture of EuroBERT: Llama with bidirectional attention."""
     bias = config.flag("mlp_bias", False)
     return build.decoder(
         config,
@@ -139,7 +140,7 @@ def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("esmc", "ESM Cambrian")
 def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Outputs of attention and MLP are multiplied by sqrt(36 / number of layers)."""
+    """Architecture of ESM C: outputs of attention and MLP are multiplied by sqrt(36 / number of layers)."""
     residual = math.sqrt(36 / build.layers_of(config))
     qk_norm = QkNorm("all", 1e-5, "layer", has_bias=False)
     factors = (1.0, 1.0, residual)
@@ -205,7 +206,7 @@ def _rotary_bert(
 
 @family("nomic_bert", "Nomic Embed")
 def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Nomic Embed: BERT with rope and gated MLPs."""
+    """Architecture of Nomic Embed: BERT with rope and gated MLPs."""
     eps = config.number("layer_norm_eps", 1e-12)
     base = bert_spelling("nomic_bert.")
     spelling = replace(
@@ -234,7 +235,7 @@ def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("jina_embeddings_v3", "Jina Embeddings 3")
 def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Jina Embeddings 3: XLM-RoBERTa with rope."""
+    """Architecture of Jina Embeddings 3: XLM-RoBERTa with rope."""
     eps = config.number("layer_norm_eps", 1e-5)
     spelling = replace(
         roberta_spelling("roberta."),

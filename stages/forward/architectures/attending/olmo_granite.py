@@ -21,7 +21,8 @@ from .experts import qwen_experts
 
 @family("olmo", "OLMo 1")
 def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layer norms without weights and biases; with clip_qkv, queries, keys and values are clipped."""
+    """Architecture of OLMo: layer norms without weights and biases; with clip_qkv, queries, keys and values
+    are clipped."""
     return build.decoder(
         config,
         build.attention(
@@ -39,7 +40,7 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("olmo2", "OLMo 2")
 def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """OLMo 2: norms after attention and MLP, and of queries and keys over all heads."""
+    """Architecture of OLMo 2: norms after attention and MLP, and of queries and keys over all heads."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -53,7 +54,7 @@ def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("olmo3", "Olmo 3")
 def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Olmo 3: OLMo 2 with sliding windows in three of four layers."""
+    """Architecture of Olmo 3: OLMo 2 with sliding windows in three of four layers."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -72,7 +73,7 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 # transformers clips OLMoE's queries and keys after their norm; `clip_qkv` here clips before it.
 @family("olmoe", "OLMoE", never=("clip_qkv",))
 def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """OLMoE: norms of queries and keys over all heads; softmax-routed experts."""
+    """Architecture of OLMoE: norms of queries and keys over all heads; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -85,7 +86,7 @@ def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("flex_olmo", "FlexOlmo")
 def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """FlexOlmo: OLMo 2 with softmax-routed experts."""
+    """Architecture of FlexOlmo: OLMo 2 with softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -155,7 +156,7 @@ def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
 
 @family("granite", "Granite 3")
 def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite 3: Llama with four factors."""
+    """Architecture of Granite 3: Llama with four factors."""
     return build.decoder(
         config,
         _attention(config),
@@ -169,7 +170,7 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
 @family("granitemoe", "Granite 3 MoE")
 def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite 3 with experts, and a shared expert in 3.1."""
+    """Architecture of Granite 3 with experts, and a shared expert in 3.1."""
     return build.decoder(
         config,
         _attention(config),
@@ -209,7 +210,7 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | Non
 
 @family("granite_swa", "Granite with windows and sinks")
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite with sliding windows, attention sinks, and possibly a rope base per layer."""
+    """Architecture of Granite with sliding windows, attention sinks, and possibly a rope base per layer."""
     return build.decoder(
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
@@ -225,7 +226,8 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("granitemoe_swa", "Granite MoE with windows and sinks")
 def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite with experts, sliding windows, attention sinks, and possibly a rope base per layer."""
+    """Architecture of Granite with experts, sliding windows, attention sinks, and possibly a rope base per
+    layer."""
     return build.decoder(
         config,
         _attention(config, attention_sinks=True),
@@ -249,8 +251,9 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @family("hyperclovax", "HyperCLOVA X SEED Think", always={"use_post_norm": True})
 def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Factors like those of Granite, with three differences: logits are multiplied instead of divided, the
-    default scale of scores is 1 / sqrt(head_dim), and outputs are multiplied after their post-norm."""
+    """Architecture of HyperCLOVA X: factors like those of Granite, with three differences: logits are
+    multiplied instead of divided, the default scale of scores is 1 / sqrt(head_dim), and outputs are
+    multiplied after their post-norm."""
     head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
     scale = config.number("attention_multiplier", config.integer("head_dim", head_dim) ** -0.5)
     residual = _residual(config)

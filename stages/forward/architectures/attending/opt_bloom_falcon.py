@@ -43,7 +43,7 @@ FAIRSEQ_SPELLING = Spelling(
     reads_tensors=True,
 )
 def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """OPT, except for the 350M model, whose norms and embedding width differ."""
+    """Architecture of OPT, except for the 350M model, whose norms and embedding width differ."""
     bias = config.flag("enable_bias", True)
     spelling = replace(
         FAIRSEQ_SPELLING,
@@ -73,7 +73,7 @@ def _embedding_scale(config: ConfigReader) -> float | None:
 
 @family("biogpt", "BioGPT")
 def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BioGPT: learned positions, scaled embeddings."""
+    """Architecture of BioGPT: learned positions, scaled embeddings."""
     return build.decoder(
         config,
         build.attention(config, bias=True),
@@ -108,7 +108,7 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     never=("add_cross_attention",),
 )
 def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """XGLM, with positions encoded as sines and cosines."""
+    """Architecture of XGLM, with positions encoded as sines and cosines."""
     # transformers zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
     pad = config.raw.get("pad_token_id")
     if isinstance(pad, int) and pad >= FIRST_ROW:
@@ -173,7 +173,7 @@ BLOOM_SPELLING = replace(
     reads_tensors=True,
 )
 def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BLOOM: ALiBi, and a norm of the embeddings."""
+    """Architecture of BLOOM: ALiBi, and a norm of the embeddings."""
     slopes = _slopes(config.integer("num_attention_heads"))
     # BLOOM has no config key for the width of its MLP.
     width = 4 * config.integer("hidden_size")
@@ -205,7 +205,8 @@ def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MPT, with attention settings in attn_config; those that transformers does not implement are refused.
+    """Architecture of MPT, with attention settings in attn_config; those that transformers does not implement
+    are refused.
 
     Raises:
         ConfigError: attn_config has a value that is not implemented, or softmax_scale 0.
@@ -269,7 +270,7 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Falcon in its older (7B) and newer (40B, 180B) architecture.
+    """Architecture of Falcon in its older (7B) and newer (40B, 180B) architecture.
 
     The newer one has num_kv_heads, and in parallel layers by default a norm each for attention and MLP. The
     older one has multi_query, one key head for all query heads.

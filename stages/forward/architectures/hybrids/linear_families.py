@@ -45,8 +45,8 @@ def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 
 def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen3-Next and Qwen3.5, which differ in the layout of the gated delta nets' projections: "by group" of
-    heads or "by part"."""
+    """Architecture of Qwen3-Next and Qwen3.5, which differ in the layout of the gated delta nets'
+    projections: "by group" of heads or "by part"."""
     model_type = reader.raw["model_type"]
     require_silu(reader, "hidden_act")
     eps, bias = reader.number("rms_norm_eps", 1e-6), reader.flag("attention_bias", False)
@@ -92,7 +92,7 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The text model of a multimodal Qwen3.5, whose config is the section text_config."""
+    """Architecture of the text model of a multimodal Qwen3.5, whose config is the section text_config."""
     text = reader.mapping("text_config")
     model_type = f"{reader.raw['model_type']}_text"
     values = [raw.get("tie_word_embeddings") for raw in (reader.raw, text)]
@@ -128,7 +128,8 @@ def _qwen_channel_mixer(reader: ConfigReader, layer: int, *, is_listed: bool) ->
 
 
 def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Olmo Hybrid, with norms before gated delta nets and their MLPs, but after attention and its MLPs."""
+    """Architecture of Olmo Hybrid, with norms before gated delta nets and their MLPs, but after attention and
+    its MLPs."""
     require_silu(reader, "hidden_act")
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 30)
     eps = reader.number("rms_norm_eps", 1e-6)
@@ -187,7 +188,8 @@ def _has_rope(reader: ConfigReader) -> bool:
 
 
 def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Kimi Linear: gated delta nets with a decay per key channel, and latent attention without rope."""
+    """Architecture of Kimi Linear: gated delta nets with a decay per key channel, and latent attention
+    without rope."""
     require_silu(reader, "hidden_act")
     eps, linear = reader.number("rms_norm_eps", 1e-5), reader.mapping("linear_attn_config")
     section = ConfigReader(linear, f"{reader.source}: linear_attn_config")
@@ -279,7 +281,7 @@ def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
 
 
 def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """LFM2, dense or with experts in all but its first layers."""
+    """Architecture of LFM2, dense or with experts in all but its first layers."""
     eps, heads = reader.number("norm_eps", 1e-5), reader.integer("num_attention_heads", 32)
     hidden = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", hidden // heads)
@@ -356,7 +358,7 @@ def _lfm2_mlp_width(reader: ConfigReader) -> int:
 
 
 def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RecurrentGemma (Griffin): RG-LRU layers, and attention in windows."""
+    """Architecture of RecurrentGemma (Griffin): RG-LRU layers, and attention in windows."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 10)
     activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
     attention = AttentionSpec(
@@ -408,8 +410,8 @@ def _rounded(number: float) -> float:
 
 
 def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MiniMax-01: the normalised stream is carried on as the stream, and each addition weighs stream and
-    output by factors alpha and beta."""
+    """Architecture of MiniMax-01: the normalised stream is carried on as the stream, and each addition weighs
+    stream and output by factors alpha and beta."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 32)
     head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader)
     layers, weighed = reader.integer("num_hidden_layers"), ("full_attn", "linear_attn", "mlp")
@@ -451,7 +453,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 
 def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MiniMax-M2, with attention in every layer."""
+    """Architecture of MiniMax-M2, with attention in every layer."""
     heads = reader.integer("num_attention_heads", 48)
     head_dim, eps = reader.integer("head_dim", 128), reader.number("rms_norm_eps", 1e-6)
     context, raw = reader.integer("max_position_embeddings", 196608), reader.raw

@@ -26,7 +26,7 @@ __all__ = ["RECURRENT"]
 
 
 def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """xLSTM 7B: mLSTM layers only, with soft-capped gates."""
+    """Architecture of xLSTM 7B: mLSTM layers only, with soft-capped gates."""
     hidden, heads = either(reader, "hidden_size", "embedding_dim", 4096), reader.integer("num_heads", 8)
     layers = either(reader, "num_hidden_layers", "num_blocks", 32)
     keys, values = (int(hidden * reader.number(f"{part}_dim_factor", share)) for part, share in _XLSTM)
@@ -88,13 +88,13 @@ _XLSTM = (("qk", 0.5), ("v", 1.0))
 
 
 def _gla(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated linear attention."""
+    """Architecture of gated linear attention (GLA)."""
     mixer = _linear_attention(reader, "key", heads=4, expand_k=0.5, expand_v=1.0)
     return _of_fla(reader, mixer, ratio=4)
 
 
 def _retnet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Retention (RetNet)."""
+    """Architecture of RetNet (retention)."""
     mixer = _linear_attention(reader, "fixed", heads=8, expand_k=1.0, expand_v=2.0)
     return _of_fla(reader, mixer, ratio=2)
 
@@ -136,7 +136,7 @@ def _linear_attention(
 
 
 def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeltaNet: delta rule without decays."""
+    """Architecture of DeltaNet: delta rule without decays."""
     for key, implemented in (("qk_activation", "silu"), ("qk_norm", "l2")):
         if (value := reader.text(key, implemented)) != implemented:
             raise ConfigError(
@@ -162,7 +162,7 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated DeltaNet: delta rule with one decay per head."""
+    """Architecture of Gated DeltaNet: delta rule with one decay per head."""
     groups, head_dim = reader.integer("num_heads", 6), reader.integer("head_dim", 256)
     mixer = GatedDeltaSpec(
         reader.integer("num_v_heads", groups),

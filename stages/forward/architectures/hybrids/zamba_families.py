@@ -36,7 +36,7 @@ LONG_CONTEXT = 16384
 
 
 def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Zamba: Mamba-1 with groups of channels, and one shared block of attention and MLP."""
+    """Architecture of Zamba: Mamba-1 with groups of channels, and one shared block of attention and MLP."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 16)
     require_silu(reader, "hidden_mamba_act")
     width = reader.integer("attention_hidden_size", 2 * hidden)
@@ -80,8 +80,8 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Zamba2: Mamba-2, and several shared blocks of attention and MLP used in turn, to which each layer adds
-    its own low-rank adapters."""
+    """Architecture of Zamba2: Mamba-2, and several shared blocks of attention and MLP used in turn, to which
+    each layer adds its own low-rank adapters."""
     hidden, heads = reader.integer("hidden_size", 2560), reader.integer("num_attention_heads", 32)
     head_dim, eps = 2 * hidden // heads, reader.number("rms_norm_eps", 1e-5)
     context = reader.integer("max_position_embeddings", 4096)

@@ -64,19 +64,19 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @family("bart", "BART", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
 def bart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BART."""
+    """Architecture of BART."""
     return _bart(config, shapes)
 
 
 @family("mbart", "mBART", norm="layer norm", mlp="plain, GELU", positions="learned positions")
 def mbart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """mBART, with pre-norms."""
+    """Architecture of mBART, with pre-norms."""
     return _bart(config, shapes, norms="before")
 
 
 @family("plbart", "PLBART", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
 def plbart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """PLBART, with scaled embeddings."""
+    """Architecture of PLBART, with scaled embeddings."""
     defaults = {"d_model": 768, "vocab_size": 50005, "attention_heads": 12, "ffn_dim": 3072}
     defaults |= {"encoder_layers": 6, "decoder_layers": 6, "scale_embedding": True}
     return _bart(config, shapes, defaults)
@@ -84,27 +84,27 @@ def plbart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("mvp", "MVP", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
 def mvp(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MVP, without its prompts."""
+    """Architecture of MVP, without its prompts."""
     return _bart(config, shapes, {"vocab_size": 50267})
 
 
 @family("marian", "Opus-MT", norm="layer norm, post-norm", mlp="plain, SiLU", positions="positions as waves")
 def marian(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Marian."""
+    """Architecture of Marian."""
     defaults = {"vocab_size": 58101, "decoder_start_token_id": 58100}
     return _bart(config, shapes, defaults, embedding_norm=None, waves="transformer", offset=0)
 
 
 @family("pegasus", "PEGASUS", norm="layer norm", mlp="plain, ReLU", positions="positions as waves")
 def pegasus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """PEGASUS."""
+    """Architecture of PEGASUS."""
     defaults = {"decoder_start_token_id": 0}
     return _bart(config, shapes, defaults, norms="before", embedding_norm=None, waves="transformer", offset=0)
 
 
 @family("m2m_100", "M2M-100, NLLB", norm="layer norm", mlp="plain, ReLU", positions="positions as waves")
 def m2m_100(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """M2M-100, whose positions begin after the row of the padding token."""
+    """Architecture of M2M-100, whose positions begin after the row of the padding token."""
     defaults = {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True}
     defaults |= {"decoder_start_token_id": 2}
     return _bart(config, shapes, defaults, norms="before", embedding_norm=None, waves="fairseq")
@@ -112,7 +112,7 @@ def m2m_100(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("blenderbot", "Blenderbot", norm="layer norm", mlp="plain, GELU", positions="learned positions")
 def blenderbot(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Blenderbot."""
+    """Architecture of Blenderbot."""
     defaults = {"d_model": 2560, "vocab_size": 8008, "max_position_embeddings": 128, "attention_heads": 32}
     defaults |= {"ffn_dim": 10240, "encoder_layers": 2, "decoder_layers": 24, "decoder_start_token_id": 1}
     return _bart(config, shapes, defaults, norms="before", embedding_norm=None, offset=0)
@@ -126,7 +126,8 @@ def blenderbot(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     positions="learned positions",
 )
 def blenderbot_small(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Blenderbot 90M, which normalises the embeddings of target tokens before positions are added."""
+    """Architecture of Blenderbot 90M, which normalises the embeddings of target tokens before positions are
+    added."""
     defaults = {"d_model": 512, "max_position_embeddings": 512, "ffn_dim": 2048, "encoder_layers": 8}
     defaults |= {"decoder_layers": 8, "decoder_start_token_id": 1}
     return _bart(config, shapes, defaults, embedding_norm="of target tokens", offset=0)

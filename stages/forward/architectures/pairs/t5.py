@@ -40,20 +40,21 @@ _MT5: Mapping[str, Any] = {
     "t5", "T5, T5 1.1, Flan-T5", norm="RMS", mlp="plain ReLU or gated GELU", positions="biases by distance"
 )
 def t5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """T5: the stream is divided by sqrt(hidden) before a tied head."""
+    """Architecture of T5: the stream is divided by sqrt(hidden) before a tied head."""
     is_tied = config.raw.get("tie_word_embeddings") is not False
     return _t5(config, shapes, _T5, divides_stream=config.raw.get("scale_decoder_outputs", is_tied))
 
 
 @family("mt5", "mT5", norm="RMS", mlp="gated GELU (tanh)", positions="biases by distance")
 def mt5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """mT5: the stream is never divided before the head."""
+    """Architecture of mT5: the stream is never divided before the head."""
     return _t5(config, shapes, _MT5, divides_stream=False)
 
 
 @family("umt5", "UMT5", norm="RMS", mlp="gated GELU (tanh)", positions="biases by distance")
 def umt5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """UMT5: every layer has its own table of relative position biases; the stream is always divided."""
+    """Architecture of UMT5: every layer has its own table of relative position biases; the stream is always
+    divided."""
     return _t5(config, shapes, _MT5, divides_stream=True, has_own_tables=True)
 
 

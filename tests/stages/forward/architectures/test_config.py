@@ -207,7 +207,7 @@ def test_a_config_without_model_type_and_an_unknown_one_are_told_apart():
 def test_layer_types_of_another_kind_or_number_are_refused():
     with pytest.raises(ConfigError, match="found 'chunked_attention'"):
         from_hf_config(raw("gemma2", layer_types=["chunked_attention"] * 4))
-    with pytest.raises(ConfigError, match=r"one layer_types entry per layer \(4\), found 1"):
+    with pytest.raises(ConfigError, match=r"one entry for each of 4 layers, found 1"):
         from_hf_config(raw("gemma2", layer_types=["full_attention"]))
 
 
