@@ -49,36 +49,39 @@ __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "PairNames", "Spelling", "com
 Named = Iterator[tuple[str, Stored]]
 """(name of a weight, its tensor) pairs."""
 Factors = tuple[tuple[int, float], ...]
-"""`Stored.factors`."""
+"""(number of rows, factor) of consecutive rows of a weight (`Stored.factors`); () for no factors."""
 CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
-"""Routings with a correction bias, which is added to the scores for the choice of experts."""
+"""Routings (`ExpertsSpec.routing`) in which a learned correction is added to the router's scores when experts
+are chosen."""
 _OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
 """Tensors of keys and values below the attention module (Gemma 3n and 4)."""
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of experts in a layer."""
+    """Names of the tensors of router and experts within a layer."""
 
     prefix: str = "mlp."
-    """Prefix of the tensors of the experts, below the layer."""
+    """Prefix of the tensors of router and experts, below the layer."""
     router: str = "gate"
-    """Router."""
+    """Name of the router."""
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Projections of each expert; or two tensors (gate and up, down) that hold all experts."""
+    """Names of each expert's projections; or of two tensors (gate and up, down) that hold all experts."""
     ending: str = ".weight"
     """Suffix of the names of tensors that hold all experts."""
     correction: str = ".e_score_correction_bias"
     """Correction bias of the router scores: a suffix of the router's name if it begins with a dot, a name in
     the layer if it begins with a slash."""
     router_gains: tuple[str, str] = ("", "")
-    """Experts parallel to an MLP: learned factors of the router's input, and of each expert's weight."""
+    """For experts parallel to an MLP: names of the learned factors of the router's input, and of each
+    expert's routing weight; "" for other experts."""
     beside_norms: tuple[str, str, str] = ("", "", "")
-    """Experts parallel to an MLP: norms of the MLP's output, of the experts' input, and of their output."""
+    """For experts parallel to an MLP: names of the norms of the MLP's output, of the experts' input, and of
+    the experts' output; "" for other experts."""
     shared: str = ""
     """Prefix of the shared expert's tensors; "" for no shared expert."""
     shared_gate: str = ""
-    """Gate of the shared expert; "" for no gate."""
+    """Name of the gate of the shared expert; "" for no gate."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +89,28 @@ class EncoderNames:
     """Tensor names of parts that mostly encoders have: token types, head transform, relative positions."""
 
     token_types: str = ""
-    """Table of token type embeddings; "" if the checkpoint has none."""
+    """Name of the table of token type embeddings; "" if the checkpoint has none."""
     embed_in: str = ""
-    """Projection from the embedding width to the hidden size."""
+    """Name of the projection from the embedding width to the hidden size; "" for no projection."""
     transform: tuple[str, str] = ("", "")
-    """Dense map and norm before the head."""
+    """Names of the dense map and the norm before the language head; "" for no transform."""
     head_bias: str = ""
-    """Bias of a tied language head, if it is stored under another name than the head."""
+    """Name of the bias of a tied language head; "" if it is the head's name with ".bias"."""
     own_head_bias: str = ""
-    """Bias of an untied language head, if it is stored under another name than the head."""
+    """Name of the bias of an untied language head; "" if it is the head's name with ".bias"."""
     frequencies: str = ""
-    """Stored rope frequencies; "" if the checkpoint has none."""
+    """Name of the tensor with the frequencies of rope; "" if the checkpoint has none."""
     has_old_norms: bool = False
     """Whether weight and bias of modules called LayerNorm are named gamma and beta, as in TensorFlow."""
     attention_biases: tuple[str, ...] = ()
-    """Query and value biases, if they are stored apart from a fused projection."""
+    """Names of the query and value biases, if they are stored apart from a fused projection; () otherwise."""
     relative: str = ""
-    """Table of relative position embeddings, by distance; below the layer if layers have tables of their own
-    (`RelativeSpec.source`)."""
+    """Name of the table of relative position embeddings; below the layer if layers have tables of their own
+    (`RelativeSpec.source`). "" for no table."""
     relative_norm: str = ""
-    """Layer norm of the table of relative position embeddings; "" for no norm."""
+    """Name of the layer norm of the table of relative position embeddings; "" for no norm."""
     relative_parts: tuple[str, str] = ("", "")
-    """Query and key projections of the relative position table."""
+    """Names of the query and key projections of the table of relative position embeddings; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -115,90 +118,95 @@ class PairNames:
     """Tensor names of encoder-decoders, in addition to those of the encoder and its layers in `Spelling`."""
 
     layer: str
-    """Prefix of decoder layers; "{}" stands for the layer's number within the decoder."""
+    """Prefix of the tensors of decoder layers; "{}" stands for the layer's number within the decoder."""
     ln2: str
-    """Norm before, or after, the MLP of a decoder layer."""
+    """Name of the norm before, or after, the MLP of a decoder layer."""
     mlp: str
-    """Prefix of the MLP of a decoder layer."""
+    """Prefix of the MLP's tensors in a decoder layer."""
     cross: str
-    """Prefix of cross-attention; its projections are named as those of self-attention."""
+    """Prefix of the tensors of cross-attention, whose projections are named as those of self-attention."""
     ln_cross: str
-    """Norm of cross-attention."""
+    """Name of the norm of cross-attention."""
     memory_norm: str
-    """Final norm of the encoder."""
+    """Name of the final norm of the encoder."""
     positions: str = ""
-    """The decoder's table of learned positions."""
+    """Name of the decoder's table of learned positions; "" for no table."""
     embed_norm: str = ""
-    """The decoder's norm of the embeddings."""
+    """Name of the decoder's norm of the embeddings; "" for no norm."""
     embeds: tuple[str, ...] = ("encoder.embed_tokens", "decoder.embed_tokens")
     """Other names under which a checkpoint may repeat the embedding."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Tensor names of a checkpoint. Names of modules inside a layer end with a dot."""
+    """Tensor names of a checkpoint, without ".weight" and ".bias". Prefixes of modules inside a layer end
+    with a dot; names inside a layer are below the layer's prefix. "" stands for a tensor that the family does
+    not have."""
 
     embed: str = "model.embed_tokens"
-    """Module of the token embedding, without ".weight"."""
+    """Name of the token embedding."""
     head: str = "lm_head"
-    """Module of the language head, without ".weight"; if it is tied, the checkpoint may leave it out."""
+    """Name of the language head; if it is tied, the checkpoint may leave it out."""
     positions: str = ""
-    """Table of learned positions."""
+    """Name of the table of learned positions."""
     embed_norm: str = ""
-    """Norm of the embeddings."""
+    """Name of the norm of the embeddings."""
     unread: tuple[str, ...] = ()
-    """Tensors of the checkpoint that no layer reads; "{}" stands for the number of each layer."""
+    """Full names of tensors that checkpoints hold and no layer reads; "{}" stands for the number of each
+    layer."""
     final_norm: str = "model.final_layernorm"
-    """Norm before the language head, or before its transform in encoders."""
+    """Name of the norm before the language head, or before its transform in encoders."""
     layer: str = "model.layers.{}."
-    """Prefix of layer tensors; "{}" stands for the layer number."""
+    """Prefix of the tensors of a layer; "{}" stands for the layer's number."""
     ln1: str = "input_layernorm"
-    """Norm of the mixer's input; in post-norm layers, of the sum of stream and mixer output."""
+    """Name of the norm of the mixer's input; in post-norm layers, of the sum of stream and mixer output."""
     ln2: str = "pre_ff_layernorm"
-    """Norm of the channel mixer's input; in post-norm layers, of the sum of stream and channel mixer
-    output."""
+    """Name of the norm of the channel mixer's input; in post-norm layers, of the sum of stream and channel
+    mixer output."""
     ln1_post: str = "post_attention_layernorm"
-    """Norm of the mixer's output, before it is added to the stream."""
+    """Name of the norm of the mixer's output, before the output is added to the stream."""
     ln2_post: str = "post_feedforward_layernorm"
-    """Norm of the channel mixer's output, before it is added to the stream."""
+    """Name of the norm of the channel mixer's output, before the output is added to the stream."""
     mixer: str = "mamba."
-    """Prefix of mixers other than attention."""
+    """Prefix of the tensors of mixers other than attention."""
     mixer_norm: str = "norm"
-    """Norm of a mixer's inner output, before its output projection."""
+    """Name of the norm before a mixer's output projection, below the mixer's prefix."""
     attention: str = "self_attn."
-    """Prefix of attention."""
+    """Prefix of the tensors of attention."""
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Norms of queries and of keys, below the attention prefix."""
+    """Names of the norms of queries and of keys, below the attention prefix."""
     attention_out: str = "o_proj"
-    """Output projection, below the attention prefix."""
+    """Name of the output projection, below the attention prefix."""
     attention_in: str = ""
-    """Fused query, key and value projection; "" if they are separate."""
+    """Name of the fused query, key and value projection, below the attention prefix; "" if they are
+    separate."""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
-    """Separate query, key and value projections, below the attention prefix."""
+    """Names of the separate query, key and value projections, below the attention prefix."""
     gains: tuple[str, str] = ("", "")
-    """Weights [hidden] that scale the stream where attention and MLP are added."""
+    """Names of the weights [hidden] that scale the stream before the outputs of attention and MLP are added
+    (Doge)."""
     inner_norms: tuple[str, str] = ("", "")
-    """Norms before the attention output projection and before the MLP down projection."""
+    """Names of the norms before the attention output projection and before the MLP down projection."""
     mlp: str = "feed_forward."
-    """Prefix of the MLP."""
+    """Prefix of the tensors of the MLP."""
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """MLP projections: gate, up and down; or fused gate_up and down; or up and down."""
+    """Names of the MLP projections: gate, up and down; or fused gate_up and down; or up and down."""
     experts: ExpertNames = ExpertNames("feed_forward.", "router")
-    """Names of router, routed experts and shared expert."""
+    """Names of the tensors of router, routed experts and shared expert."""
     encoder: EncoderNames = EncoderNames()
-    """Names of parts that mostly encoders have, such as token types and head transform."""
+    """Names of the tensors of parts that mostly encoders have, such as token types and head transform."""
     is_transposed: bool = False
     """Whether attention and MLP weights are stored as [in, out] instead of [out, in]."""
     block: str = "shared_transformer."
-    """Prefix of a block that several layers share (Zamba)."""
+    """Prefix of the tensors of a block that several layers share (Zamba)."""
     after_block: str = "mamba_decoder."
-    """Prefix of a layer's own mixer after a shared block (Zamba)."""
+    """Prefix of the tensors of a layer's own mixer after a shared block (Zamba)."""
     ln_cross: str = ""
-    """Norm of cross-attention; set from `pair` in decoder layers."""
+    """Name of the norm of cross-attention, which is set from `pair` in decoder layers."""
     pair: PairNames | None = None
-    """Names of the decoder of an encoder-decoder; None for other models."""
+    """Names of the tensors of an encoder-decoder's decoder; None for other models."""
     rwkv: RwkvNames = RwkvNames()
-    """Names of the parts of RWKV."""
+    """Names of the tensors of RWKV's time mix and channel mix."""
 
 
 LLAMA = Spelling(
@@ -284,17 +292,18 @@ class HybridShapes(Protocol):
 
 
 def composed_tensors(config: HybridShapes) -> Tensors:
-    """Map of an architecture's weights to tensors; "head" is the tensor of the embedding if both are tied."""
+    """Map from an architecture's weights to the tensors of a checkpoint; the weight "head" is stored in the
+    tensor of the embedding if both are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
     if c.final_norm is not None:
-        biased = _has_biased_norms(c) and c.final_norm.has_bias
-        outside |= _norm("final_norm", spelling.final_norm, c, has_bias=biased)
+        has_bias = _has_biased_norms(c) and c.final_norm.has_bias
+        outside |= _norm("final_norm", spelling.final_norm, c, has_bias=has_bias)
     head_input = c.hidden_size
     if c.transform is not None:
         outside |= _transform(c, c.transform)
         head_input = c.transform.width
-    tied, factors = c.tie_word_embeddings, _all(c.vocab_size, c.logit_factor)
+    tied, factors = c.tie_word_embeddings, _one_factor(c.vocab_size, c.logit_factor)
     untied_head = f"{spelling.head}.weight"
     head = outside["embed"].name if tied else untied_head
     outside["head"] = Stored(head, (c.vocab_size, head_input), factors=factors)
@@ -317,12 +326,12 @@ def composed_tensors(config: HybridShapes) -> Tensors:
         outside |= c.altup.outer_tensors(root, c.hidden_size)
     if (layer_input := c.blocks[0].layer_input) is not None:
         outside |= layer_input.outer_tensors(root, c.hidden_size, len(c.blocks))
-    layers = [dict(_block(c, block)) for block in c.blocks]
-    repeated, unread = _repeated(c)
-    tensors = Tensors(outside, layers, spelling.layer, copies | repeated)
+    layers = [dict(_layer_tensors(c, block)) for block in c.blocks]
+    block_copies, unread = _copies_of_shared_blocks(c)
+    tensors = Tensors(outside, layers, spelling.layer, copies | block_copies)
     unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
     for layer, block in enumerate(c.blocks):
-        unread |= {spelling.layer.format(layer) + name for name in _unread(block, spelling, c.altup)}
+        unread |= {spelling.layer.format(layer) + name for name in _unread_in(block, spelling, c.altup)}
     if (pair := spelling.pair) is not None:
         embeds = {f"{name}.weight": outside["embed"].name for name in pair.embeds}
         decoder = sum(block.cross is None for block in c.blocks), pair.layer
@@ -330,9 +339,10 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     return replace(tensors, unread=unread - tensors.shapes.keys())
 
 
-def _unread(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Iterator[str]:
-    """Tensors that released checkpoints hold for a layer and that it does not read: keys and values of its
-    own, if it reuses those of an earlier layer, and the scale of AltUp's output, if that is off."""
+def _unread_in(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Iterator[str]:
+    """Names, within a layer, of tensors that released checkpoints hold and the layer does not read: its key
+    and value projections, if it reuses keys and values of an earlier layer, and the scale of AltUp's output,
+    if that is off."""
     mixers = (mixer for mixer in block.mixers if isinstance(mixer, AttentionSpec))
     if any(mixer.source is not None for mixer in mixers):
         yield from (f"{spelling.attention}{name}" for name in _OWN_KEYS)
@@ -341,8 +351,8 @@ def _unread(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Itera
 
 
 def _embeddings(config: HybridShapes) -> dict[str, Stored]:
-    """Embeddings of tokens, token types and positions; their norm, and their projection to the hidden
-    size."""
+    """Name of a weight -> its tensor, for embeddings of tokens, token types and positions, the norm of the
+    embeddings, and their projection to the hidden size."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
     tensors = {"embed": Stored(f"{spelling.embed}.weight", (c.vocab_size, width))}
@@ -366,7 +376,8 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
 
 
 def _relative_table(config: HybridShapes) -> dict[str, Stored]:
-    """Table of relative positions, which all layers share, and its norm; empty for models without."""
+    """Name of a weight -> its tensor, for a table of relative positions that all layers share, and its norm;
+    empty for models without such a table."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionSpec) or (spec := mixer.relative) is None or spec.source is not None:
         return {}
@@ -378,21 +389,21 @@ def _relative_table(config: HybridShapes) -> dict[str, Stored]:
 
 
 def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
-    """Dense layer and norm before the language head of an encoder."""
+    """Name of a weight -> its tensor, for the dense layer and the norm before the language head of an
+    encoder."""
     dense, norm = config.spelling.encoder.transform
-    size = (transform.width, config.hidden_size)
+    size, has_bias = (transform.width, config.hidden_size), transform.has_norm_bias
     tensors = dict(_linear("transform", dense, size, bias=transform.has_bias))
-    biased = transform.has_norm_bias
-    return tensors | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
+    return tensors | _norm("transform_norm", norm, config, has_bias=has_bias, width=transform.width)
 
 
-def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
-    """Optional tensors of blocks that layers share (Zamba).
+def _copies_of_shared_blocks(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
+    """(name of a weight, its tensor) of blocks that layers share (Zamba), under the prefixes of all layers.
 
     Returns:
-        Copy -> original, for tensors that a checkpoint may repeat under the prefix of each sharing layer; and
-        the names of all tensors of blocks under the prefix of the layer that stores them, adapters of other
-        layers included.
+        Name of a copy -> name of the original, for tensors that a checkpoint may repeat under the prefix of
+        each sharing layer; and the names of all tensors of blocks under the prefix of the layer that stores
+        them, including adapters of other layers.
     """
     copies, stored_here = {}, set()
     for layer, block in enumerate(config.blocks):
@@ -408,13 +419,14 @@ def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
     return copies, stored_here
 
 
-def _all(rows: int, factor: float) -> Factors:
-    """`Stored.factors` for one factor of all rows; () for factor 1."""
+def _one_factor(rows: int, factor: float) -> Factors:
+    """`Stored.factors` of a weight with this number of rows, all of which have the same factor; () for factor
+    1."""
     return () if factor == 1 else ((rows, factor),)
 
 
 def _has_biased_norms(config: HybridShapes) -> bool:
-    """Whether norms of the stream are layer norms with a bias."""
+    """Whether the norms of the residual stream are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
 
@@ -427,35 +439,39 @@ def _norm(
     factor: float = 1.0,
     width: int | None = None,
 ) -> dict[str, Stored]:
-    """Checkpoint tensors of a norm layer: weight and optional bias.
+    """Name of a weight -> its tensor, for the weight and the optional bias of a norm.
 
     Arguments:
-        weight: Name of the weight.
-        name: Name of the module in the checkpoint.
+        weight: Name of the weight, such as "ln1".
+        name: Name of the norm's module in the checkpoint.
         config: The architecture.
         has_bias: Whether the norm has a bias.
         factor: Factor of the norm's output.
-        width: Width of its input; None for the hidden size.
+        width: Width of the norm's input; None for the hidden size.
     """
     width = width or config.hidden_size
     is_old = config.spelling.encoder.has_old_norms and name.endswith("LayerNorm")
     scale, bias = ("gamma", "beta") if is_old else ("weight", "bias")
     constant, plus = None if config.has_norm_weights else 1.0, 1.0 if config.has_unit_norms else 0.0
-    stored = Stored(f"{name}.{scale}", (width,), factors=_all(width, factor), plus=plus, constant=constant)
+    stored = Stored(
+        f"{name}.{scale}", (width,), factors=_one_factor(width, factor), plus=plus, constant=constant
+    )
     tensors = {weight: stored}
     if has_bias:
         tensors[f"{weight}.bias"] = Stored(f"{name}.{bias}", (width,))
     return tensors
 
 
-def _block(config: HybridShapes, block: _Block) -> Named:
-    """Tensors of a layer, stored under the prefix of another layer if it shares them (`LayerSpec.source`)."""
-    for weight, stored in _inside(config, block):
+def _layer_tensors(config: HybridShapes, block: _Block) -> Named:
+    """(name of a weight, its tensor) of a layer; the tensors are stored under the prefix of another layer if
+    the layer shares that layer's weights (`LayerSpec.source`)."""
+    for weight, stored in _tensors_of_parts(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
-def _inside(config: HybridShapes, block: _Block) -> Named:
-    """Tensors of a layer: shared block, norms, mixers, cross-attention, channel mixer."""
+def _tensors_of_parts(config: HybridShapes, block: _Block) -> Named:
+    """(name of a weight, its tensor) of all parts of a layer: shared block, norms, mixers, cross-attention,
+    channel mixer."""
     spelling, hidden = config.spelling, config.hidden_size
     if block.cross is not None and (pair := spelling.pair) is not None:
         spelling = replace(spelling, ln2=pair.ln2, mlp=pair.mlp, ln_cross=pair.ln_cross)
@@ -467,12 +483,12 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
         # In Zamba, the layer's own mixer is one module deeper if a shared block precedes it.
         prefix = spelling.after_block
         spelling = replace(spelling, ln1=prefix + spelling.ln1, mixer=prefix + spelling.mixer)
-    biased = config.norm_biases == "in layers" or _has_biased_norms(config)
+    has_bias = config.norm_biases == "in layers" or _has_biased_norms(config)
     if block.has_pre_norm:
-        yield from _norm("pre_norm", spelling.rwkv.pre_norm, config, has_bias=biased).items()
+        yield from _norm("pre_norm", spelling.rwkv.pre_norm, config, has_bias=has_bias).items()
     for name in block.norm_names:
         factor = block.post_factor if name.endswith("_post") else 1.0
-        yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
+        yield from _norm(name, getattr(spelling, name), config, has_bias=has_bias, factor=factor).items()
     for half, name in zip("12", spelling.gains if block.has_gains else (), strict=False):
         yield f"carry.{half}", Stored(name, (hidden,))
     if block.laurel_rank:
@@ -500,29 +516,33 @@ def _linear(
     transposed: bool = False,
     groups: int | None = None,
 ) -> Named:
-    """Checkpoint tensors of a linear layer: matrix and optional bias.
+    """(name of a weight, its tensor) of a linear layer: the matrix and an optional bias.
 
     Arguments:
-        weight: Name of the matrix among the weights.
+        weight: Name of the matrix among the weights, such as "q".
         name: Name of the module in the checkpoint.
-        shape: [out, in] of the matrix.
-        factors: Factors of the output, by rows.
-        into: Factor of the input, which does not multiply the bias.
+        shape: Shape [out, in] of the matrix.
+        factors: (number of rows, factor) of consecutive rows of the output; () for no factors.
+        into: Factor of the input, which multiplies the matrix and not the bias.
         bias: Whether there is a bias.
-        transposed: Whether the checkpoint stores [in, out].
-        groups: Groups of a width-1 convolution that is stored instead (`Stored.groups`); None for a matrix.
+        transposed: Whether the checkpoint stores the matrix as [in, out].
+        groups: Number of groups if the checkpoint stores a width-1 convolution (`Stored.groups`); None for a
+            matrix.
     """
-    by_rows = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
+    matrix_factors = factors
+    if into != 1:
+        matrix_factors = tuple((rows, factor * into) for rows, factor in factors or ((shape[0], 1),))
     size: tuple[int, ...] = shape[::-1] if transposed else shape
     if groups is not None:
         size = (shape[0], shape[1] // groups, 1)
-    yield weight, Stored(f"{name}.weight", size, is_transposed=transposed, factors=by_rows, groups=groups)
+    stored = Stored(f"{name}.weight", size, is_transposed=transposed, factors=matrix_factors, groups=groups)
+    yield weight, stored
     if bias:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
 
 def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of grouped-query attention, with all its optional parts."""
+    """(name of a weight, its tensor) of grouped-query attention, with all its optional parts."""
     prefix = spelling.attention
     into, of_keys, out = spec.factors
     queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -543,7 +563,7 @@ def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
                 weight,
                 f"{prefix}{part}",
                 (size, hidden),
-                _all(size, factor),
+                _one_factor(size, factor),
                 into=into,
                 bias=spec.qkv_bias,
                 groups=n,
@@ -555,7 +575,7 @@ def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     for weight, name in zip("qv", spelling.encoder.attention_biases, strict=False):
         yield f"{weight}.bias", Stored(f"{prefix}{name}", (queries if weight == "q" else keys,))
     name = f"{prefix}{spelling.attention_out}"
-    factors = _all(hidden, out)
+    factors = _one_factor(hidden, out)
     size_out = (hidden, queries)
     yield from _linear(
         "o", name, size_out, factors, bias=spec.o_bias, transposed=transposed, groups=groups[3]
@@ -594,14 +614,15 @@ def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _differential_attention(spec: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of differential attention: those of attention, and the learned vectors of lambda."""
+    """(name of a weight, its tensor) of differential attention: those of attention, and the learned vectors
+    of lambda."""
     yield from _attention(spec.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
         yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (spec.attention.head_dim,))
 
 
 def _routed_attention(spec: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a mixture of attention heads."""
+    """(name of a weight, its tensor) of a mixture of attention heads."""
     prefix, width = spelling.attention, spec.kv_heads * spec.head_dim
     yield "moa.router", Stored(f"{prefix}experts.router.layer.weight", (spec.experts, hidden))
     yield "moa.q", Stored(f"{prefix}experts.input_linear.weight", (spec.experts, width, hidden))
@@ -611,7 +632,7 @@ def _routed_attention(spec: RoutedAttentionSpec, spelling: Spelling, hidden: int
 
 
 def _latent_attention(spec: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of multi-head latent attention."""
+    """(name of a weight, its tensor) of multi-head latent attention."""
     prefix, bias, query_rows = spelling.attention, spec.has_bias, spec.heads * spec.key_size
     if spec.query_rank is None:
         yield "latent.q", Stored(f"{prefix}q_proj.weight", (query_rows, hidden))
@@ -624,13 +645,13 @@ def _latent_attention(spec: LatentAttentionSpec, spelling: Spelling, hidden: int
     yield "latent.norm", Stored(f"{prefix}kv_a_layernorm.weight", (spec.rank,))
     rows = spec.heads * (spec.own_size + spec.value_size)
     yield "latent.up", Stored(f"{prefix}kv_b_proj.weight", (rows, spec.rank))
-    out = _all(hidden, spec.factor)
+    out = _one_factor(hidden, spec.factor)
     size = (hidden, spec.heads * spec.value_size)
     yield from _linear("latent.out", f"{prefix}o_proj", size, out, bias=bias)
 
 
 def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a shared block, and the layer's own projection of its output."""
+    """(name of a weight, its tensor) of a shared block, and the layer's own projection of its output."""
     yield from (
         (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=spec.source))
         for weight, stored in _in_shared_block(spec, spelling, hidden)
@@ -639,7 +660,8 @@ def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Nam
 
 
 def _in_shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """Shared tensors, and this layer's low-rank adapters, which are stored in lists next to them."""
+    """(name of a weight, its tensor) of the shared weights of a block, and of one layer's low-rank adapters,
+    which are stored in lists next to them."""
     attention, both = spec.attention, 2 * hidden
     queries = attention.num_attention_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
@@ -660,8 +682,15 @@ def _in_shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> 
 
 
 def _low_rank(weight: str, name: str, spec: SharedBlockSpec, size: tuple[int, int]) -> Named:
-    """A low-rank adapter: two matrices whose product is added to a shared matrix of this size in one
-    layer."""
+    """(name of a weight, its tensor) of a low-rank adapter: two matrices whose product is added to a shared
+    matrix in one layer.
+
+    Arguments:
+        weight: Name of the shared matrix among the weights.
+        name: Name of the list of all layers' adapters in the checkpoint.
+        spec: The shared block, as the layer uses it.
+        size: Shape [out, in] of the shared matrix.
+    """
     assert spec.rank is not None
     rows, columns = size
     yield f"{weight}.low_in", Stored(f"{name}.{spec.place}.0.weight", (spec.rank, columns))
@@ -669,14 +698,14 @@ def _low_rank(weight: str, name: str, spec: SharedBlockSpec, size: tuple[int, in
 
 
 def _convolution(prefix: str, channels: int, size: int, has_bias: bool) -> Named:
-    """Tensors of a state space's short convolution."""
+    """(name of a weight, its tensor) of a state space's short convolution."""
     yield "ssm.conv", Stored(f"{prefix}conv1d.weight", (channels, 1, size))
     if has_bias:
         yield "ssm.conv.bias", Stored(f"{prefix}conv1d.bias", (channels,))
 
 
 def _mamba(spec: MambaSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of Mamba-1."""
+    """(name of a weight, its tensor) of Mamba-1."""
     prefix, channels, bias = spelling.mixer, spec.channels, spec.has_bias
     yield from _linear("ssm.in", f"{prefix}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(prefix, channels, spec.conv_size, spec.has_conv_bias)
@@ -688,8 +717,8 @@ def _mamba(spec: MambaSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _selection(spec: MambaSpec, prefix: str) -> Named:
-    """Projections to step sizes, B and C; A and D. Layout "by group" adds an axis of groups, and in the input
-    projection x and gate of a channel are adjacent."""
+    """(name of a weight, its tensor) of Mamba-1's projections to step sizes, B and C, and of A and D. The
+    layout "by group" has a leading axis of groups; prefix: of the mixer's tensors."""
     channels, rank, keys = spec.channels, spec.rank, spec.state_size
     groups: tuple[int, ...] = ()
     dot = "."
@@ -703,7 +732,7 @@ def _selection(spec: MambaSpec, prefix: str) -> Named:
 
 
 def _mamba2(spec: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of Mamba-2."""
+    """(name of a weight, its tensor) of Mamba-2."""
     prefix, channels, shared = spelling.mixer, spec.channels, spec.groups * spec.state_size
     # Rows of the input projection: gate, x, B, C, step sizes.
     sizes = (channels, channels, shared, shared, spec.heads)
@@ -715,15 +744,15 @@ def _mamba2(spec: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
         yield f"ssm.{weight}", Stored(f"{prefix}{weight}", (spec.heads,))
     if spec.norm is not None:
         yield "ssm.norm", Stored(f"{prefix}norm.weight", (channels,))
-    out = _all(hidden, spec.out_factor)
+    out = _one_factor(hidden, spec.out_factor)
     yield from _linear("ssm.out", f"{prefix}out_proj", (hidden, channels), out, bias=spec.has_out_bias)
 
 
 def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an MLP."""
+    """(name of a weight, its tensor) of an MLP."""
     prefix, parts, inner = spelling.mlp, spelling.mlp_parts, spec.intermediate_size
     of_gate, out = spec.factors
-    gate = _all(inner, of_gate)
+    gate = _one_factor(inner, of_gate)
     groups: Sequence[int | None] = spec.groups or (None, None)
     if spec.is_fused:
         both = ((inner, of_gate), (inner, 1.0)) if gate else ()
@@ -740,7 +769,7 @@ def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
             transposed=spelling.is_transposed,
             groups=groups[0],
         )
-    name, factors = f"{prefix}{parts[-1]}", _all(hidden, out)
+    name, factors = f"{prefix}{parts[-1]}", _one_factor(hidden, out)
     transposed, size = spelling.is_transposed, (hidden, inner)
     yield from _linear(
         "down", name, size, factors, bias=spec.has_bias, transposed=transposed, groups=groups[1]
@@ -756,7 +785,7 @@ def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of router, routed experts and shared expert."""
+    """(name of a weight, its tensor) of router, routed experts and shared expert."""
     prefix, parts, inner, bias = (
         spelling.experts.prefix,
         spelling.experts.parts,
@@ -768,11 +797,14 @@ def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     if spec.has_routed_bias:
         yield "experts.router.bias", Stored(f"{prefix}{spelling.experts.router}.bias", (spec.count,))
     if spec.routing in CORRECTED and spec.has_correction:
-        beside = prefix + (spelling.experts.router if spelling.experts.correction.startswith(".") else "")
-        name = spelling.experts.correction.removeprefix("/")
-        beside = "" if name != spelling.experts.correction else beside
+        # A name in the layer ("/name"), a suffix of the router's name (".name"), or a name below the prefix.
+        correction = spelling.experts.correction
+        if correction.startswith("/"):
+            name = correction.removeprefix("/")
+        else:
+            name = prefix + (spelling.experts.router if correction.startswith(".") else "") + correction
         size = (1, spec.count) if spec.routing == "chosen of corrected softmax" else (spec.count,)
-        yield "experts.correction", Stored(f"{beside}{name}", size)
+        yield "experts.correction", Stored(name, size)
     # With a latent, the factor is applied once, by the projection from the latent.
     last = 1.0 if spec.latent_size else out
     if spec.is_listed:
@@ -780,7 +812,7 @@ def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         for expert in range(spec.count):
             for word, part in zip(words, parts, strict=True):
                 size = (width, inner) if word == "down" else (inner, width)
-                factors = _all(width, last) if word == "down" else ()
+                factors = _one_factor(width, last) if word == "down" else ()
                 name = f"{prefix}experts.{expert}.{part}.weight"
                 yield f"experts.{expert}.{word}", Stored(name, size, factors=factors)
     else:
@@ -791,7 +823,7 @@ def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         if spec.limits is not None or spec.is_transposed:
             up, down = up[::-1], down[::-1]
         yield "experts.up", Stored(f"{prefix}{parts[0]}{ending}", (spec.count, *up))
-        factors = _all(spec.count, last)
+        factors = _one_factor(spec.count, last)
         yield "experts.down", Stored(f"{prefix}{parts[1]}{ending}", (spec.count, *down), factors=factors)
         if spec.has_routed_bias:
             yield "experts.up.bias", Stored(f"{prefix}{parts[0]}_bias", (spec.count, both))
@@ -802,7 +834,7 @@ def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         into = (spec.latent_size, hidden)
         yield from _linear("experts.into_latent", f"{prefix}fc1_latent_proj", into, bias=bias)
         yield from _linear(
-            "experts.from_latent", f"{prefix}fc2_latent_proj", into[::-1], _all(hidden, out), bias=bias
+            "experts.from_latent", f"{prefix}fc2_latent_proj", into[::-1], _one_factor(hidden, out), bias=bias
         )
     if spec.shared_size:
         shared = MlpSpec(
@@ -821,9 +853,9 @@ def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _gated_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a gated delta net in three layouts: "by group", one tensor with queries, keys, values and
-    gates of each group of heads; "by part", one tensor of all queries, keys and values; "separate"
-    tensors."""
+    """(name of a weight, its tensor) of a gated delta net in three layouts: "by group", one tensor with
+    queries, keys, values and gates of each group of heads; "by part", one tensor of all queries, keys and
+    values; "separate" tensors."""
     prefix, (queries, keys, values) = spelling.mixer, spec.parts
     if spec.layout == "separate":
         yield from _separate_delta(spec, spelling, hidden)
@@ -843,8 +875,9 @@ def _gated_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named
 
 
 def _separate_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a gated delta net with separate projections. With a decay per key channel, the projections
-    to decays and gates are low-rank, with as many channels in between as a head has values."""
+    """(name of a weight, its tensor) of a gated delta net with separate projections. With a decay per key
+    channel, the projections to decays and gates are low-rank, with as many channels in between as a head has
+    values."""
     prefix, heads = spelling.mixer, spec.heads
     for part, width in zip("qkv", spec.parts, strict=True):
         yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
@@ -871,7 +904,7 @@ def _separate_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Na
 
 
 def _linear_attention(spec: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of gated linear attention or retention."""
+    """(name of a weight, its tensor) of gated linear attention or retention."""
     prefix, values = spelling.mixer, spec.heads * spec.value_size
     for part, width in zip("qkv", spec.parts, strict=True):
         yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
@@ -889,18 +922,18 @@ def _linear_attention(spec: LinearAttentionSpec, spelling: Spelling, hidden: int
 
 
 def _lightning(spec: LightningSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of lightning attention."""
+    """(name of a weight, its tensor) of lightning attention."""
     prefix, width = spelling.mixer, spec.heads * spec.head_dim
     # Head by head: query, key, value.
     yield "linear.qkv", Stored(f"{prefix}qkv_proj.weight", (3 * width, hidden))
     yield "linear.gate", Stored(f"{prefix}output_gate.weight", (width, hidden))
     yield "linear.norm", Stored(f"{prefix}norm.weight", (width,))
-    out = _all(hidden, spec.out_factor)
+    out = _one_factor(hidden, spec.out_factor)
     yield "linear.out", Stored(f"{prefix}out_proj.weight", (hidden, width), factors=out)
 
 
 def _linear_unit(spec: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an RG-LRU."""
+    """(name of a weight, its tensor) of an RG-LRU."""
     prefix, width = spelling.mixer, spec.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
         yield from _linear(f"linear.{weight}", f"{prefix}{name}", (width, hidden), bias=True)
@@ -915,7 +948,7 @@ def _linear_unit(spec: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named
 
 
 def _mlstm(spec: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an mLSTM."""
+    """(name of a weight, its tensor) of an mLSTM."""
     prefix, heads, bias, values = spelling.mixer, spec.heads, spec.has_bias, spec.parts[2]
     if spec.is_fused:
         yield from _linear("mlstm.qkvo", f"{prefix}qkv_opreact", (sum(spec.parts), hidden), bias=bias)
@@ -932,7 +965,7 @@ def _mlstm(spec: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _short_convolution(spec: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a gated short convolution (LFM2)."""
+    """(name of a weight, its tensor) of a gated short convolution (LFM2)."""
     prefix, bias = spelling.mixer, spec.has_bias
     yield from _linear("conv.in", f"{prefix}in_proj", (3 * spec.channels, hidden), bias=bias)
     yield "conv.conv", Stored(f"{prefix}conv.weight", (spec.channels, 1, spec.conv_size))
@@ -942,7 +975,7 @@ def _short_convolution(spec: ShortConvolutionSpec, spelling: Spelling, hidden: i
 
 
 def _mlp_and_experts(spec: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an MLP with parallel experts, their gains and norms (Gemma 4)."""
+    """(name of a weight, its tensor) of an MLP with parallel experts, their gains and norms (Gemma 4)."""
     yield from _mlp(spec.mlp, spelling, hidden)
     yield from _experts(spec.experts, spelling, hidden)
     yield (

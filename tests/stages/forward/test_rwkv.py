@@ -292,7 +292,7 @@ def test_writes_that_are_not_there_are_refused(models, spec, told):
     [
         ("rwkv7", {"num_heads": 5}, r"expected num_heads \* head_dim to be hidden_size"),
         ("rwkv7", {"head_dim": 7}, "expected the head size to divide"),
-        ("rwkv7", {"attn": {"layers": [1]}}, "expected no attention layers"),
+        ("rwkv7", {"attn": {"layers": [1]}}, "expected an RWKV-7 without attention layers"),
         ("rwkv7", {"hidden_act": "relu"}, "hidden_act of an RWKV-7 to be .sqrelu."),
         ("rwkv7", {"value_dim": [8, 16]}, "expected value_dim to be hidden_size"),
         ("rwkv7", {"model_type": "rwkv6", "num_attention_heads": 4}, "expected a checkpoint of RWKV-6"),

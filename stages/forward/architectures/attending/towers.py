@@ -16,7 +16,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..architecture import Architecture
-from ..transformer import TRY_TRANSFORMERS, ConfigReader
+from ..transformer import ConfigReader
 
 __all__ = ["TOWERS", "Tower", "read_tower", "text_section"]
 
@@ -28,15 +28,15 @@ _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 @dataclass(frozen=True)
 class Tower:
-    """A multimodal family, of which the text model runs."""
+    """A family of multimodal models, of which mizarr runs the text model only."""
 
     examples: str
     """Well-known models of the family."""
     text: str
     """model_type of the text model, if text_config does not name one."""
     unread: tuple[str, ...] = ()
-    """Keys of text_config that transformers follows in the text model alone, but not in the multimodal
-    model; they must be null."""
+    """Keys of text_config that transformers reads in the text model, but not in the multimodal model; they
+    must be absent or null."""
 
 
 TOWERS: dict[str, Tower] = {
@@ -64,8 +64,8 @@ TOWERS: dict[str, Tower] = {
 
 
 def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
-    """The config of the text model: the section text_config, or the whole config of older releases without
-    it.
+    """The config of a multimodal model's text model: the section text_config of config.json, or the whole
+    file of older releases without it.
 
     tie_word_embeddings may stand in the section, outside of it, or in both. If both values differ, the head
     is tied unless the checkpoint has a tensor for it: transformers reads one or the other, by model.
@@ -84,8 +84,8 @@ def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
     for key in tower.unread:
         if values.get(key) is not None:
             raise ConfigError(
-                f"{reader.source}: expected no {key} in text_config, found {values[key]!r}, which the "
-                f"reference follows in {tower.text} alone; {TRY_TRANSFORMERS}"
+                f"{reader.source}: expected no {key} in text_config, because transformers ignores it in a "
+                f"{raw['model_type']} model, found {values[key]!r}; remove the key"
             )
     flags = {config["tie_word_embeddings"] for config in (raw, section) if "tie_word_embeddings" in config}
     flags.discard(None)
@@ -107,7 +107,7 @@ def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tower(text: Architecture, shapes: TensorShapes) -> Architecture:
-    """The text model's architecture with the tensor names of the multimodal checkpoint.
+    """Architecture of a text model, with the tensor names that a multimodal checkpoint has.
 
     Arguments:
         text: The text model, with the tensor names of a checkpoint of its own.
@@ -122,9 +122,10 @@ def read_tower(text: Architecture, shapes: TensorShapes) -> Architecture:
     embeddings = [name for name in candidates if shapes[name] == (text.vocab_size, text.hidden_size)]
     if len(embeddings) != 1:
         raise ConfigError(
-            f"expected one tensor …{EMBED} of shape {[text.vocab_size, text.hidden_size]}, the text model's "
-            f"embedding, found {len(embeddings)} of {', '.join(candidates) or 'none'}; is config.json of "
-            "another model?"
+            f"expected one tensor whose name ends with {EMBED}, of the shape "
+            f"{[text.vocab_size, text.hidden_size]} of the text model's embedding, found {len(embeddings)} "
+            f"among {', '.join(candidates) or 'no candidates'}; check that config.json and weights are of "
+            "the same model"
         )
     # Checkpoints name the head with or without the prefix of the language model.
     head = next((name for name in HEADS if f"{name}.weight" in shapes), HEADS[0])

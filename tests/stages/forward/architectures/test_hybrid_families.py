@@ -86,11 +86,11 @@ def test_the_limits_of_step_sizes_may_be_infinite_in_every_spelling(told, meant)
         (
             "granitemoehybrid",
             {"layer_types": ["mamba", "conv"]},
-            r"list layers of attention, mamba, found 'conv'",
+            r"type of each layer, attention or mamba, found 'conv'",
         ),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, r"layer_types to have one entry for each of 12 layers, found 1"),
-        ("nemotron_h", {"hybrid_override_pattern": "MX"}, r"list layers of .*, moe, found 'X'"),
-        ("nemotron_h", {"hybrid_override_pattern": ""}, r"list layers of .*, moe, found none"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, r"type of each layer, .* or moe, found 'X'"),
+        ("nemotron_h", {"hybrid_override_pattern": ""}, r"type of each layer, .* or moe, found no types"),
         ("jamba", {"vocab_size": None}, r"expected vocab_size to be a positive integer, found None"),
     ],
 )
