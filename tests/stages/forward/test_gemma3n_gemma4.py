@@ -280,7 +280,7 @@ def test_two_ropes_are_read_as_older_configs_write_them():
     [
         ("gemma3n_text", {"altup_active_idx": 9}, r"active stream to be 0 to \d, found 9"),
         ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "or one for each of . layers, found"),
-        ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "shares from 0 to below 1, found"),
+        ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "numbers from 0 to below 1, found"),
         ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or one for each"),
         ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9, .* found no"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, r"images alone \('vision'\), found 'all'"),
@@ -289,7 +289,7 @@ def test_two_ropes_are_read_as_older_configs_write_them():
         (
             "gemma4_text",
             {"per_layer_config": {"0": {"head_dim": 24}}, "layer_types": [SLIDING, SLIDING, FULL]},
-            "heads of one width and number in all sliding_attention layers",
+            "same head_dim and num_key_value_heads in all sliding_attention layers",
         ),
         (
             "gemma4_text",

@@ -32,8 +32,8 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     keys, values = (int(hidden * reader.number(f"{part}_dim_factor", share)) for part, share in _XLSTM)
     if keys % heads or values % heads:
         raise ConfigError(
-            f"{reader.source}: expected num_heads to divide {keys} channels of keys and {values} of values, "
-            f"found {heads}; correct the file, or fetch it again"
+            f"{reader.source}: expected num_heads to divide the {keys} channels of keys and the {values} "
+            f"channels of values, found {heads}; correct the file, or fetch it again"
         )
     mode, bias = reader.text("weight_mode", "single"), reader.flag("use_bias", False)
     if mode not in ("single", "fused"):
@@ -81,7 +81,8 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 _XLSTM = (("qk", 0.5), ("v", 1.0))
-"""(prefix of the config key, default share of the hidden size) for queries and keys, and for values."""
+"""(prefix of the config key "…_dim_factor", its default) for the widths of queries and keys, and of values,
+as shares of the hidden size."""
 
 
 # -- flash-linear-attention
@@ -102,11 +103,11 @@ def _retnet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def _linear_attention(
     reader: ConfigReader, decays: Literal["key", "fixed"], *, heads: int, expand_k: float, expand_v: float
 ) -> LinearAttentionSpec:
-    """Gated linear attention (decays "key") or retention (decays "fixed").
+    """Sizes and switches of gated linear attention (decays "key") or retention (decays "fixed").
 
     Arguments:
         reader: The config.json.
-        decays: Kind of decays, `LinearAttentionSpec.decays`.
+        decays: Kind of decays (`LinearAttentionSpec.decays`).
         heads: Default of num_heads.
         expand_k: Default of the key channels as a multiple of the hidden size.
         expand_v: Default of the value channels as a multiple of the hidden size.
@@ -115,8 +116,8 @@ def _linear_attention(
     key_size, groups = _width(reader, "expand_k", expand_k, heads), reader.integer("num_kv_heads", heads)
     if heads % groups:
         raise ConfigError(
-            f"{reader.source}: expected a number of heads that {groups} groups divide, found {heads}; "
-            "correct the file, or fetch it again"
+            f"{reader.source}: expected num_heads to be a multiple of num_kv_heads ({groups}), found "
+            f"{heads}; correct the file, or fetch it again"
         )
     return LinearAttentionSpec(
         heads,
@@ -144,7 +145,7 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             )
     # Without beta a write would replace the whole old value (beta = 1), which is not implemented.
     if not reader.flag("use_beta", True):
-        raise ConfigError(f"{reader.source}: expected use_beta, found none; {TRY_TRANSFORMERS}")
+        raise ConfigError(f"{reader.source}: expected use_beta to be true, found false; {TRY_TRANSFORMERS}")
     heads = reader.integer("num_heads", 16)
     mixer = GatedDeltaSpec(
         heads,
@@ -179,7 +180,8 @@ def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 
 def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int = 24) -> ComposedArchitecture:
-    """Architecture of a model of fla: in each layer a mixer, or attention, and a gated MLP.
+    """Architecture of a model of flash-linear-attention (fla): in each layer a recurrent mixer, or attention,
+    and a gated MLP.
 
     Arguments:
         reader: The config.json.
@@ -195,8 +197,8 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
     # Attention residuals replace the sum of outputs by attention over them.
     if reader.has("attnres_block_size"):
         raise ConfigError(
-            f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}: "
-            f"such a stream is no sum; {TRY_TRANSFORMERS}"
+            f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}, "
+            f"with which the residual stream is not a sum of outputs; {TRY_TRANSFORMERS}"
         )
     hidden, layers = reader.integer("hidden_size", 2048), reader.integer("num_hidden_layers", layers)
     # A gated MLP has three matrices instead of two, hence 2/3 of the width, rounded up to a multiple of 256.
@@ -228,9 +230,14 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
 
 
 def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[int, AttentionSpec]:
-    """Layer number -> attention, for layers with attention instead of the recurrent mixer.
+    """Number of a layer -> its attention, for the layers that have attention instead of the recurrent mixer.
 
-    They are described by one or several sections "attn" of the config, each with a list of its layers.
+    The config key attn holds one or several sections, each with sizes and a list of its layers.
+
+    Arguments:
+        reader: The config.json.
+        hidden: Hidden size of the model.
+        layers: Number of layers.
 
     Raises:
         ConfigError: A section does not list existing layers, or its heads do not divide the hidden size.
@@ -240,18 +247,18 @@ def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[in
     sections: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     specs: dict[int, AttentionSpec] = {}
     for section in sections:
-        listed = section.get("layers") if isinstance(section, dict) else None
-        if not isinstance(listed, list) or any(layer not in range(layers) for layer in listed):
+        numbers = section.get("layers") if isinstance(section, dict) else None
+        if not isinstance(numbers, list) or any(layer not in range(layers) for layer in numbers):
             raise ConfigError(
-                f"{reader.source}: expected attn to list layers among {layers}, found {section!r}; correct "
-                "the file, or fetch it again"
+                f"{reader.source}: expected attn to have a key layers that lists layer numbers below "
+                f"{layers}, found {section!r}; correct the file, or fetch it again"
             )
         section_reader = ConfigReader(section, f"{reader.source}: attn")
         heads = section_reader.integer("num_heads")
         if hidden % heads:
             raise ConfigError(
-                f"{section_reader.source}: expected num_heads to divide {hidden}, found {heads}; correct the "
-                "file, or fetch it again"
+                f"{section_reader.source}: expected num_heads to divide hidden_size ({hidden}), found "
+                f"{heads}; correct the file, or fetch it again"
             )
         spec = AttentionSpec(
             heads,
@@ -261,13 +268,22 @@ def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[in
             window=section_reader.optional_integer("window_size"),
             qkv_bias=section_reader.flag("qkv_bias", False),
         )
-        specs |= dict.fromkeys(listed, spec)
+        specs |= dict.fromkeys(numbers, spec)
     return specs
 
 
 def _width(reader: ConfigReader, key: str, default: float, heads: int) -> int:
-    """Channels of a head: hidden size times the factor under `key`, divided by the number of heads;
-    ConfigError if that is no integer. default: of the factor."""
+    """Number of channels of a head: hidden size times a factor, divided by the number of heads.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the factor.
+        default: Factor if the key is absent.
+        heads: Number of heads.
+
+    Raises:
+        ConfigError: The number of heads does not divide the channels.
+    """
     channels = int(reader.integer("hidden_size", 2048) * reader.number(key, default))
     if channels % heads:
         raise ConfigError(
@@ -278,17 +294,19 @@ def _width(reader: ConfigReader, key: str, default: float, heads: int) -> int:
 
 
 def _conv_size(reader: ConfigReader, *, default: bool) -> int:
-    """Kernel size of the short convolutions; 0 for none. default: of use_short_conv."""
+    """Kernel size of the short convolutions, in tokens; 0 for none. default: of the config key
+    use_short_conv."""
     return reader.integer("conv_size", 4) if reader.flag("use_short_conv", default) else 0
 
 
 def _beta_factor(reader: ConfigReader) -> float:
-    """`GatedDeltaSpec.beta_factor`: 2 if the state transition may have negative eigenvalues."""
+    """Factor of the write strength beta (`GatedDeltaSpec.beta_factor`): 2 if the config allows negative
+    eigenvalues of the state transition, else 1."""
     return 2.0 if reader.flag("allow_neg_eigval", False) else 1.0
 
 
 def _is_norm_fused(reader: ConfigReader) -> bool:
-    """Whether norm and output gate are one fused module, whose tensors have another name."""
+    """Whether norm and output gate are one module in the checkpoint, whose tensors have another name."""
     return reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
 
 

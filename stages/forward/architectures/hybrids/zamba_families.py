@@ -42,8 +42,9 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     width = reader.integer("attention_hidden_size", 2 * hidden)
     if width != 2 * hidden:
         raise ConfigError(
-            f"{reader.source}: expected attention_hidden_size to be {2 * hidden}, of stream and embedding "
-            f"side by side, found {width}; correct the file, or fetch it again"
+            f"{reader.source}: expected attention_hidden_size to be twice hidden_size, {2 * hidden}, as "
+            f"attention reads stream and embedding side by side, found {width}; correct the file, or fetch "
+            "it again"
         )
     mamba = MambaSpec(
         channels=expanded(reader, "mamba_expand", hidden),
@@ -96,9 +97,9 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     # Adapters of queries, keys and values all have the shape [2 hidden, 2 hidden].
     if adapts and (attention.num_kv_heads != heads or heads * head_dim != 2 * hidden):
         raise ConfigError(
-            f"{reader.source}: expected as many key heads as heads, {heads} of width {head_dim} that make "
-            f"{2 * hidden}, where use_shared_attention_adapter is set, found {attention.num_kv_heads} key "
-            f"heads; {TRY_TRANSFORMERS}"
+            f"{reader.source}: expected as many key heads as query heads, with {2 * hidden} entries in all "
+            f"of them together, as use_shared_attention_adapter is true, found {heads} query heads and "
+            f"{attention.num_kv_heads} key heads of {head_dim} entries; {TRY_TRANSFORMERS}"
         )
     bias = reader.flag("add_bias_linear", False)
     mlp = MlpSpec(
@@ -133,19 +134,25 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Assignment of shared blocks to layers: `count` blocks are used in turn."""
+    """Which layers of a Zamba share which block of attention and MLP: `count` blocks are used in turn."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with a shared block."""
     count: int
-    """Number of blocks."""
+    """Number of different blocks."""
     is_tied: bool
-    """Whether blocks are shared at all; otherwise each layer stores its own."""
+    """Whether layers share blocks at all; otherwise each layer stores a block of its own."""
 
     @classmethod
     def of(cls, reader: ConfigReader, types: list[str], *, count: int) -> _Sharing:
-        """Sharing among the layers of type "hybrid". In transformers, tie_word_embeddings=false also unties
-        the blocks."""
+        """Sharing of `count` blocks among the layers whose type is "hybrid". In transformers,
+        tie_word_embeddings=false also gives each layer a block of its own.
+
+        Arguments:
+            reader: The config.json.
+            types: Type of each layer.
+            count: Number of different blocks.
+        """
         layers = tuple(layer for layer, kind in enumerate(types) if kind == "hybrid")
         return cls(layers, count, reader.flag("tie_word_embeddings", True))
 
@@ -154,12 +161,20 @@ class _Sharing:
         return self.layers[self.layers.index(layer) % self.count] if self.is_tied else layer
 
     def listed(self, layer: int) -> tuple[int, ...]:
-        """Indices, among the layers with a block, of all layers that share the block of `layer`."""
+        """Indices, among the layers with a shared block, of all layers that share the block of layer number
+        `layer`."""
         return tuple(range(self.layers.index(layer) % self.count, len(self.layers), self.count))
 
 
 def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
-    """Mamba-2 of Zamba2; ConfigError if heads do not divide the channels."""
+    """Sizes and switches of Zamba2's Mamba-2 mixers; ConfigError if the number of heads does not divide the
+    channels.
+
+    Arguments:
+        reader: The config.json.
+        hidden: Hidden size of the model.
+        has_bias: Whether input and output projections have biases.
+    """
     heads, channels = reader.integer("n_mamba_heads", 8), expanded(reader, "mamba_expand", hidden)
     if channels % heads:
         raise ConfigError(
@@ -180,13 +195,14 @@ def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
 
 
 def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None) -> AttentionSpec:
-    """Attention of a shared block, whose scores are scaled by 1 / sqrt(head_dim / 2)."""
+    """Sizes and switches of the attention of a shared block, whose scores are scaled by 1 / sqrt(head_dim /
+    2)."""
     return AttentionSpec(heads, kv_heads, head_dim, rope, scale=1 / math.sqrt(head_dim / 2))
 
 
 def _types(reader: ConfigReader, default: list[str]) -> list[str]:
-    """Type of each layer: "mamba", or "hybrid" with a shared block before it. default: if the config lists
-    none."""
+    """Type of each layer of a Zamba: "mamba", or "hybrid" for a layer with a shared block before its mixer.
+    default: types if the config lists none."""
     key = "layer_types" if reader.has("layer_types") else "layers_block_type"
     types = layer_types_of(reader, key, default, ("mamba", "hybrid"))
     # transformers writes the list of hybrid layers next to their types.
@@ -202,7 +218,8 @@ _ZAMBA2_TYPES += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"]
 def _config(
     reader: ConfigReader, blocks: tuple[LayerSpec, ...], spelling: Spelling, context: int
 ) -> ComposedArchitecture:
-    """Architecture of a Zamba with these layers, tensor names, and context in positions."""
+    """Architecture of a Zamba, from its layers, its tensor names and the largest length of a prompt, in
+    tokens."""
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),

@@ -59,7 +59,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "activation_function": "gelu",
     "scale_embedding": False,
 }
-"""Values of absent keys; attention_heads and ffn_dim without their side."""
+"""Config key -> its value in BART if config.json leaves it out; the keys attention_heads and ffn_dim are
+written without their prefix "encoder_" or "decoder_"."""
 
 
 @family("bart", "BART", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
@@ -143,18 +144,18 @@ def _bart(
     waves: Literal["fairseq", "transformer"] | None = None,
     offset: int = 2,
 ) -> ComposedArchitecture:
-    """Architecture of a BART or a relative.
+    """Architecture of BART, or of a related family of encoder-decoders.
 
     Arguments:
         config: The config.json.
         shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
-        defaults: Values of absent keys that differ from those of BART.
-        norms: `LayerSpec.norms`.
-        embedding_norm: Norm of the sum of token and position embeddings, or in targets of the tokens only;
-            None for none.
-        waves: Sines and cosines as positions: "transformer" unless the checkpoint has a table; "fairseq",
-            which no checkpoint has. None for a learned table.
-        offset: Row of the first position in the table; with "fairseq", the padding token's id + 1 instead.
+        defaults: Values for keys that config.json leaves out, where the family's differ from BART's.
+        norms: Place of the norms in a layer (`LayerSpec.norms`).
+        embedding_norm: Norm of the embeddings: of the sum of token and position embeddings, or in targets of
+            the token embeddings only; None for no norm.
+        waves: Formula of sinusoidal positions: "transformer", unless the checkpoint has a table, or
+            "fairseq". None for a learned table.
+        offset: Row of the table for the first position; with "fairseq", the padding token's id + 1 instead.
 
     Raises:
         ConfigError: A setting is not implemented, such as different sizes in encoder and decoder.
@@ -166,7 +167,10 @@ def _bart(
     heads, mlp_size = (_of_both_sides(config, key, values[key]) for key in ("attention_heads", "ffn_dim"))
     hidden = config.integer("d_model", values["d_model"])
     if hidden % heads:
-        raise ConfigError(f"{config.source}: expected heads that divide d_model {hidden}, found {heads}")
+        raise ConfigError(
+            f"{config.source}: expected encoder_attention_heads to divide d_model ({hidden}), found {heads}; "
+            "correct the file, or fetch it again"
+        )
     padding = None
     if waves == "fairseq":
         padding = config.integer("pad_token_id", 1, least=0)
@@ -175,8 +179,8 @@ def _bart(
         waves = None
     if waves is not None and hidden % 2:
         raise ConfigError(
-            f"{config.source}: expected an even d_model where positions are waves, found {hidden}; "
-            f"{TRY_TRANSFORMERS}"
+            f"{config.source}: expected an even d_model in a model with sinusoidal positions, found "
+            f"{hidden}; {TRY_TRANSFORMERS}"
         )
     depths = [config.integer(f"{side}_layers", values[f"{side}_layers"]) for side in ("encoder", "decoder")]
     length = config.integer("max_position_embeddings", values["max_position_embeddings"])
@@ -222,18 +226,27 @@ def _bart(
 
 
 def _of_both_sides(config: ConfigReader, key: str, default: int) -> int:
-    """A size that encoder and decoder must have in common; key: its config key without the side."""
+    """A size that encoder and decoder must have in common.
+
+    Arguments:
+        config: The config.json.
+        key: Config key of the size without its prefix "encoder_" or "decoder_", such as "ffn_dim".
+        default: Value for an absent key.
+
+    Raises:
+        ConfigError: Encoder and decoder have different sizes.
+    """
     encoder, decoder = (config.integer(f"{side}_{key}", default) for side in ("encoder", "decoder"))
     if encoder != decoder:
         raise ConfigError(
-            f"{config.source}: expected encoder and decoder of the same {key}, found {encoder} and "
+            f"{config.source}: expected encoder_{key} and decoder_{key} to be equal, found {encoder} and "
             f"{decoder}; {TRY_TRANSFORMERS}"
         )
     return encoder
 
 
 def _require_flag(config: ConfigReader, key: str, *, implemented: bool) -> None:
-    """Raise ConfigError unless a flag is absent or has the only value that is implemented."""
+    """Raise ConfigError unless a boolean config key is absent or has the only value that is implemented."""
     value = config.flag(key, implemented)
     if value is not implemented:
         raise ConfigError(

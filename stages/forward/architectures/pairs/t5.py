@@ -25,7 +25,7 @@ _T5: Mapping[str, Any] = {
     "d_ff": 2048,
     "feed_forward_proj": "relu",
 }
-"""Values of keys that are absent in a config of T5."""
+"""Config key -> its value in T5 if config.json leaves it out."""
 _MT5: Mapping[str, Any] = {
     "vocab_size": 250112,
     "num_layers": 8,
@@ -33,7 +33,7 @@ _MT5: Mapping[str, Any] = {
     "d_ff": 1024,
     "feed_forward_proj": "gated-gelu",
 }
-"""Values of keys that are absent in a config of mT5 or UMT5."""
+"""Config key -> its value in mT5 and UMT5 if config.json leaves it out."""
 
 
 @family(
@@ -66,12 +66,12 @@ def _t5(
     divides_stream: bool,
     has_own_tables: bool = False,
 ) -> ComposedArchitecture:
-    """Architecture of a T5.
+    """Architecture of a model of the T5 families.
 
     Arguments:
         config: The config.json.
         shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
-        defaults: Values of absent keys.
+        defaults: Values for keys that config.json leaves out.
         divides_stream: Whether the stream is divided by sqrt(hidden) before the head.
         has_own_tables: Whether each layer has its own table of relative position biases, instead of one for
             the encoder and one for the decoder.
@@ -112,13 +112,15 @@ def _t5(
 
 
 def _feed_forward(config: ConfigReader, default: str) -> tuple[ActivationName, bool]:
-    """Activation of the MLPs, and whether they are gated."""
+    """Activation function of the MLPs, and whether they are gated, from the config key feed_forward_proj.
+    default: for an absent key."""
     text = config.text("feed_forward_proj", default)
     parts = text.split("-")
     if len(parts) > 2 or (len(parts) == 2 and parts[0] != "gated"):
         raise ConfigError(
-            f"{config.source}: expected feed_forward_proj to be an activation, or gated- and an activation, "
-            f"found {text!r}"
+            f"{config.source}: expected feed_forward_proj to be the name of an activation function such as "
+            f"'relu', or of a gated one such as 'gated-gelu', found {text!r}; correct the file, or fetch it "
+            "again"
         )
     # In T5 1.1, "gated-gelu" means the tanh approximation.
     name = "gelu_new" if text == "gated-gelu" else parts[-1]
@@ -126,7 +128,7 @@ def _feed_forward(config: ConfigReader, default: str) -> tuple[ActivationName, b
 
 
 def _spelling(is_gated: bool) -> Spelling:
-    """Tensor names of a T5 checkpoint."""
+    """Tensor names of a T5 checkpoint; is_gated: whether its MLPs are gated."""
     return Spelling(
         embed="shared",
         # Old checkpoints hold an unused relative bias of cross-attention.
