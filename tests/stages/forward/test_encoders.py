@@ -439,7 +439,7 @@ def test_a_head_of_the_third_deberta_is_known_by_its_tensors(tmp_path):
         (
             "deberta-v2",
             {"pos_att_type": "p2p"},
-            "expected pos_att_type of c2p and p2c, each once, found 'p2p'",
+            "expected pos_att_type to list 'c2p', 'p2c' or both, found 'p2p'",
         ),
         (
             "deberta-v2",

@@ -279,12 +279,12 @@ def test_two_ropes_are_read_as_older_configs_write_them():
     ("family", "told", "message"),
     [
         ("gemma3n_text", {"altup_active_idx": 9}, r"active stream to be 0 to \d, found 9"),
-        ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "or one for each of . layers, found"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "a list with a number for each of . layers, found"),
         ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "numbers from 0 to below 1, found"),
-        ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or one for each"),
+        ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or a list"),
         ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9, .* found no"),
-        ("gemma4_text", {"use_bidirectional_attention": "all"}, r"images alone \('vision'\), found 'all'"),
-        ("gemma4_text", {"vocab_size_per_layer_input": 7}, "for all 320 tokens, found vocab_size_per_layer"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, r"image tokens only\), found 'all'"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 7}, r"vocab_size_per_layer_input to be at least vocab_size \(320\), found 7"),
         ("gemma4_text", {"per_layer_config": {"0": {"skip": ["mlp"]}}}, "found '0': .*'skip'"),
         (
             "gemma4_text",

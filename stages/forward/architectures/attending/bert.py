@@ -33,7 +33,7 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 
 
 def bert_spelling(root: str) -> Spelling:
-    """Names of BERT's tensors. root: prefix of all tensors of the encoder, such as "bert."."""
+    """Tensor names of BERT's checkpoints. root: prefix of all tensors of the encoder, such as "bert."."""
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
         head="cls.predictions.decoder",
@@ -64,8 +64,8 @@ def bert_spelling(root: str) -> Spelling:
 
 
 def roberta_spelling(root: str) -> Spelling:
-    """Names of RoBERTa's tensors: those of BERT, except for the language head. root: prefix of the encoder's
-    tensors, such as "roberta."."""
+    """Tensor names of RoBERTa's checkpoints: those of BERT, except for the language head. root: prefix of the
+    encoder's tensors, such as "roberta."."""
     base = bert_spelling(root)
     return replace(
         base,
@@ -82,18 +82,18 @@ BERT_SPELLING = bert_spelling("bert.")
 
 @dataclass(frozen=True)
 class BertLayers:
-    """Differences between the layers of a relative of BERT and those of BERT."""
+    """Differences between the layers of a family related to BERT and those of BERT."""
 
     act: str = "gelu"
-    """Default of hidden_act."""
+    """Name of the activation function if the config key hidden_act is absent."""
     reads_act: bool = True
-    """Whether hidden_act is read; otherwise the activation is always `act`."""
+    """Whether hidden_act is read; otherwise the activation function is always `act`."""
     looks_ahead: bool | None = None
-    """Whether queries see later keys; None for an encoder unless the config sets is_decoder."""
+    """Whether queries see later keys; None for True unless the config key is_decoder is true."""
     attention: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `AttentionSpec`."""
+    """Fields of `AttentionSpec` that differ from BERT's, by name."""
     mlp: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `MlpSpec`."""
+    """Fields of `MlpSpec` that differ from BERT's, by name."""
 
 
 def bert_like(
@@ -566,13 +566,13 @@ NEVER_IN_DEBERTA = (*NEVER, "attention_head_size", "z_steps")
 
 
 def _terms(config: ConfigReader) -> list[str]:
-    """Score terms besides content-to-content that pos_att_type lists: "c2p" (content to position) and "p2c"
-    (position to content). Older configs list them in one string, "p2c|c2p"."""
+    """Terms of DeBERTa's scores besides content-to-content, from the config key pos_att_type: "c2p" (content
+    to position) and "p2c" (position to content). Older configs list them in one string, "p2c|c2p"."""
     value = config.raw.get("pos_att_type") or []
     terms = [part.strip() for part in value.lower().split("|")] if isinstance(value, str) else list(value)
     if not set(terms) <= {"c2p", "p2c"} or len(set(terms)) < len(terms):
         raise ConfigError(
-            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {value!r}; "
+            f"{config.source}: expected pos_att_type to list 'c2p', 'p2c' or both, found {value!r}; "
             f"{TRY_TRANSFORMERS}"
         )
     return terms
@@ -609,10 +609,10 @@ def _relative(config: ConfigReader, *, is_first: bool) -> RelativeSpec | None:
 
 
 def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
-    """Tensor names of DeBERTa, with the language head of versions 1 and 2 or with that of version 3.
+    """Tensor names of a DeBERTa checkpoint, with the language head of versions 1 and 2, or of version 3.
 
-    The head of version 3 is always tied to the embedding. Its configs lack `legacy: false`, with which the
-    reference would load it; tensor names tell the two heads apart here.
+    The head of version 3 is always tied to the embedding. Its configs lack `legacy: false`, with which
+    transformers would load the head; so tensor names decide which head the checkpoint has.
 
     Raises:
         ConfigError: tie_word_embeddings is false for a head of version 3.
@@ -644,8 +644,8 @@ def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
         return old_head
     if not config.flag("tie_word_embeddings", True):
         raise ConfigError(
-            f"{config.source}: expected tie_word_embeddings to be true where legacy is false, as such a "
-            "model unembeds by its embedding, found false; correct the file"
+            f"{config.source}: expected tie_word_embeddings to be true in a DeBERTa with legacy=false, whose "
+            "head is the embedding matrix, found false; remove tie_word_embeddings from the file"
         )
     return replace(
         old_head,
@@ -663,7 +663,15 @@ def _deberta(
     relative: RelativeSpec | None,
     **attention_fields: Any,
 ) -> ComposedArchitecture:
-    """Architecture of a DeBERTa. attention_fields: further fields of `AttentionSpec`."""
+    """Architecture of a DeBERTa of any version.
+
+    Arguments:
+        config: The config.json.
+        shapes: Shapes of the checkpoint's tensors by name.
+        spelling: Names of the checkpoint's tensors.
+        relative: Relative position terms of the scores; None for no such terms.
+        attention_fields: Further fields of `AttentionSpec`.
+    """
     # He et al., DeBERTa, 2021, equation 4: scores are divided by sqrt(3 d) when both terms are added.
     head_dim = build.attention(config).head_dim
     scale = 1 / math.sqrt(head_dim * (1 + len(set(_terms(config)))))

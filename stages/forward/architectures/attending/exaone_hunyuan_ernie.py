@@ -103,7 +103,8 @@ HUNYUAN_SPELLING = replace(LLAMA, attention_norms=("query_layernorm", "key_layer
 def _stretched_by_alpha(
     config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """`Ropes` of Hunyuan: rope_type "dynamic" with an `alpha` means a larger base for all prompt lengths."""
+    """Rope of each layer of Hunyuan, in which rope_type "dynamic" with a key alpha means a larger base for
+    all prompt lengths."""
     parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters")
     if parameters.get("rope_type", parameters.get("type")) != "dynamic" or not parameters.get("alpha"):
         return (build.rope()(config, head_dim, max_positions),) * len(windows)

@@ -21,7 +21,7 @@ GEMMA_SPELLING = replace(LLAMA, ln2="pre_feedforward_layernorm")
 
 
 def _scale(config: ConfigReader) -> float:
-    """Factor of the scores, 1 / sqrt(query_pre_attn_scalar)."""
+    """Factor of the attention scores: 1 / sqrt of the config key query_pre_attn_scalar."""
     # Not always head_dim: Gemma 2 27B has a scalar of 144 and heads of 128.
     return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
 

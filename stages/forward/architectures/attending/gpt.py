@@ -57,7 +57,8 @@ def _four_times(config: ConfigReader) -> int:
 
 
 def _scale(config: ConfigReader, head_dim: int) -> float:
-    """Factor of the scores; 1 if scale_attn_weights is false."""
+    """Factor of the attention scores: 1 / sqrt(head_dim), or 1 if the config key scale_attn_weights is
+    false."""
     return head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
 
 
@@ -150,24 +151,24 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 
 def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
-    """Windows of GPT-Neo: attention_types lists [layer kinds, repetitions], where kinds are "global" and
-    "local".
+    """Window of each layer of GPT-Neo, in keys; None for full attention. The config key attention_types lists
+    pairs [kinds of layers, repetitions], in which kinds are "global" (full attention) and "local".
 
     Raises:
         ConfigError: The list does not give a known kind for each layer.
     """
-    layers, listed = build.layers_of(config), config.raw.get("attention_types")
-    if listed is None:
+    layers, patterns = build.layers_of(config), config.raw.get("attention_types")
+    if patterns is None:
         # transformers' default pattern alternates between global and local.
-        listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
+        patterns = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
     try:
-        kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]
+        kinds = [kind for pattern, repetitions in patterns for kind in list(pattern) * repetitions]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
         raise ConfigError(
-            f"{config.source}: expected attention_types to say global or local for each of {layers} layers, "
-            f"found {listed!r}; correct the file, or fetch it again"
+            f"{config.source}: expected attention_types to list 'global' or 'local' for each of {layers} "
+            f"layers, found {patterns!r}; correct the file, or fetch it again"
         )
     confirm_derived(config, "attention_layers", kinds)
     window = config.integer("window_size", 256)
@@ -205,11 +206,11 @@ def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def _rope_of_gptj(
     config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """`Ropes` of GPT-J: the first rotary_dim entries of a head rotate, always with base 10000."""
+    """Rope of each layer of GPT-J: the first rotary_dim entries of a head rotate, always with base 10000."""
     if config.raw.get("rotary_dim", 64) is None:
         raise ConfigError(
-            f"{config.source}: expected rotary_dim to be a positive integer, found null, with which the "
-            "reference cannot run either; correct the file, or fetch it again"
+            f"{config.source}: expected rotary_dim to be a positive integer, found null, with which "
+            "transformers cannot run the model either; correct the file, or fetch it again"
         )
     return (RopeConfig(10000.0, config.integer("rotary_dim", 64), interleaved=True),) * len(windows)
 

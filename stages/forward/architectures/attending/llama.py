@@ -276,8 +276,8 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     # has z_loss_weight.
     if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
         raise ConfigError(
-            f"{config.source}: expected the config of Baichuan 7B, found that of a 13B or of Baichuan 2, "
-            f"which is not followed; {TRY_TRANSFORMERS}"
+            f"{config.source}: expected the config of Baichuan 7B, found that of Baichuan 13B or Baichuan 2; "
+            f"{TRY_TRANSFORMERS}"
         )
     return build.decoder(
         config,
@@ -356,8 +356,8 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 def _chunks(config: ConfigReader) -> Windows:
-    """Chunk size of each layer, None for full attention. If layer_types is absent, layers with rope attend
-    within chunks.
+    """For each layer of Llama 4, the length in tokens of the chunks within which it attends; None for full
+    attention. If the config key layer_types is absent, layers with rope attend within chunks.
 
     Raises:
         ConfigError: layer_types does not list a known type for each layer.
@@ -375,11 +375,13 @@ def _chunks(config: ConfigReader) -> Windows:
 
 
 def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
-    """Channel mixer of a layer of Llama 4: routed and shared experts in layers that moe_layers lists, by
-    default in every interleave_moe_layer_step-th; an MLP of width intermediate_size_mlp in the others."""
-    step, listed = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
+    """Spec of the channel mixer of a layer of Llama 4: routed and shared experts in layers that the config
+    key moe_layers lists, by default in every interleave_moe_layer_step-th; an MLP in the others. layer:
+    number of the layer."""
+    step, expert_layers = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
     act = read_activation(config)
-    if (layer + 1) % step if listed is None else layer not in listed:
+    has_experts = (layer + 1) % step == 0 if expert_layers is None else layer in expert_layers
+    if not has_experts:
         return MlpSpec(config.integer("intermediate_size_mlp", 16384), act)
     width = config.integer("intermediate_size", 8192)
     return ExpertsSpec(

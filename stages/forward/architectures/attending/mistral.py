@@ -101,8 +101,8 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     mixing chooses one after the other (Liu et al., GRIN, 2024)."""
     if (top_k := config.integer("num_experts_per_tok", 2)) != 2:
         raise ConfigError(
-            f"{config.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
-            f"{top_k}; {TRY_TRANSFORMERS}"
+            f"{config.source}: expected num_experts_per_tok to be 2, because sparse mixing routes to two "
+            f"experts, found {top_k}; {TRY_TRANSFORMERS}"
         )
     experts = ExpertsSpec(
         config.integer("num_local_experts", 16),

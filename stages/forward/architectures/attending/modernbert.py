@@ -37,33 +37,34 @@ MODERNBERT_SPELLING = Spelling(
 
 
 def _windows(config: ConfigReader, *, itself: int) -> Windows:
-    """Windows of `local_attention // 2` keys on each side; every third layer has full attention.
+    """Window of each layer, in keys; None for full attention, in every third layer by default. A query sees
+    `local_attention // 2` keys on each side.
 
     Arguments:
         config: The config.json.
-        itself: 1 if the query is counted besides these keys; 0 if it is one of them.
+        itself: 1 if the query's own key is counted besides these keys; 0 if it is one of them.
 
     Raises:
         ConfigError: `sliding_window`, which transformers derives from `local_attention`, contradicts it.
     """
     half = config.integer("local_attention", 128) // 2
-    listed, layers = config.integer("sliding_window", half), build.layers_of(config)
-    if listed != half and config.has("local_attention"):
+    window, layers = config.integer("sliding_window", half), build.layers_of(config)
+    if window != half and config.has("local_attention"):
         raise ConfigError(
-            f"{config.source}: expected sliding_window to be half of local_attention ({half}), found "
-            f"{listed}; correct the file, or fetch it again"
+            f"{config.source}: expected sliding_window to be half of local_attention, {half}, found "
+            f"{window}; correct the file, or fetch it again"
         )
     period = config.integer("global_attn_every_n_layers", 3)
     types = config.strings("layer_types") or [
         "sliding_attention" if layer % period else "full_attention" for layer in range(layers)
     ]
-    return listed_windows(config, types, listed + itself, layers)
+    return listed_windows(config, types, window + itself, layers)
 
 
 def _modernbert(
     config: ConfigReader, spelling: Spelling, windows: Windows, *, looks_ahead: bool | None, layout: str
 ) -> ComposedArchitecture:
-    """Architecture of a ModernBERT.
+    """Architecture of ModernBERT, encoder or decoder.
 
     Arguments:
         config: The config.json, under the usual names of its keys.

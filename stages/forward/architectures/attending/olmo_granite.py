@@ -111,17 +111,17 @@ GRANITE_SPELLING = replace(
 
 
 def none_if_one(factor: float) -> float | None:
-    """The factor, or None if it is 1 and changes nothing (`ComposedArchitecture.embedding_scale`)."""
+    """The factor, or None if it is 1 and so changes nothing, for `ComposedArchitecture.embedding_scale`."""
     return None if factor == 1 else factor
 
 
 def _residual(config: ConfigReader) -> float:
-    """Factor of the outputs of attention and MLP."""
+    """Factor of the outputs of attention and MLP, from the config key residual_multiplier."""
     return config.number("residual_multiplier", 1.0)
 
 
 def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
-    """Attention of Granite. fields: further arguments of `attention` in builders.py."""
+    """Sizes and switches of Granite's attention. fields: further arguments of `attention` in builders.py."""
     return build.attention(
         config,
         bias=build.attention_bias(config),
@@ -132,7 +132,7 @@ def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
 
 
 def _ends(config: ConfigReader) -> dict[str, Any]:
-    """Fields of `ComposedArchitecture`: factors of the embeddings and of the logits."""
+    """Fields of `ComposedArchitecture` by name, for Granite: factors of the embeddings and of the logits."""
     return {
         "embedding_scale": none_if_one(config.number("embedding_multiplier", 1.0)),
         # Granite divides logits by logits_scaling.
@@ -141,7 +141,8 @@ def _ends(config: ConfigReader) -> dict[str, Any]:
 
 
 def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
-    """Experts of Granite, all in one tensor. has_shared: whether the family may have a shared expert."""
+    """Spec of Granite's experts, which checkpoints store in one tensor. has_shared: whether the family may
+    have a shared expert."""
     return ExpertsSpec(
         config.integer("num_local_experts", 8),
         config.integer("num_experts_per_tok", 2),
@@ -183,7 +184,8 @@ def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows) -> Any:
-    """`Ropes` of Granite with windows: layer_rope_theta may list a base for each layer, 0 for no rope.
+    """Rope of each layer of Granite with windows: the config key layer_rope_theta may list a base for each
+    layer, 0 for no rope.
 
     Raises:
         ConfigError: layer_rope_theta does not list a number for each layer.

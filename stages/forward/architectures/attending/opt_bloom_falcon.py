@@ -113,8 +113,8 @@ def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     pad = config.raw.get("pad_token_id")
     if isinstance(pad, int) and pad >= FIRST_ROW:
         raise ConfigError(
-            f"{config.source}: expected pad_token_id below {FIRST_ROW}, found {pad}, at which transformers "
-            f"has no position; {TRY_TRANSFORMERS}"
+            f"{config.source}: expected pad_token_id to be below {FIRST_ROW}, because transformers zeroes "
+            f"that row of the table of positions, found {pad}; {TRY_TRANSFORMERS}"
         )
     return build.decoder(
         config,
@@ -139,17 +139,18 @@ def _slopes(heads: int) -> tuple[float, ...]:
     to the number of heads; further heads get values between these (Press et al., Train Short, Test Long,
     2021, section 3, and its reference code)."""
     power = 2 ** math.floor(math.log2(heads))
-    base, between = (2 ** -(2 ** -(math.log2(size) - 3)) for size in (power, 2 * power))
-    beyond = [between**place for place in range(1, 2 * (heads - power), 2)]
-    return (*(base**place for place in range(1, power + 1)), *beyond)
+    # First slopes of geometric sequences of `power` and of 2 `power` slopes.
+    base, finer_base = (2 ** -(2 ** -(math.log2(size) - 3)) for size in (power, 2 * power))
+    further = [finer_base**exponent for exponent in range(1, 2 * (heads - power), 2)]
+    return (*(base**exponent for exponent in range(1, power + 1)), *further)
 
 
 def _slopes_of_mpt(heads: int) -> tuple[float, ...]:
-    """ALiBi slopes of MPT, one per head. If the number of heads is no power of two, it takes the slopes of
-    the next power of two, those at even places first."""
+    """ALiBi slopes of MPT, one per head. If the number of heads is no power of two, they are taken from the
+    slopes for the next power of two, every second slope first."""
     power = 2 ** math.ceil(math.log2(heads))
-    whole = [2 ** -(place * 8 / power) for place in range(1, power + 1)]
-    return tuple(whole if power == heads else (whole[1::2] + whole[::2])[:heads])
+    slopes = [2 ** -(number * 8 / power) for number in range(1, power + 1)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
 
 
 BLOOM_SPELLING = replace(
@@ -212,13 +213,13 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         ConfigError: attn_config has a value that is not implemented, or softmax_scale 0.
     """
     section = ConfigReader(config.mapping("attn_config"), f"{config.source}: attn_config")
-    followed = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
-    followed |= {"qk_ln": False, "prefix_lm": False}
-    for key, value in followed.items():
+    implemented = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
+    implemented |= {"qk_ln": False, "prefix_lm": False}
+    for key, value in implemented.items():
         if section.raw.get(key, value) != value:
             raise ConfigError(
-                f"{section.source}: expected {key} to be {value!r}, found {section.raw[key]!r}, which is not "
-                f"followed for mpt; {TRY_TRANSFORMERS}"
+                f"{section.source}: expected {key} to be {value!r}, found {section.raw[key]!r}; "
+                f"{TRY_TRANSFORMERS}"
             )
     slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
     # clip_qkv 0 means no clip, as null does.
@@ -228,8 +229,8 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     scale = section.number("softmax_scale", heads.head_dim**-0.5)
     if scale == 0:
         raise ConfigError(
-            f"{config.source}: expected attn_config.softmax_scale other than 0, with which heads read all "
-            "tokens alike; correct the file, or fetch it again"
+            f"{config.source}: expected attn_config.softmax_scale to be another number than 0, found 0; "
+            "correct the file, or fetch it again"
         )
     spelling = Spelling(
         embed="transformer.wte",
@@ -285,8 +286,9 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     norms = config.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
     if (is_new and not is_parallel) or norms > 2 or (norms == 2 and not is_new and is_parallel):
         raise ConfigError(
-            f"{config.source}: expected two norms in parallel layers of the newer architecture alone, found "
-            f"new_decoder_architecture={is_new}, parallel_attn={is_parallel}, "
+            f"{config.source}: expected parallel_attn to be true if new_decoder_architecture is, and "
+            "num_ln_in_parallel_attn to be 1, or 2 with new_decoder_architecture, found "
+            f"new_decoder_architecture={is_new}, parallel_attn={is_parallel} and "
             f"num_ln_in_parallel_attn={norms}; {TRY_TRANSFORMERS}"
         )
     # The tensors have other names if attention and MLP have a norm each.

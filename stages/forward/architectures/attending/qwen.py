@@ -109,8 +109,9 @@ def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 
 def _sparse(config: ConfigReader, experts: Callable[[], ExpertsSpec]) -> Callable[[int], ChannelMixerSpec]:
-    """Function from a layer number to its channel mixer: experts in every decoder_sparse_step-th layer that
-    mlp_only_layers does not list, else an MLP. experts: function that builds the experts."""
+    """Make a function (number of a layer) -> its channel mixer: experts in every decoder_sparse_step-th
+    layer that the config key mlp_only_layers does not list, else an MLP. experts: function that builds the
+    experts."""
     dense_layers = config.raw.get("mlp_only_layers") or []
 
     def mixer(layer: int) -> ChannelMixerSpec:

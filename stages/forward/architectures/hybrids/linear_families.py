@@ -37,7 +37,12 @@ MIXTRAL_PARTS = ("w1", "w3", "w2")
 
 
 def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The architecture of a family in `LINEAR`; see `FamilyReader.config`."""
+    """The architecture that a config.json describes whose model_type is in `LINEAR`.
+
+    Arguments:
+        reader: The config.json.
+        shapes: Shapes of the checkpoint's tensors by name; may be empty for most families.
+    """
     return LINEAR[reader.raw["model_type"]].config(reader, shapes)
 
 
@@ -106,7 +111,8 @@ def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 
 def _qwen_channel_mixer(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelMixerSpec:
-    """MLP or experts of a layer. is_listed: whether the checkpoint has one tensor per expert."""
+    """Spec of the MLP or experts of a layer of Qwen3-Next or Qwen3.5. layer: its number; is_listed: whether
+    the checkpoint has one tensor per expert."""
     default_count = {"qwen3_next": 512, "qwen3_5_moe_text": 256}.get(reader.raw["model_type"], 0)
     count = reader.integer("num_experts", default_count, least=0) if default_count else 0
     dense = reader.raw.get("mlp_only_layers") or []
@@ -240,7 +246,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _kimi_experts(reader: ConfigReader) -> ExpertsSpec:
-    """Experts of Kimi Linear."""
+    """Spec of the experts of Kimi Linear."""
     inner = reader.integer("moe_intermediate_size", 1024)
     return ExpertsSpec(
         either(reader, "num_experts", "num_local_experts", 256),
@@ -257,7 +263,7 @@ def _kimi_experts(reader: ConfigReader) -> ExpertsSpec:
 
 
 def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
-    """Integer config value with two alternative key names.
+    """The integer at a config key that has two names.
 
     Arguments:
         reader: The config.json.
@@ -271,8 +277,8 @@ def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
     size = reader.integer(key, reader.integer(alias, default))
     if reader.has(alias) and reader.integer(alias) != size:
         raise ConfigError(
-            f"{reader.source}: expected {key} and {alias} to be equal, as they are two names of one size, "
-            f"found {size} and {reader.integer(alias)}; correct the file, or fetch it again"
+            f"{reader.source}: expected {key} and {alias}, two names of the same size, to be equal, found "
+            f"{size} and {reader.integer(alias)}; correct the file, or fetch it again"
         )
     return size
 
@@ -323,7 +329,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _lfm2_channel_mixer(reader: ConfigReader, layer: int) -> ChannelMixerSpec:
-    """MLP or experts of a layer of LFM2."""
+    """Spec of the MLP or experts of a layer of LFM2; layer: its number."""
     if reader.raw["model_type"] == "lfm2":
         return MlpSpec(_lfm2_mlp_width(reader), "silu")
     if layer < reader.integer("num_dense_layers", 2, least=0):
@@ -400,8 +406,8 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
 
 
 def _rounded(number: float) -> float:
-    """The nearest bfloat16: transformers stores the factor of embeddings in that dtype, whatever the
-    model's."""
+    """The bfloat16 number nearest to a number: transformers stores the factor of embeddings in bfloat16,
+    whatever the dtype of the model."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 256) / 256, exponent)
 
@@ -486,15 +492,21 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 
 def _alternating(layers: int) -> list[str]:
-    """Layer types: attention in even layers, linear attention in odd ones."""
-    return [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]
+    """Type of each layer of a model with attention in even layers and linear attention in odd ones."""
+    return ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
 
 
 # -- config keys that several families share
 
 
 def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], eps: float) -> GatedDeltaSpec:
-    """Gated delta net of Qwen. layout: of its projections; eps: of the norm of its outputs."""
+    """Sizes and switches of the gated delta nets of Qwen3-Next and Qwen3.5.
+
+    Arguments:
+        reader: The config.json.
+        layout: How a checkpoint stores the projections (`GatedDeltaSpec.layout`).
+        eps: Epsilon of the norm of each head's output.
+    """
     return GatedDeltaSpec(
         reader.integer("linear_num_value_heads", 32),
         reader.integer("linear_num_key_heads", 16),
@@ -507,7 +519,8 @@ def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], e
 
 
 def _attention_every(period: int, layers: int) -> list[str]:
-    """Layer types: attention in every `period`-th layer, linear attention in the others."""
+    """Type of each layer of a model with attention in every `period`-th layer and linear attention in the
+    others."""
     return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
@@ -516,7 +529,7 @@ def _layer_types(
     default: list[str],
     allowed: tuple[str, ...] = ("full_attention", "linear_attention"),
 ) -> list[str]:
-    """Type of each layer, layer_types.
+    """Type of each layer, from the config key layer_types.
 
     Arguments:
         reader: The config.json.
@@ -529,19 +542,26 @@ def _layer_types(
     types = _check_types(reader, "layer_types", reader.strings("layer_types") or default, allowed)
     if len(types) != len(default):
         raise ConfigError(
-            f"{reader.source}: expected one layer_types entry per layer ({len(default)}), found "
-            f"{len(types)}; correct the file, or fetch it again"
+            f"{reader.source}: expected layer_types to have one entry for each of {len(default)} layers, "
+            f"found {len(types)} entries; correct the file, or fetch it again"
         )
     return types
 
 
 def _check_types(reader: ConfigReader, key: str, types: list[str], allowed: tuple[str, ...]) -> list[str]:
-    """The types themselves; ConfigError, naming their config key, if one of them is not allowed."""
+    """The types of the layers, unchanged; ConfigError if one of them is not allowed.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the types, for the message.
+        types: Type of each layer.
+        allowed: Types that the family can have.
+    """
     unknown = next((kind for kind in types if kind not in allowed), None)
     if unknown is not None:
         raise ConfigError(
-            f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found {unknown!r}; "
-            f"{TRY_TRANSFORMERS}"
+            f"{reader.source}: expected {key} to list the type of each layer, {' or '.join(allowed)}, found "
+            f"{unknown!r}; {TRY_TRANSFORMERS}"
         )
     return types
 
