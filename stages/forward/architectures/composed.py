@@ -441,10 +441,12 @@ class ComposedArchitecture(Architecture):
     def hook_points(self) -> tuple[HookPoint, ...]:
         """All hook points of the model, in execution order; layers with different mixers have different hook
         points."""
-        outside = ["embed"]
-        outside += _FINAL_NORM if self.final_norm is not None else ()
-        outside += _TRANSFORM if self.transform is not None else ()
-        outside += ["altup_merged"] if self.altup is not None else []
+        outside = (
+            "embed",
+            *(_FINAL_NORM if self.final_norm is not None else ()),
+            *(_TRANSFORM if self.transform is not None else ()),
+            *(("altup_merged",) if self.altup is not None else ()),
+        )
         altup_in_layers = () if self.altup is None else self.altup.points
         points = [HookPoint(kind) for kind in outside]
         for layer, block in enumerate(self.blocks):

@@ -14,12 +14,12 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation, yarn_magnitude
+from ..hybrids.mamba_families import none_if_one
 from ..mixers import ChannelMixerSpec, ExpertsSpec, LatentAttentionSpec
 from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
 from .experts import DEEPSEEK_SPELLING, ExpertDefaults, is_listed_dense, sigmoid_experts
-from .olmo_granite import none_if_one
 
 
 @dataclass(frozen=True)

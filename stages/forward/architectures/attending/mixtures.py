@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.mamba_families import none_if_one
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, RoutedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
@@ -24,7 +25,6 @@ from .experts import (
     qwen_experts,
     sigmoid_experts,
 )
-from .olmo_granite import none_if_one
 
 GPT_OSS_YARN = {
     "rope_type": "yarn",

@@ -11,6 +11,7 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.mamba_families import none_if_one
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import AttentionSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
@@ -108,11 +109,6 @@ GRANITE_SPELLING = replace(
         shared="shared_mlp.",
     ),
 )
-
-
-def none_if_one(factor: float) -> float | None:
-    """The factor, or None if it is 1 and so changes nothing, for `ComposedArchitecture.embedding_scale`."""
-    return None if factor == 1 else factor
 
 
 def _residual(config: ConfigReader) -> float:

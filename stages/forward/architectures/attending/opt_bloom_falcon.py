@@ -12,11 +12,11 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.mamba_families import none_if_one
 from ..layer_tensors import LLAMA, Spelling
 from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .olmo_granite import none_if_one
 
 FIRST_ROW = 2
 """Row of the first position in tables of positions made by fairseq, whose rows 0 and 1 are for padding."""

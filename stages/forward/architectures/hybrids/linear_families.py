@@ -448,7 +448,9 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         lightning = LightningSpec(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
         return LayerSpec((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
 
-    types = _layer_types(reader, _alternating(layers))
+    # By default, attention in even layers.
+    default = ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
+    types = _layer_types(reader, default)
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
     spelling = replace(
         LLAMA,
@@ -489,11 +491,6 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         ),
     )
     return composed_of(reader, blocks, spelling, eps=1e-6, context=196608)
-
-
-def _alternating(layers: int) -> list[str]:
-    """Type of each layer of a model with attention in even layers and linear attention in odd ones."""
-    return ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
 
 
 # -- config keys that several families share

@@ -29,6 +29,7 @@ __all__ = [
     "composed_of",
     "expanded",
     "layer_types_of",
+    "none_if_one",
     "rank_of",
     "read_mamba",
     "require_silu",
@@ -178,7 +179,9 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     # transformers' default for partial_rotary_factor is 0.5.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
-    mlp = MlpSpec(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
+    mlp = MlpSpec(
+        reader.integer("intermediate_size"), activation_of(reader), has_bias=reader.flag("mlp_bias", False)
+    )
     blocks = tuple(LayerSpec((attention if layer in listed else mamba,), mlp) for layer in range(layers))
     return composed_of(reader, blocks, Spelling(), context=262144)
 
@@ -263,7 +266,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     blocks = tuple(LayerSpec((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
         composed_of(reader, blocks, spelling, context=2048, eps=1e-6),
-        embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
+        embedding_scale=none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=1 / reader.number("logits_scaling", 1.0),
     )
 
@@ -295,20 +298,20 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     mlp = MlpSpec(
         reader.integer("intermediate_size"),
         activation_of(reader),
-        has_bias=_mlp_bias(reader),
+        has_bias=reader.flag("mlp_bias", False),
         factors=(mlp_factors[0], mlp_factors[1]),
     )
     block = LayerSpec((attention, mamba), mlp)
     return replace(
         composed_of(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
-        embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
+        embedding_scale=none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=reader.number("lm_head_multiplier", 1.0),
     )
 
 
 def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Architecture of Nemotron-H, in which a layer is either a mixer or a channel mixer."""
-    bias, mlp_bias = reader.flag("use_bias", False), _mlp_bias(reader)
+    bias, mlp_bias = reader.flag("use_bias", False), reader.flag("mlp_bias", False)
     eps, activation = (
         reader.number("layer_norm_epsilon", 1e-5),
         activation_of(reader, "mlp_hidden_act", "relu2"),
@@ -584,11 +587,8 @@ def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     reader.read.add(key)
     if values is None:
         return (1.0,) * count
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
-    if not isinstance(values, list | tuple) or len(values) != count or not all(map(is_number, values)):
+    has_length = isinstance(values, list | tuple) and len(values) == count
+    if not has_length or any(isinstance(n, bool) or not isinstance(n, int | float) for n in values):
         raise ConfigError(
             f"{reader.source}: expected {key} to list {count} numbers, found {values!r}; correct the file, "
             "or fetch it again"
@@ -657,18 +657,13 @@ def require_silu(reader: ConfigReader, key: str) -> None:
         )
 
 
-def _mlp_bias(reader: ConfigReader) -> bool:
-    """Value of the config key mlp_bias, with default False."""
-    return reader.flag("mlp_bias", False)
-
-
 def _is_at(layer: int, period_and_offset: tuple[int, int]) -> bool:
     """Whether a layer's number leaves the remainder `offset` when divided by `period`."""
     period, offset = period_and_offset
     return layer % period == offset
 
 
-def _none_if_one(factor: float) -> float | None:
+def none_if_one(factor: float) -> float | None:
     """The factor, or None if it is 1 and so changes nothing."""
     return None if factor == 1 else factor
 

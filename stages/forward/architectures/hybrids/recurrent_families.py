@@ -205,13 +205,15 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
     width = int(hidden * reader.integer("hidden_ratio", ratio) * 2 / 3)
     mlp = MlpSpec(reader.integer("intermediate_size", 256 * ((width + 255) // 256)), "silu")
     attends = _attention_of_fla(reader, hidden, layers)
+    # Norm and output gate are one module, whose tensors have another name.
+    is_norm_fused = reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
     spelling = Spelling(
         embed="model.embeddings",
         final_norm="model.norm",
         ln1="attn_norm",
         ln2="mlp_norm",
         mixer="attn.",
-        mixer_norm="g_norm_swish_gate" if _is_norm_fused(reader) else "g_norm",
+        mixer_norm="g_norm_swish_gate" if is_norm_fused else "g_norm",
         attention="attn.",
         mlp="mlp.",
     )
@@ -303,11 +305,6 @@ def _beta_factor(reader: ConfigReader) -> float:
     """Factor of the write strength beta (`GatedDeltaSpec.beta_factor`): 2 if the config allows negative
     eigenvalues of the state transition, else 1."""
     return 2.0 if reader.flag("allow_neg_eigval", False) else 1.0
-
-
-def _is_norm_fused(reader: ConfigReader) -> bool:
-    """Whether norm and output gate are one module in the checkpoint, whose tensors have another name."""
-    return reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
 
 
 RECURRENT: dict[str, FamilyReader] = {

@@ -94,7 +94,8 @@ def _added(states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor) ->
     """
     change = y - x
     for (call1, slot1, output1), (call2, slot2, output2) in itertools.combinations(states, 2):
-        if _is_outside(call1, call2) and is_close(output1 + output2, change, y):
+        is_nested = call1 in call2.above or call2 in call1.above
+        if not is_nested and is_close(output1 + output2, change, y):
             part1, part2 = (call1, slot1), (call2, slot2)
             return PartSums((part1, part2) if call1.ended < call2.ended else (part2, part1), "before")
     for call, slot, output in states:
@@ -127,8 +128,3 @@ def _normed(
                     parts = ((part1, part1_slot), (part2, part2_slot))
                     return PartSums(parts, "of stream", ((norm1, slot1), (norm2, slot2)))
     return None
-
-
-def _is_outside(a: Call, b: Call) -> bool:
-    """Whether neither call was made within the other."""
-    return a not in b.above and b not in a.above

@@ -21,14 +21,13 @@ from .....store.exchange.tensors import FLOATS, mapped_tensor, read_header
 from ...architectures.bridge.found import FoundReadout
 from ..norms import apply_norm
 from ..weights import NormWeights
+from .examined import agree
 from .parts import is_close
 from .trace import Call, same
 
 __all__ = ["find_readout"]
 
 KINDS: tuple[Literal["rms", "gemma_rms", "layer"], ...] = ("layer", "rms", "gemma_rms")
-LOGITS = 1e-4
-"""Largest difference of logits, relative to the largest logit. Sums over the hidden size are long."""
 
 
 def find_readout(
@@ -92,18 +91,13 @@ def _cap_and_scale(products: Tensor, logits: Tensor, module: nn.Module) -> tuple
     if no cap and no scale do."""
     config: Any = module.config
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    if cap and _agree(cap * torch.tanh(products / cap), logits):
+    if cap and agree(cap * torch.tanh(products / cap), logits):
         return float(cap), 1.0
-    if _agree(products, logits):
+    if agree(products, logits):
         return None, 1.0
     # Least-squares fit of one factor.
     scale = float((products * logits).double().sum() / products.double().square().sum())
-    return (None, scale) if _agree(products * scale, logits) else None
-
-
-def _agree(computed: Tensor, logits: Tensor) -> bool:
-    """Whether computed logits equal the model's, up to the tolerance `LOGITS`."""
-    return bool(float((computed - logits).abs().max()) <= LOGITS * float(logits.abs().max()))
+    return (None, scale) if agree(products * scale, logits) else None
 
 
 def _name_in_files(name: str, value: Tensor, files: Sequence[Path]) -> str | None:

@@ -73,10 +73,8 @@ class ExponentialAverage:
         """What each token reads, [B, 1, T, C], and the state after the last token, [B, 1, 3, C]. state:
         before the first token, of the same shape; None for an empty state."""
         terms = _terms_of(tokens)
-        if state is None:
-            start = _empty_sums(terms)
-        else:
-            start = ScaledSums(*state.to(terms.exponent.dtype).unbind(2))
+        dtype = terms.exponent.dtype
+        start = _empty_sums(terms) if state is None else ScaledSums(*state.to(dtype).unbind(2))
         before, after = self._sums_before(terms, start)
         total = self._with_current(before, terms)
         return total.numerator / total.denominator, torch.stack(after, dim=2)
