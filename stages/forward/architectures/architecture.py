@@ -498,12 +498,12 @@ class Architecture(ABC):
 
     @cached_property
     def looks_ahead(self) -> bool:
-        """Whether positions see later positions in any layer."""
+        """Whether attention in any layer is bidirectional, so that positions see later positions."""
         return any(layer.mixer.is_bidirectional for layer in self.layers)
 
     @cached_property
     def known_points(self) -> frozenset[HookPoint]:
-        """`hook_points` as a set, for fast lookup."""
+        """All hook points of the model as a set, for fast lookup."""
         return frozenset(self.hook_points)
 
     @cached_property

@@ -160,7 +160,7 @@ Mixer = (
 
 @dataclass(frozen=True)
 class Layer:
-    """Torch-free summary of one layer."""
+    """Torch-free summary of one layer: its mixer, its channel mixer and the place of its norms."""
 
     mixer: Mixer
     """Attention, recurrence or convolution: the part that mixes positions."""

@@ -95,7 +95,7 @@ class MixerSpec(ABC):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rotary position embedding; None for a mixer without."""
+        """Rotary position embedding of queries and keys; None for a mixer without rope."""
         return None
 
 

@@ -163,7 +163,7 @@ def attention(
         mixer: parameters that `History.attend` needs, such as window, scale and soft cap.
         layer: number of the layer.
         history: finds the earlier tokens and mixes the positions.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         gate: factors of the heads' outputs, [B, H, kept, dh]; None for no gate.
         source: the stream before the norm, if the layer has hook points for inputs of single heads.
         beside: tensors that layers pass on besides the stream, in families whose layers share keys and
@@ -407,7 +407,7 @@ def attend(
         allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None for a plain
             causal mask, or for no mask if the layer is bidirectional.
         mixer: parameters of the layer's attention.
-        layer: the layer.
+        layer: number of the layer.
         taps: hook points, cut edges included.
         weigh: computes the output if no intervention changes scores or patterns; None for `weighted_values`.
         places: positions of queries in their prompts, [query] or [B, query], for relative position biases;

@@ -111,7 +111,8 @@ START = "start"
 
 @dataclass(frozen=True)
 class LayerModules:
-    """Mixers and norms of one layer, with their weights."""
+    """Modules of one layer with their weights: mixers, channel mixer, norms and special parts of some
+    families."""
 
     mixers: tuple[PositionMixer | TimeMix, ...]
     """Mixers that read the same input and whose outputs are added; mostly one."""
@@ -252,7 +253,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             layer: number of the layer.
             carried: tensors that enter the layer, by name, each [B, token, width].
             history: which tokens the pass computes and how they see each other.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside, streams = self._entered(carried), None
@@ -347,7 +348,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             h: normalised input of the channel mixer, [B, token, D].
             x: stream before the norm, of the same shape.
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
             acts: bool [B, kept, 1], True at positions that the layer acts on; None for all positions.
             history: finds the previous token; only token-shifted channel mixers need it.
         """
@@ -382,7 +383,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 heads.
             layer: number of the layer.
             history: finds the earlier tokens and mixes the positions.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
             beside: tensors that layers pass on besides the stream; time mixes, and attention that shares keys
                 and values, read them and may add to them.
         """
@@ -424,7 +425,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             name: name of the norm before them, "ln1", "ln2" or "ln_cross"; without such a norm, the input is
                 the stream.
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
             block_out: output of a shared block, which is added to the stream before the norm; None without
                 such a block.
         """
@@ -452,7 +453,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             x: their output, [B, kept, D].
             name: name of the norm after them, "ln1_post" or "ln2_post", which is applied if the layer has it.
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
             acts: bool [B, kept, 1], True at positions of the layer's side in an encoder-decoder; the result
                 is 0 elsewhere. None where layers act on every position.
         """

@@ -72,7 +72,7 @@ class Ends(Generic[Config, Layer]):
 
         Arguments:
             x: Final residual stream [B, S, D].
-            taps: Hook points of the pass.
+            taps: Captures and interventions of the pass, called at its hook points.
             want: Which positions' logits are wanted; None for all positions.
         """
         config, norm, x = self.config, self.weights.final_norm, self._narrow(x)
@@ -119,7 +119,7 @@ class Ends(Generic[Config, Layer]):
 
         Arguments:
             name: name of the norm, such as "ln1"; ignored for the final norm.
-            layer: the layer; None for the final norm.
+            layer: number of the layer; None for the final norm.
             dtype: dtype of the result.
 
         Raises:

@@ -76,7 +76,7 @@ class Laurel:
             x: stream after attention's output has been added, [B, kept, D].
             h: normalised input of attention, [B, kept, D].
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         low = product(product(h, self._left), self._right)
         normed = normalise(low, self._norm, "rms", self._eps, taps, "laurel", layer)
@@ -92,7 +92,7 @@ class LayerInput:
         Arguments:
             spec: size and activation.
             tensors: all weights of the layer, by their names in architectures/layer_parts.py.
-            layer: the layer.
+            layer: number of the layer.
             eps: epsilon of the norm.
         """
         self._columns = slice(layer * spec.size, (layer + 1) * spec.size)
@@ -107,7 +107,7 @@ class LayerInput:
             x: residual stream [B, kept, D].
             inputs: per-layer inputs of all layers, [B, kept, layer * input].
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         layer_input = inputs[..., self._columns]
         if taps.changes(layer, "layer_input_embed"):
@@ -172,8 +172,8 @@ class AltUp:
         Arguments:
             stream: The active stream, [B, token, D].
             inactive: The other streams as they are carried, [B, token, (stream - 1) * D].
-            layer: The layer.
-            taps: Hook points of the pass.
+            layer: Number of the layer.
+            taps: Captures and interventions of the pass, called at its hook points.
 
         Returns:
             Streams [B, stream, token, D].
@@ -195,8 +195,8 @@ class AltUp:
         Arguments:
             predicted: Output of `predicted`, [B, stream, token, D].
             output: The layer's output for the predicted active stream, [B, token, D].
-            layer: The layer.
-            taps: Hook points of the pass.
+            layer: Number of the layer.
+            taps: Captures and interventions of the pass, called at its hook points.
 
         Returns:
             Streams [B, stream, token, D].

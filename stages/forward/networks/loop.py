@@ -81,10 +81,10 @@ class Network(Protocol):
         """Compute one layer.
 
         Arguments:
-            layer: The layer.
+            layer: Number of the layer.
             carried: Tensors that enter the layer, by name, each [B, token, width].
             history: Which tokens the pass computes and how they see each other.
-            taps: Hook points of the pass.
+            taps: Captures and interventions of the pass, called at its hook points.
 
         Returns:
             Tensors that leave the layer, under the same names, for the needed tokens.
@@ -100,7 +100,7 @@ class Network(Protocol):
 
         Arguments:
             x: Final residual stream [B, S, D].
-            taps: Hook points of the pass.
+            taps: Captures and interventions of the pass, called at its hook points.
             want: Which positions' logits are wanted; None for all positions.
         """
         ...
@@ -129,7 +129,7 @@ class Network(Protocol):
 
         Arguments:
             name: Name of the norm in its hook points: "ln1" of a layer, or "ln_final".
-            layer: The layer; None for the final norm.
+            layer: Number of the layer; None for the final norm.
             dtype: Dtype of the result.
 
         Raises:
@@ -155,7 +155,7 @@ def through_layers(
         network: the network.
         ids: token ids, int [B, S].
         history: which tokens the pass computes and how they see each other.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         order: layers in execution order, which may repeat (hooks/recurrent.py); None for each layer once. A
             history that caches tensors per layer supports no repeated layers.
 
@@ -185,7 +185,7 @@ def run_to_end(
         carried: tensors that leave the embedding or a layer, by name.
         layers: numbers of the layers to run, in order; may be empty.
         history: which tokens the pass computes and how they see each other.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         previous: layer that `carried` comes from; None for the embedding.
 
     Returns:
@@ -205,7 +205,7 @@ def final_state(
         carried: Tensors that left layer `previous`, before the taps of its resid_post.
         previous: Last layer that ran; None if `carried` is the output of the embedding.
         history: Which tokens the pass computes and how they see each other.
-        taps: Hook points of the pass.
+        taps: Captures and interventions of the pass, called at its hook points.
 
     Returns:
         Input of the final norm, [B, token, D].
@@ -233,7 +233,7 @@ def run_layers(
         carried: Tensors that leave the embedding or a layer, by name.
         layers: Numbers of the layers to run, in order; may be empty.
         history: Which tokens the pass computes and how they see each other.
-        taps: Hook points of the pass.
+        taps: Captures and interventions of the pass, called at its hook points.
         previous: Layer that `carried` comes from; None for the embedding.
 
     Returns:

@@ -107,7 +107,7 @@ def attend_sides(
         v: values [B, H, key, dh] at the same positions.
         mixer: parameters of the layer's attention.
         history: gives the positions of the tokens, and where targets begin.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         masks: attention masks by kind ("source", "target" or "cross"), to which a mask is added at its first
             use.
     """
@@ -242,7 +242,7 @@ class CrossAttention:
             memory: the encoder's normalised output [B, token, D].
             layer: number of the layer.
             history: mixes the positions.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         memory = memory.clone() if taps.changes(layer, "cross_memory") else memory
         memory = taps("cross_memory", layer, memory)

@@ -27,7 +27,7 @@ def scan(
             width], without "write", which is added if that hook point is captured or changed.
         layer: number of the layer.
         history: runs the recurrence over the tokens of each sequence.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         prefix: prefix of the names of the hook points: "rwkv", "ssm", "linear" or "mlstm".
 
     Returns:
@@ -42,8 +42,8 @@ def tapped_log_decay(log_decay: Tensor, layer: int, taps: Taps, prefix: str) -> 
 
     Arguments:
         log_decay: Natural logarithm of the decay, [B, H, token, K or 1].
-        layer: The layer.
-        taps: Hook points of the pass.
+        layer: Number of the layer.
+        taps: Captures and interventions of the pass, called at its hook points.
         prefix: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
 
     Returns:
@@ -66,9 +66,9 @@ def scan_decayed(
         recurrence: How the state is decayed, written and read.
         tokens: Its inputs by name, [B, H, token, width], without "write". The dict gets "write" if that hook
             point is captured or changed, which requires "log_decay".
-        layer: The layer.
+        layer: Number of the layer.
         history: Runs the recurrence.
-        taps: Hook points of the pass.
+        taps: Captures and interventions of the pass, called at its hook points.
         prefix: Prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
 
     Returns:

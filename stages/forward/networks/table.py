@@ -67,5 +67,5 @@ def over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
 
 
 def of_weights(architecture: Architecture, loaded: weights.Weights[Any]) -> Network:
-    """Build a network from weights that are already loaded."""
+    """Network of an architecture over weights that are already loaded."""
     return NETWORKS[architecture.kind][1](architecture, loaded)

@@ -54,7 +54,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Gain and bias of a norm."""
+    """Weights of a norm: gain and, in most layer norms, bias."""
 
     weight: Tensor
     """Gain, [width]; norms of type "gemma_rms" multiply by 1 + this."""
@@ -112,7 +112,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class Weights(Generic[Layer]):
-    """All tensors of a network."""
+    """All weights of a network: those of its layers, and those outside of layers."""
 
     embed: Tensor
     """Embedding matrix [vocab, width]."""

@@ -34,7 +34,7 @@ size or in how a change is made: float32 passes of other shapes differ by 1e-6 t
 
 @dataclass(frozen=True)
 class Passed:
-    """Logits and captured activations of one forward pass."""
+    """Logits and captured activations of one forward pass of a model being probed."""
 
     logits: Tensor
     """[B, S, V]."""
@@ -43,7 +43,7 @@ class Passed:
 
 
 def agree(logits: Tensor, reference: Tensor) -> bool:
-    """Whether results of two passes are equal up to `TOLERANCE`."""
+    """Whether logits of two passes are equal up to rounding, within 1e-4 of the largest one (`TOLERANCE`)."""
     return bool(float((logits - reference).abs().max()) <= TOLERANCE * float(reference.abs().max()))
 
 

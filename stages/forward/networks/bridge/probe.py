@@ -269,7 +269,7 @@ def _require_settled(model: Examined, fresh: Examined, context: int, changed: st
 
 
 def _missing(config: BridgeConfig) -> list[str]:
-    """Limitations of the probed model, one line each."""
+    """Features that the probed model lacks behind the bridge, one line of text each."""
     lines = ["no hook points inside of layers: no heads, patterns, neurons or states"]
     without = [number for number, layer in enumerate(config.found) if not layer.parts]
     if without:

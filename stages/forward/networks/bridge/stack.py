@@ -30,7 +30,7 @@ class NotBridged(Exception):
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of a model in a traced pass."""
+    """The layers of a model, as calls of modules in a traced pass."""
 
     path: str
     """Dotted path of the list of layers."""

@@ -27,7 +27,7 @@ is the whole result."""
 
 @dataclass
 class Call:
-    """One call of a module during a pass."""
+    """One call of a module during a traced pass, with copies of the hidden states that it took and gave."""
 
     path: str
     """Dotted path of the module."""

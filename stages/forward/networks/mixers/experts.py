@@ -124,7 +124,7 @@ class Experts:
             share: their routing weights, [n, k].
             x: input of the layer, [batch, position, hidden].
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         if not taps.touches(layer, "expert_weights"):
             return experts, share
@@ -304,7 +304,7 @@ def _tapped(outputs: list[ExpertOutput], x: Tensor, count: int, layer: int, taps
         x: input of the layer, [batch, position, hidden].
         count: number of experts.
         layer: number of the layer.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
     """
     dense = x.new_zeros(x.shape[0] * x.shape[1], count, x.shape[-1])
     for expert, token, _, out in outputs:

@@ -60,7 +60,7 @@ class Mamba:
             selected: projections of each group to step size, B and C, side by side, [B, G, token, rank + 2
                 N].
             layer: number of the layer.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         w, sizes = self.weights, (self.spec.rank, self.spec.state_size, self.spec.state_size)
         low_rank_step, keys, queries = selected.split(sizes, dim=-1)

@@ -42,7 +42,7 @@ class PositionMixer(Protocol):
             x: normalised stream [B, token, D].
             layer: number of the layer.
             history: finds the earlier tokens and mixes the positions.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         ...
 

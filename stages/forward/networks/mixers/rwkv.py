@@ -50,9 +50,9 @@ class TimeMix:
 
         Arguments:
             x: normalised stream, [B, token, D].
-            layer: the layer.
+            layer: number of the layer.
             history: runs the recurrence, and knows the previous tokens.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
             beside: tensors carried in addition to the stream; layer 0 of RWKV-7 adds its values.
 
         Returns:

@@ -44,9 +44,9 @@ class SharedBlock:
         Arguments:
             x: residual stream [B, token, D].
             start: token embeddings [B, token, D].
-            layer: the layer.
+            layer: number of the layer.
             history: mixes the positions.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         h = self._normed(torch.cat([x, start], dim=-1), "shared", layer, taps)
         h = taps("shared_attn_out", layer, self.attention(h, layer, history, taps))

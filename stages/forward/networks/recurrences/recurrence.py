@@ -69,6 +69,6 @@ class Recurrence(Protocol):
 
 
 def widened(tokens: Tokens) -> dict[str, Tensor]:
-    """Inputs in float32, or all in float64 if any of them is."""
+    """Inputs of a recurrence by name, in float32, or all in float64 if any of them is float64."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tokens.values()), torch.float32)
     return {name: x.to(dtype) for name, x in tokens.items()}
