@@ -224,7 +224,7 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ),
         ("phimoe", {"num_experts_per_tok": 1}, "expected num_experts_per_tok to be 2"),
         ("deepseek_v2", {"topk_method": "noaux_tc", "first_k_dense_replace": 0}, "found 'noaux_tc'"),
-        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "dense or sparse for each of 3 layers"),
+        ("exaone_moe", {"mlp_layer_types": ["dense"]}, "'dense' or 'sparse' for each of 3 layers"),
         ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta to list a number for each of 3"),
         ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
         ("xglm", {"pad_token_id": 2}, "expected pad_token_id to be below 2, .*found 2"),
