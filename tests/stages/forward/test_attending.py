@@ -229,7 +229,11 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         ("ministral3", {"layer_types": ["full_attention"] * 3}, "expected no layer_types"),
         ("xglm", {"pad_token_id": 2}, "expected pad_token_id to be below 2, .*found 2"),
         ("cwm", {"hidden_act": "xielu"}, "expected an activation among"),
-        ("diffllama", {"num_key_value_heads": 1}, "num_key_value_heads in config.json to be even, .* found 1"),
+        (
+            "diffllama",
+            {"num_key_value_heads": 1},
+            "num_key_value_heads in config.json to be even, .* found 1",
+        ),
         (
             "llama4_text",
             {"layer_types": ["sliding_attention"] * 3},
@@ -252,7 +256,9 @@ def test_a_readout_of_the_files_gives_the_logits(family, tmp_path):
 def test_values_that_are_clipped_are_no_linear_map(tmp_path):
     save_random_hybrid(tmp_path, "olmo", 0, tokenizer=False, clip_qkv=0.5)
     network = Model.from_pretrained(tmp_path).network
-    with pytest.raises(ConfigError, match=r"linear map of the normalised stream, found olmo, which clips them to 0\.5"):
+    with pytest.raises(
+        ConfigError, match=r"linear map of the normalised stream, found olmo, which clips them to 0\.5"
+    ):
         network.value_matrix(1)
 
 

@@ -259,7 +259,7 @@ def test_padding_has_no_position_and_is_refused(family, tmp_path):
         ("albert", {"inner_group_num": 2}, "expected inner_group_num to be 1, found 2"),
         ("esm", {"position_embedding_type": "relative_key"}, "to be 'absolute' or 'rotary', found"),
         ("bert", {"hidden_act": "mish"}, "expected an activation among"),
-        ("modernbert", {"classifier_activation": "mish"}, "expected classifier_activation among"),
+        ("modernbert", {"classifier_activation": "mish"}, "expected classifier_activation to be one of"),
         ("bert", {"is_encoder_decoder": True}, "expected a causal decoder, found"),
     ],
 )
@@ -285,7 +285,7 @@ def test_the_lens_on_the_last_stream_gives_the_logits(family, tmp_path):
 def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):
     save_random_encoder(tmp_path, "bert", 1, tokenizer=False)
     model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
-    with pytest.raises(ConfigError, match=r"linear map of the normalised stream, found bert, whose head"):
+    with pytest.raises(ConfigError, match=r"linear map of the normalised stream, found bert, which applies"):
         tokens_to_residual_directions(model, 5)
     readout = readout_from_files(files.weight_files, model.config)
     with pytest.raises(ShapeError, match=r"found one with a dense map, an activation \(\w+\) and a norm"):

@@ -270,7 +270,11 @@ def test_texts_are_sources_and_their_pairs_have_targets(tmp_path: Path) -> None:
             {"d_model": 15, "encoder_attention_heads": 1, "decoder_attention_heads": 1},
             "even d_model",
         ),
-        ("pegasus", {"decoder_attention_heads": 1}, "encoder_attention_heads and decoder_attention_heads to be equal"),
+        (
+            "pegasus",
+            {"decoder_attention_heads": 1},
+            "encoder_attention_heads and decoder_attention_heads to be equal",
+        ),
         ("blenderbot", {"activation_function": "tanh"}, "expected an activation among"),
         ("pegasus", {"model_type": "bigbird_pegasus"}, "bigbird_pegasus"),
         ("bart", {"model_type": "led"}, "led"),

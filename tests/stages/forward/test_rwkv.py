@@ -346,9 +346,13 @@ def test_every_field_of_the_config_is_in_the_key(tmp_path):
 
 def test_the_two_halves_of_a_layer_stand_together(models):
     block = models("rwkv6").config.blocks[0]
-    with pytest.raises(ConfigError, match="a time mix and a token-shifted channel mixer, found a layer with only"):
+    with pytest.raises(
+        ConfigError, match="a time mix and a token-shifted channel mixer, found a layer with only"
+    ):
         replace(block, channel_mixer=MlpSpec(40, "relu2", is_gated=False))
-    with pytest.raises(ConfigError, match="a time mix and a token-shifted channel mixer, found a layer with only"):
+    with pytest.raises(
+        ConfigError, match="a time mix and a token-shifted channel mixer, found a layer with only"
+    ):
         replace(block, mixers=(AttentionSpec(4, 4, 6),))
 
 

@@ -192,7 +192,11 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family, layers):
         ("zamba", {"num_key_value_heads": 3}, r"multiple of num_key_value_heads, found 3"),
         ("zamba", {"n_mamba_heads": 5, "num_key_value_heads": 4}, r"found 64 heads and 5 groups"),
         ("zamba2", {"n_mamba_heads": 3}, r"expected n_mamba_heads to divide 64 channels, found 3"),
-        ("zamba2", {"layers_block_type": ["hybrid", "conv"]}, r"type of each layer, mamba or hybrid, found 'conv'"),
+        (
+            "zamba2",
+            {"layers_block_type": ["hybrid", "conv"]},
+            r"type of each layer, mamba or hybrid, found 'conv'",
+        ),
         (
             "zamba2",
             {"use_shared_attention_adapter": True, "num_key_value_heads": 2},

@@ -80,7 +80,11 @@ def test_the_limits_of_step_sizes_may_be_infinite_in_every_spelling(told, meant)
         ("mamba", {"quantization_config": {}}, r"expected unquantised weights"),
         ("mamba2", {"time_step_limit": [0.1]}, r"expected time_step_limit to be two numbers, found \[0\.1\]"),
         ("mamba2", {"time_step_limit": [0, "much"]}, r"expected time_step_limit to hold numbers"),
-        ("mamba2", {"num_heads": 6, "n_groups": 4}, r"multiple of the number of groups, found 6 heads and 4 groups"),
+        (
+            "mamba2",
+            {"num_heads": 6, "n_groups": 4},
+            r"multiple of the number of groups, found 6 heads and 4 groups",
+        ),
         ("bamba", {"mamba_d_head": 5}, r"expected mamba_n_heads \* mamba_d_head to be 128, found 128 \* 5"),
         ("falcon_h1", {"ssm_multipliers": [1, 2]}, r"expected ssm_multipliers to list 5 numbers, found"),
         (
@@ -88,7 +92,11 @@ def test_the_limits_of_step_sizes_may_be_infinite_in_every_spelling(told, meant)
             {"layer_types": ["mamba", "conv"]},
             r"type of each layer, attention or mamba, found 'conv'",
         ),
-        ("granitemoehybrid", {"layer_types": ["mamba"]}, r"layer_types to have one entry for each of 12 layers, found 1"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"]},
+            r"layer_types to have one entry for each of 12 layers, found 1",
+        ),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, r"type of each layer, .* or moe, found 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": ""}, r"type of each layer, .* or moe, found no types"),
         ("jamba", {"vocab_size": None}, r"expected vocab_size to be a positive integer, found None"),

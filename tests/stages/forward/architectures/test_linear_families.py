@@ -49,7 +49,11 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     ("family", "changes", "message"),
     [
         ("qwen3_next", {"hidden_act": "gelu"}, r"expected hidden_act 'silu' in a model with .*found 'gelu'"),
-        ("qwen3_next", {"layer_types": ["mamba"] * 6}, r"type of each layer, full_attention or .*found 'mamba'"),
+        (
+            "qwen3_next",
+            {"layer_types": ["mamba"] * 6},
+            r"type of each layer, full_attention or .*found 'mamba'",
+        ),
         (
             "qwen3_next",
             {"layer_types": ["full_attention"]},
@@ -60,9 +64,17 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
             {"linear_num_value_heads": 24},
             r"found 24 heads and 16 groups",
         ),
-        ("lfm2", {"layer_types": ["linear_attention"] * 6}, r"type of each layer, full_attention or conv, found"),
+        (
+            "lfm2",
+            {"layer_types": ["linear_attention"] * 6},
+            r"type of each layer, full_attention or conv, found",
+        ),
         ("lfm2", {"partial_rotary_factor": 0.5}, r"expected no partial_rotary_factor"),
-        ("recurrent_gemma", {"block_types": ["mlp"]}, r"block_types to list the type of each layer, recurrent or .*'mlp'"),
+        (
+            "recurrent_gemma",
+            {"block_types": ["mlp"]},
+            r"block_types to list the type of each layer, recurrent or .*'mlp'",
+        ),
         ("minimax", {"hidden_act": "snake"}, r"expected an activation among .*found 'snake'"),
         ("minimax", {"quantization_config": {}}, r"expected unquantised weights"),
     ],

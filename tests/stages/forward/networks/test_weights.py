@@ -74,7 +74,9 @@ def test_a_tied_head_that_differs_in_the_file_is_refused(file):
     held = tensors()
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     held["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(WeightsError, match=r"tensors .lm_head\.weight. and .model\.embed_tokens\.weight. to be equal"):
+    with pytest.raises(
+        WeightsError, match=r"tensors .lm_head\.weight. and .model\.embed_tokens\.weight. to be equal"
+    ):
         load(file(held), tied)
     with pytest.raises(WeightsError, match=r"set tie_word_embeddings to false"):
         readout_from_files([file(held)], tied)
@@ -138,7 +140,8 @@ def test_a_missing_tensor_is_named_with_the_nearest_there_is(file):
 def test_a_misshapen_tensor_is_named_with_both_shapes(file):
     held = tensors() | {"model.norm.weight": torch.ones(17)}
     with pytest.raises(
-        WeightsError, match=r"'model.norm.weight' to have the shape \[16\] that follows from config.json, found \[17\]"
+        WeightsError,
+        match=r"'model.norm.weight' to have the shape \[16\] that follows from config.json, found \[17\]",
     ):
         load(file(held))
 
@@ -148,7 +151,8 @@ def test_a_tensor_that_is_not_finite_is_named(file, bad):
     held = tensors()
     held["model.layers.0.mlp.up_proj.weight"][3, 4] = bad
     with pytest.raises(
-        WeightsError, match=r"found 1 NaN or infinite values in the tensor .model.layers.0.mlp.up_proj.weight'"
+        WeightsError,
+        match=r"found 1 NaN or infinite values in the tensor .model.layers.0.mlp.up_proj.weight'",
     ):
         load(file(held))
 
