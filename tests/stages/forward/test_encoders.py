@@ -444,7 +444,7 @@ def test_a_head_of_the_third_deberta_is_known_by_its_tensors(tmp_path):
         (
             "deberta-v2",
             {"legacy": False, "tie_word_embeddings": False},
-            "tie_word_embeddings to be true where",
+            "tie_word_embeddings to be true in a DeBERTa",
         ),
         ("squeezebert", {"layer_norm_eps": 1e-5}, "expected layer_norm_eps to be 1e-12, found 1e-05"),
     ],
