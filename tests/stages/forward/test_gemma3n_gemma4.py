@@ -292,7 +292,7 @@ def test_two_ropes_are_read_as_older_configs_write_them():
         ),
         ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "numbers from 0 to below 1, found"),
         ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or a list"),
-        ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9, .* found no"),
+        ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9 layers, .* found no"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, r"image tokens only\), found 'all'"),
         (
             "gemma4_text",
