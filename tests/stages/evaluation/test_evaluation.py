@@ -290,7 +290,7 @@ def test_a_model_that_sees_what_it_should_predict_is_refused(tmp_path):
     orders = tuple(permutations(range(2)))
     for ask in (CorpusLoss(ids), LayerOrders(ids, orders), FactualRecall(ids, (3, 4))):
         with pytest.raises(
-            ConfigError, match="predicts the next token, found gpt2, whose positions see later"
+            ConfigError, match="predicts the next token, found gpt2, in which every position also"
         ):
             asked(ask, model, tmp_path / "store")
     with pytest.raises(ConfigError, match="predicts the next token, found gpt2"):

@@ -305,7 +305,7 @@ def test_planned_runs_are_plain_passes(model_type, kind, bridged):
 def test_what_layers_read_beside_the_stream_is_told(model_type, kind, beside, bridged):
     """An encoder's states come to a decoder by another way."""
     model, _ = bridged(model_type, kind)
-    assert any("beside the stream" in line for line in model.config.remarks) == beside
+    assert any("something else of the prompt" in line for line in model.config.remarks) == beside
     assert any("model.encoder.layers" in line for line in model.config.remarks) == beside
 
 
@@ -366,7 +366,7 @@ def test_without_a_readout_one_line_says_so(bridged):
         lambda: model.network.unembedding,
         lambda: model.config.tensors,
     ):
-        with pytest.raises(ConfigError, match="expected a final norm and a head") as told:
+        with pytest.raises(ConfigError, match="computed by a final norm and a head") as told:
             ask()
         assert "\n" not in str(told.value)
 
@@ -505,7 +505,7 @@ def test_a_model_is_looked_into_once(saved, tmp_path, monkeypatch):
     [
         ("squeezebert", "masked", "expected a list of modules"),
         ("longformer", "masked", "expected a list of modules"),
-        ("reformer", "masked", "expected a pass to repeat"),
+        ("reformer", "masked", "expected two passes over the same"),
     ],
 )
 def test_what_cannot_be_relied_on_is_refused_in_a_line(model_type, kind, told, saved):
@@ -529,7 +529,7 @@ def test_a_rule_that_begins_at_long_prompts_and_ends_at_short_ones_is_refused(tm
     """BigBird reads sparsely what is long, until it has once read something short."""
     sizes = {"max_position_embeddings": 512, "block_size": 8, "num_random_blocks": 1}
     bridge_models.save(tmp_path, "big_bird", "masked", **sizes)
-    with pytest.raises(ConfigError, match="after which one of 512 tokens gives something else"):
+    with pytest.raises(ConfigError, match="after which a prompt of 512 tokens has different logits"):
         Model.from_pretrained(tmp_path, device="cpu", backend="transformers")
 
 
@@ -538,7 +538,7 @@ def test_rope_that_remembers_how_long_the_last_prompt_was_is_refused(tmp_path):
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
     shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 256}
     bridge_models.save(tmp_path, "llama", "causal", rope_parameters={**rope, **factors}, **shape)
-    with pytest.raises(ConfigError, match=r"inv_freq set from .* by one of 256 tokens"):
+    with pytest.raises(ConfigError, match=r"inv_freq changed from .* by a pass over 256 tokens"):
         Model.from_pretrained(tmp_path, device="cpu", backend="transformers")
 
 
@@ -704,7 +704,7 @@ def test_commands_take_the_backend(reading, tmp_path, capsys):
     assert mizarr_command([*twice, "--set", "backend=native"]) == 2
     assert "the backend is given twice" in capsys.readouterr().err
     assert mizarr_command(twice) == 2, "it has no readout"
-    assert "expected a final norm and a head" in capsys.readouterr().err
+    assert "computed by a final norm and a head" in capsys.readouterr().err
 
 
 # Families that are not known

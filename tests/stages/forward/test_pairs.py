@@ -270,7 +270,11 @@ def test_texts_are_sources_and_their_pairs_have_targets(tmp_path: Path) -> None:
             {"d_model": 15, "encoder_attention_heads": 1, "decoder_attention_heads": 1},
             "even d_model",
         ),
-        ("pegasus", {"decoder_attention_heads": 1}, "encoder and decoder of the same attention_heads"),
+        (
+            "pegasus",
+            {"decoder_attention_heads": 1},
+            "encoder_attention_heads and decoder_attention_heads to be equal",
+        ),
         ("blenderbot", {"activation_function": "tanh"}, "expected an activation among"),
         ("pegasus", {"model_type": "bigbird_pegasus"}, "bigbird_pegasus"),
         ("bart", {"model_type": "led"}, "led"),
@@ -296,5 +300,5 @@ def test_padding_has_no_position_in_m2m(tmp_path: Path) -> None:
             PromptError, match=f"expected no padding in the prompt, found the padding token {padding}"
         ):
             model.pair(*pair)
-    with pytest.raises(PromptError, match="expected no padding in a source or a target"):
+    with pytest.raises(PromptError, match="expected no padding token in a source or a target"):
         model.forward([[7, 8, VOCABULARY + padding]])
