@@ -172,7 +172,7 @@ def test_text_stays_text_whether_a_result_opens_whole_or_chunked(store, monkeypa
     key = ResultKey("texts", 1, {}, {})
     store.put_result(key, dataset)
     whole = store.open_result(key)
-    monkeypatch.setattr(results, "_WHOLE", 0)
+    monkeypatch.setattr(results, "_ONE_CHUNK_BYTES", 0)
     chunked = store.open_result(key)
     for found in (whole, chunked):
         assert {found[name].dtype.kind for name in ("word", "label")} == {"T"}

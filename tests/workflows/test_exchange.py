@@ -343,7 +343,7 @@ def test_provenance_says_that_the_model_is_declared(write, store):
 
 
 def test_a_killed_import_goes_on_where_it_was(write, store, monkeypatch):
-    monkeypatch.setattr("mizarr.store.store._SHARD", 48)  # segments of four tokens
+    monkeypatch.setattr("mizarr.store.store._SHARD_BYTES", 48)  # segments of four tokens
     path = write(**posts(), row_size=SIZES)
     real, written = Entry.write_segment, []
 
@@ -551,7 +551,7 @@ def test_a_file_that_is_written_over_meanwhile_is_not_stored(
     if is_old:
         os.utime(path, (1e9, 1e9))
         monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1.0)
-    monkeypatch.setattr("mizarr.store.store._SHARD", 48)  # segments of four tokens
+    monkeypatch.setattr("mizarr.store.store._SHARD_BYTES", 48)  # segments of four tokens
     place, name = {
         "labels": (exchange, "_split_arrays"),
         "key": (exchange, "declared_run"),
@@ -583,7 +583,7 @@ import sys
 import mizarr
 from mizarr.store import open_store
 from mizarr.store.exchange import imports
-imports._AT_ONCE >>= 3
+imports._MEMORY_BYTES >>= 3
 store = open_store(sys.argv[1], durability="process")
 mizarr.import_activations(sys.argv[1] + ".npz", model="gpt2", store=store)
 print({PEAK})

@@ -69,7 +69,7 @@ def test_a_row_per_prompt_is_as_long_as_the_prompt(tmp_path):
 
 
 def test_many_batches_are_one_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("mizarr.store.exchange.dataset_folders._GROUP", 100)
+    monkeypatch.setattr("mizarr.store.exchange.dataset_folders._BATCH_BYTES", 100)
     states = random_states(tmp_path / "s", [6, 6, 6, 6])
     found = table(export(states, tmp_path / "out", format="saelens"))
     assert np.array(found["token_ids"].to_pylist()).ravel().tolist() == list(range(24))

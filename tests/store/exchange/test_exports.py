@@ -260,7 +260,7 @@ def test_a_dataset_is_exported_with_the_strings_of_its_tokens(entry, tmp_path):
 
 
 def test_strings_of_tokens_are_left_out_of_a_corpus(store, entry, tmp_path, monkeypatch):
-    monkeypatch.setattr("mizarr.store.exchange.exports._SPELLED_OUT", len(IDS) - 1)
+    monkeypatch.setattr("mizarr.store.exchange.exports._MOST_STRINGS", len(IDS) - 1)
     path = export_key(store, entry.digest, tmp_path / "a.nc", variables=["embed"])
     assert "token_string" not in opened(path) and opened(path).token_id.values.tolist() == IDS
 
