@@ -356,7 +356,7 @@ def test_patterns_of_one_segment_are_readable_by_plain_xarray(store):
 
 
 def test_many_texts_are_read_a_chunk_at_a_time(store, monkeypatch):
-    monkeypatch.setattr("mizarr.store.runs.coordinates._TEXTS", 4)
+    monkeypatch.setattr("mizarr.store.runs.coordinates._TEXTS_PER_CHUNK", 4)
     tokens = PackedTokens.from_lists([[i] for i in range(10)], texts=[f"é{i}" for i in range(10)])
     entry = store.create_entry(run_of(tokens), tokens, [EMBED])
     fill(entry, tokens, [("embed", None)])

@@ -61,7 +61,7 @@ def test_prompt_and_position_of_a_slice_match_the_spelled_out_columns(prompts, d
 def test_long_id_arrays_are_digested_in_blocks(monkeypatch):
     tokens = PackedTokens.from_lists([list(range(10)), [3]])
     whole = tokens.digest
-    monkeypatch.setattr("mizarr.store.runs.packed._BLOCK", 3)
+    monkeypatch.setattr("mizarr.store.runs.packed._BLOCK_TOKENS", 3)
     assert PackedTokens.from_lists([list(range(10)), [3]]).digest == whole
 
 
