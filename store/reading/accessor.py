@@ -134,8 +134,10 @@ class PackedAccessor:
         return at_hook(self._ds, name)
 
     def characters(self, i: int) -> CharacterSpans:
-        """Character spans of the tokens of prompt `i`, for example to find the tokens of characters 4 to 15 by
-        `.char_range_to_tokens(4, 16)`."""
+        """Which characters of prompt `i` each of its tokens covers.
+
+        `ds.mi.characters(0).char_range_to_tokens(4, 16)` are the tokens of characters 4 to 15.
+        """
         start, size = self._row(i)
         return spans_of(self._ds, slice(start, start + size))
 

@@ -165,7 +165,9 @@ def forget_entries() -> None:
 
 
 class ShardedArray(BackendArray):
-    """Lazy array over the shard files of one variable, [layer, token, ...]; bfloat16 and int8 read as float32.
+    """Lazy array over the shard files of one variable, [layer, token, ...].
+
+    bfloat16 and int8 are read as float32.
 
     Arguments:
         entry: The stored run.

@@ -106,7 +106,7 @@ def test_tasks_for_a_gpu_wait_for_one_where_there_was_one_and_not_for_ever(monke
     from distributed import Scheduler, SpecCluster, Worker
 
     monkeypatch.setenv("MIZARR_PATIENCE", "1")
-    monkeypatch.setattr(client_module, "_LOOK_EVERY", 0.1)
+    monkeypatch.setattr(client_module, "_CHECK_EVERY", 0.1)
     place = {"host": "127.0.0.1", "dashboard": False}
     workers = {
         name: {"cls": Worker, "options": {**place, "nthreads": 1, "resources": resources}}
