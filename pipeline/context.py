@@ -275,8 +275,9 @@ def blas_threads(count: int) -> Iterator[None]:
 
     Of several blocks at once the lowest limit applies. The setting belongs to the whole process. The original
     number of threads is restored when the last block ends: if each block restored the number it found, the
-    later of two overlapping blocks would leave the other's limit behind for good. The number also affects results: OpenBLAS splits products differently for
-    more threads, and the last bits change (measured: float32, from some 400 rows on).
+    later of two overlapping blocks would leave the other's limit behind for good. The number also affects
+    results: OpenBLAS splits products differently for more threads, and the last bits change (measured:
+    float32, from some 400 rows on).
     """
     token = object()
     try:

@@ -109,9 +109,9 @@ class SourceNode(ResultNode):
 class ConstantNode(Ports):
     """Node for a dataset in memory that is an input of a stage, identified by its content.
 
-    It is stored only if worker processes must read it. The dataset is copied, so that changing the original in
-    place does not invalidate the digest. Data that it reads lazily is digested again before anything computed
-    from it is published.
+    It is stored only if worker processes must read it. The dataset is copied, so that changing the original
+    in place does not invalidate the digest. Data that it reads lazily is digested again before anything
+    computed from it is published.
 
     Raises:
         ShapeError: A dtype or attribute cannot be digested.

@@ -102,7 +102,7 @@ def test_stages_speak_the_same_vocabulary():
     x = xr.DataArray(np.ones(2), dims="n")
     assert copied.labelled(copied(x, "m", turned=True))["y"].dims == ("m",)
     assert set(copied.labelled(copied(x, "m")).data_vars) == {"y", "z"}
-    with pytest.raises(StageError, match="make them equal"):
+    with pytest.raises(StageError, match="change the declaration or the function"):
         copied.labelled(xr.Dataset({"z": 1.0}))
 
 

@@ -82,7 +82,7 @@ def test_temporary_files_are_not_listed(tmp_path):
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        (errno.ENOSPC, StoreFull, "run again: it resumes"),
+        (errno.ENOSPC, StoreFull, "run the command again, which resumes"),
         (errno.EDQUOT, StoreFull, "gc"),
         (errno.EROFS, ReadOnlyStore, "mode='r'"),
         (errno.EACCES, ReadOnlyStore, "mode='r'"),

@@ -71,7 +71,9 @@ def test_a_store_of_a_later_format_is_refused_in_one_line(path, text):
     open_store(path)
     (path / "store.json").write_bytes(text)
     for mode in ("a", "r"):
-        with pytest.raises(StoreFormatError, match=r"of format 1, found format 2.*upgrade") as refused:
+        with pytest.raises(
+            StoreFormatError, match=r"of format version 1, found version 2.*upgrade"
+        ) as refused:
             open_store(path, mode=mode)
         assert "\n" not in str(refused.value)
 
@@ -81,7 +83,7 @@ def test_a_damaged_description_is_mended_by_that_of_another_store(path, tmp_path
     open_store(path).put_vocabulary("sha256:ab", ["a"])
     open_store(tmp_path / "another")
     (path / "store.json").write_bytes(text)
-    with pytest.raises(StoreFormatError, match="copy the file from another store of this version"):
+    with pytest.raises(StoreFormatError, match="copy this file from another store of this version"):
         open_store(path)
     (path / "store.json").write_bytes((tmp_path / "another" / "store.json").read_bytes())
     assert open_store(path).vocabulary("sha256:ab") == ["a"]
@@ -263,7 +265,7 @@ def test_an_entry_keeps_its_segments(store):
 
 def test_tokens_other_than_those_of_the_key_are_refused(store):
     tokens = tokens_of([1, 2])
-    with pytest.raises(PromptError, match="keyed by"):
+    with pytest.raises(PromptError, match="prompts of its key"):
         store.create_entry(RunKey("m", tokens.digest, "none"), tokens_of([1, 3]), [spec()])
     with pytest.raises(ShapeError):
         store.create_entry(RunKey("m", tokens.digest, "none"), tokens, [])
@@ -340,7 +342,7 @@ def test_pins_name_keys(store):
     store.pin("figure-3", record)
     assert store.pins() == {"figure-3": record.key}
     other = store.put_result(ResultKey("s", 2), xr.Dataset({"x": 2}))
-    with pytest.raises(ValueError, match="unpin it first"):
+    with pytest.raises(ValueError, match="remove it first"):
         store.pin("figure-3", other)
     with pytest.raises(ValueError, match="pin name"):
         store.pin("../escape", other)

@@ -231,7 +231,9 @@ def test_a_rectangle_is_made_where_there_is_one_and_refused_where_not(states: xr
     assert last["position_in_prompt"].values.tolist() == [[5, 6], [4, 5], [1, 2]]
     first = states.mi.sel(position=slice(1, 3)).mi.unpack()
     assert first["position"].values.tolist() == [1, 2]
-    with pytest.raises(ShapeError, match=r"found 3 of prompt 2 and 7 of prompt 0; ds.mi.pad\(\) fills up"):
+    with pytest.raises(
+        ShapeError, match=r"found 3 tokens in prompt 2 and 7 in prompt 0; use ds.mi.pad\(\), which fills up"
+    ):
         states.mi.unpack()
 
 

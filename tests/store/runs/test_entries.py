@@ -218,7 +218,7 @@ def test_passes_that_overlap_agree_on_the_shards_they_share(entry):
         (("resid_post", 3), 0, np.zeros((8, 6), "f4"), "layers 0 to 2"),
         (("resid_post", None), 0, np.zeros((8, 6), "f4"), "layers 0 to 2"),
         (("embed", 0), 0, np.zeros((8, 6), "f4"), "no layer axis"),
-        (("embed", None), 3, np.zeros((8, 6), "f4"), "segment from 0 to 2"),
+        (("embed", None), 3, np.zeros((8, 6), "f4"), "segments 0 to 2"),
         (("pattern", 1), 0, np.zeros((8, 2), "f4"), r"\[21, 2\]"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_file_size_limit_leaves_no_torn_shard(entry):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # the kernel takes 100 bytes, then no more
     try:
-        with pytest.raises(StoreFull, match="larger than a file may be here"):
+        with pytest.raises(StoreFull, match="exceeds the largest size allowed"):
             fill(entry, segments=[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -445,7 +445,9 @@ def test_each_record_is_read_once_however_often_one_asks(folder, monkeypatch):
     entry = create(folder, tokens, [EMBED], segment_tokens=1)
     read = []
     real = LocalFolder.get
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)  # as if they were written a while ago
+    monkeypatch.setattr(
+        "mizarr.store.files.stamps._SETTLED_SECONDS", -1
+    )  # as if they were written a while ago
     monkeypatch.setattr(LocalFolder, "get", lambda self, name: (read.append(name), real(self, name))[1])
     for _ in range(3):
         assert entry.missing([("embed", None)]) == {}
@@ -485,7 +487,7 @@ print(({PEAK} - before) >> 20)
 
 
 def test_a_shard_changed_in_place_is_checked_again(entry, monkeypatch):
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)  # as if it was written a while ago
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", -1)  # as if it was written a while ago
     fill(entry)
     path = entry.folder.path(f"{entry.path}/embed/c/0/0")
     stat = path.stat()
@@ -512,7 +514,7 @@ def test_what_was_just_written_is_checked_at_every_read(entry):
 
 @pytest.mark.parametrize("settled", [2.0, -1])
 def test_a_run_made_anew_in_other_segments_is_not_read_as_the_old_one(folder, monkeypatch, settled):
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", settled)
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", settled)
     tokens = PackedTokens.from_lists([[1] * 24])
     old = create(folder, tokens, [EMBED], segment_tokens=6)
     fill(old, [("embed", None)])

@@ -544,7 +544,7 @@ def test_labels_that_are_not_there_are_refused_in_a_line(tmp_path):
     ds = capture("specimen", corpus, hooks="blocks.0.hook_resid_post", store=store, progress=False)
     for said, told in (
         ({"label": "neg"}, "expected a value of label that some prompt has, 'pos', found 'neg'"),
-        ({"lable": "pos"}, "expected a selector among document, label, prompt.* found 'lable'"),
+        ({"lable": "pos"}, "selects by document, label, prompt.* found 'lable'"),
         ({"token": "film"}, "found 'film'.* selected by chars='film'"),
     ):
         with pytest.raises(MizarrError, match=told):
