@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one task computes together because they share work, such as forward passes."""
+    """Cells (parts of a stage's work) that one task computes together because they share forward passes."""
 
     cells: tuple[Selection, ...]
     """Labels of the cells, in order of computation."""
@@ -59,7 +59,7 @@ Work = Callable[[Any, Any, Any], None]
 
 @dataclass
 class Context:
-    """How cells of stages are computed: threads or workers, memory budget and progress bars.
+    """How the parts (cells) of a stage's work are computed: threads or workers, memory budget, progress bars.
 
     Use it as a context manager: on exit it disconnects from the cluster and stops local workers.
     """
@@ -81,7 +81,7 @@ class Context:
 
     @property
     def has_workers(self) -> bool:
-        """Whether cells are computed by other processes, which read their inputs from the store."""
+        """Whether other processes do the computation; they read their inputs from the store."""
         return self.cluster is not None or self.workers > 1
 
     def require_shared(self, store: Store) -> None:
@@ -105,7 +105,7 @@ class Context:
             )
 
     def width(self, needs: str = "") -> int:
-        """Number of cells that can run at once.
+        """Number of cells (parts of a stage's work) that can be computed at once.
 
         Arguments:
             needs: Dask resource ("GPU") that a worker must have, if any worker has it; "" for none.
@@ -122,7 +122,7 @@ class Context:
         peak: int = 0,
         needs: str = "",
     ) -> None:
-        """Call `work(job, store, cell)` for every cell, in any order; returns when all calls have ended.
+        """Compute many cells (parts of one stage's work) in threads or on workers, and wait for all of them.
 
         At the first error no further cell is started. Cells in progress end, cells that ended stay stored,
         and the error is raised with the names of job and cell.

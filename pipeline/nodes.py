@@ -136,7 +136,7 @@ class Node(Protocol):
         ...
 
     def estimate(self, store: Store) -> Estimate:
-        """Expected cost of computing the missing cells; zeros if the result is cached."""
+        """Expected cost of computing the parts of the result that are not stored; zeros if it is cached."""
         ...
 
     def labels(self, store: Store, axis: str) -> list[Any]:
@@ -166,10 +166,10 @@ class Node(Protocol):
         ...
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and store the missing cells, in the calling thread or through `context.map`.
+        """Compute and store the missing parts (cells) of the result, here or through `context.map`.
 
-        All inputs must be stored. Each cell is published as soon as it is computed, so a run that is killed
-        can be resumed by another call.
+        All inputs must be stored. Each cell is stored as soon as it is computed, so a run that is killed can
+        be resumed by another call.
 
         Arguments:
             store: The store to read inputs from and write results to.

@@ -69,7 +69,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory of any one cell, in bytes; a step of unknown size counts as 0."""
+        """Largest memory that any part of a step computed at once needs, in bytes; unknown ones count as
+        0."""
         return max((step.estimate.peak_bytes for step in self.steps), default=0)
 
     @property

@@ -74,7 +74,7 @@ def _shown(params: Mapping[str, Any], name: str) -> str:
 
 
 def missing_cells(missing: Sequence[Selection], total: int) -> str:
-    """Describe which cells of a stage are missing: "layers 6-11 missing", "3 of 40 segments missing".
+    """Describe which parts (cells) of a stage's result are not stored: "layers 6-11 missing".
 
     Arguments:
         missing: Labels of the missing cells.

@@ -94,9 +94,9 @@ class StageNode(ResultNode):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters, defaults included; a new copy at each call.
+        """Value of each parameter, defaults included; a new copy at each call.
 
-        The function may modify its arguments; neither the next cell nor a planned node may see such a change.
+        The stage's function may modify its arguments, and no later call may see the change.
         """
         return {name: parameter_copy(value) for name, value in self._params.items()}
 
@@ -165,7 +165,8 @@ class StageNode(ResultNode):
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
-        """Cells that are not stored. Cells with equal inputs have equal keys and all appear."""
+        """Parts of the result (cells, such as layers) that are not stored; those with equal keys all
+        appear."""
         return [cell for cell in self.cells(store) if store.lookup(cell.key) is None]
 
     @remembered
@@ -224,8 +225,11 @@ class StageNode(ResultNode):
         )
 
     def estimate(self, store: Store) -> Estimate:
-        """Expected cost of the missing cells: bytes that they read, their peak memory as a declared multiple
-        of these bytes, and seconds and bytes written, scaled from the newest stored result."""
+        """Expected cost of the parts of the result (cells) that are not stored.
+
+        Bytes read come from the inputs, peak memory is a declared multiple of them, and seconds and bytes
+        written are scaled from the newest stored result.
+        """
         with one_look():
             if status_of(self, store).is_cached:
                 return Estimate()
@@ -238,7 +242,9 @@ class StageNode(ResultNode):
     def _sizes(self, store: Store) -> list[int]:
         """Bytes read by each missing cell; the inputs must be stored."""
         selections = [cell.selection for cell in self.missing(store)]
-        return [sum(part.nbytes for part in self._parts(store, each).values()) for each in selections]
+        return [
+            sum(part.nbytes for part in self._parts(store, selection).values()) for selection in selections
+        ]
 
     def _expected_sizes(self, store: Store) -> list[int]:
         """Bytes read by each cell while inputs are missing, from the estimates of their nodes."""
@@ -264,7 +270,7 @@ class StageNode(ResultNode):
     # -- running
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and store the missing cells as Dask tasks, then join all cells to the result."""
+        """Compute and store the missing parts of the result (cells) as Dask tasks, then join all parts."""
         with one_look():
             # Cells with equal inputs share a key and are computed once.
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
@@ -293,7 +299,8 @@ class StageNode(ResultNode):
             self._put(store, key, joined, self._parts(store, {}), took)
 
     def compute(self, store: Store, cell: Cell) -> None:
-        """Run the stage's function on the pieces of one cell, and publish the result.
+        """Run the stage's function on its part of the inputs for one cell (such as a layer), and store the
+        result.
 
         Arguments:
             store: The store to read inputs from and write the result to.

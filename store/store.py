@@ -325,8 +325,8 @@ class Store(Catalog):
             run: Key of the requested run.
             tokens: Prompts of the requested run.
             dtype: Storage dtype.
-            cells: Arrays (variable, layer) that must be published in the stored run; layer None for an array
-                without a layer axis.
+            cells: Variable and layer of each array that must be published in the stored run; layer None for
+                an array without a layer axis.
 
         Returns:
             The stored run, and the index of each prompt in it. None if the index finds no such run; the

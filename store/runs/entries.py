@@ -118,12 +118,12 @@ class ArraySpec:
 
     @property
     def packed(self) -> str:
-        """Name of the packed axis, such as "token"; see `dims`."""
+        """Name of the axis on which the rows of all prompts lie end to end, such as "token"; see `dims`."""
         return self.dims[0 if self.layers is None else 1]
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Shape of one row: sizes of the axes after the packed one."""
+        """Shape of one row, such as (hidden,) for one token's activations."""
         return tuple(self.sizes[dim] for dim in self.dims[self.dims.index(self.packed) + 1 :])
 
     @property
@@ -205,7 +205,10 @@ def entry_path(name: str) -> str:
 
 
 class Entry:
-    """Stored activations of one run in one storage dtype. Safe for any number of threads and processes."""
+    """Stored activations of one run, that is of one model over some prompts, in one storage dtype.
+
+    Safe for any number of threads and processes.
+    """
 
     def __init__(
         self,
@@ -333,7 +336,8 @@ class Entry:
         ]
 
     def bounds(self, axis: str) -> npt.NDArray[np.int64]:
-        """First row of each segment on a packed axis, and the end of the last one, int64 [segments + 1]."""
+        """First row of each segment on an axis such as "token" or "pair", and the end, int64 [segment +
+        1]."""
         if axis not in self._axis_bounds:
             tokens = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
             if axis == "segment":
