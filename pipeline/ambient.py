@@ -256,8 +256,7 @@ def _refuse(setting: Any, remedy: str) -> None:
     if setting:
         raise ConfigError(
             f"the program uses {setting}, which may change results and cannot be switched off; {remedy} "
-            "before "
-            "mizarr computes"
+            "before mizarr computes"
         )
 
 

@@ -98,9 +98,8 @@ class _Reader:
         where = " of ".join(reversed(self.trail[-2:])) or "its declaration"
         raise StageError(
             f"{self.label} has no version, so its key contains everything its code reads: plain values, "
-            "arrays, "
-            f"functions and classes can be keyed, found {problem} in {where}; declare version=… (a number "
-            "that you raise when results change), or pass the value as an argument"
+            f"arrays, functions and classes can be keyed, found {problem} in {where}; declare version=… (a "
+            "number that you raise when results change), or pass the value as an argument"
         )
 
     @contextmanager

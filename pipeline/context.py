@@ -94,14 +94,12 @@ class Context:
         if self.cluster is not None and self.workers > 1:
             raise PlanError(
                 f"both a cluster ({self.cluster!r}) and {self.workers} workers of this machine were given; "
-                "leave "
-                "out cluster= (--cluster) or workers= (--workers)"
+                "leave out cluster= (--cluster) or workers= (--workers)"
             )
         if store.address.startswith("memory://"):
             raise PlanError(
                 f"worker processes cannot read the store {store.address}, which is in the memory of this "
-                "process; "
-                "use a store in a folder or bucket, or run without workers"
+                "process; use a store in a folder or bucket, or run without workers"
             )
 
     def width(self, needs: str = "") -> int:

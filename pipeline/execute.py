@@ -79,8 +79,7 @@ def run(
         waiting = [step.name for step in planned.steps if not step.status.is_cached]
         raise ReadOnlyStore(
             f"results of {', '.join(waiting)} are not stored yet, and the store {store.address} was opened "
-            "with "
-            "mode='r'; open it with mode='a'"
+            "with mode='r'; open it with mode='a'"
         )
     planned.check_memory(budget)
     with (

@@ -151,9 +151,8 @@ class StageFunction:
         if "layer" not in parts[0].dims:
             raise StageError(
                 f"stage {self.name!r} is cut by layer, and its output has no dim 'layer' along which to "
-                "join, only "
-                f"[{', '.join(map(str, parts[0].dims))}]; declare combine=…, a function that joins the "
-                "results"
+                f"join, only [{', '.join(map(str, parts[0].dims))}]; declare combine=…, a function that "
+                "joins the results"
             )
         # "minimal", "equals": arrays and labels without a layer dim must be equal in all cells, and are kept
         # once. "override": the attributes are those of the first cell.
@@ -205,6 +204,5 @@ def _wrong_dims(label: str, array: Any, dims: Dims) -> ShapeError:
     actual = ", ".join(f"{dim} {size}" for dim, size in array.sizes.items())
     return ShapeError(
         f"{label}: expected dims [{', '.join(dims)}], found [{actual}]; rename dims (.rename), select one "
-        "index "
-        "of a dim (.isel), or add a dim (.expand_dims)"
+        "index of a dim (.isel), or add a dim (.expand_dims)"
     )

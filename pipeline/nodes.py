@@ -446,8 +446,7 @@ def cut(
             raise SourceChanged(
                 f"an input array changed while the workflow ran (content {part.content[:19]}, now "
                 f"{current[:19]}), because the file that it is lazily read from was overwritten; call "
-                ".load() on "
-                "the array first, or start again"
+                ".load() on the array first, or start again"
             )
 
     part = Part(current_content if selection else content, read, size, (content,), check)
@@ -469,7 +468,6 @@ def _index(axis: str, indices: list[int], index: int) -> int:
     if index not in indices:
         raise StageError(
             f"an input has no {axis} {index}, only the {axis}s {', '.join(map(str, indices))}; run the "
-            "workflow "
-            "again"
+            "workflow again"
         )
     return indices.index(index)

@@ -136,8 +136,7 @@ def _enum_value(member: enum.Enum) -> Any:
     if isinstance(value, list | dict):
         raise TypeError(
             f"expected an enum member with a constant value, found {member!r:.80}, whose value can be "
-            "changed; "
-            "make its value a tuple"
+            "changed; make its value a tuple"
         )
     return value
 

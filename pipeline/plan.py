@@ -99,10 +99,8 @@ class Plan:
             if budget is not None and step.estimate.peak_bytes > budget:
                 raise PlanError(
                     f"the step {step.name} needs about {human_bytes(step.estimate.peak_bytes)} of memory at "
-                    "once, "
-                    f"and --memory (memory=) allows {human_bytes(budget)}; allow more, or capture with "
-                    "smaller "
-                    "segments"
+                    f"once, and --memory (memory=) allows {human_bytes(budget)}; allow more, or capture with "
+                    "smaller segments"
                 )
 
     def to_json(self) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class Stage(StageFunction):
             if not isinstance(resource, PinnedResource):
                 raise StageError(
                     f"stage {self.name!r}: expected argument {name} to be a resource, found "
-                    f"{resource!r:.60}; give "
-                    "an object with the methods identity(), check() and open() (mizarr.PinnedResource)"
+                    f"{resource!r:.60}; give an object with the methods identity(), check() and open() "
+                    "(mizarr.PinnedResource)"
                 )
         return StageNode(
             self, {name: as_port(arguments[name], name) for name in self.inputs}, params, resources
@@ -149,8 +149,7 @@ def stage(
     if (inputs is None) == (forms is None):
         raise StageError(
             "the decorator stage takes either inputs=… or forms=…, found both or neither; give inputs=… "
-            "unless "
-            "the function accepts several sets of inputs"
+            "unless the function accepts several sets of inputs"
         )
 
     def declare(function: Callable[..., Any]) -> Stage:
@@ -222,8 +221,7 @@ def _check(
         if axis in axes and combine is None:
             raise StageError(
                 f"stage {label!r} is declared with cells={axis!r} and without combine=…; give combine=…, a "
-                "function "
-                "that joins the results of all cells into one dataset"
+                "function that joins the results of all cells into one dataset"
             )
     for name in inputs:
         if name not in parameters:
@@ -240,8 +238,7 @@ def _check(
     if unnamed:
         raise StageError(
             f"stage {label!r}: its function takes *args or **kwargs ({unnamed[0]!r}), and parameters enter "
-            "the key "
-            "by name; replace it by named parameters"
+            "the key by name; replace it by named parameters"
         )
 
 

@@ -179,8 +179,7 @@ class StageNode(ResultNode):
             listing = ", ".join(f"{name} has {labels}" for name, labels in labels_by_input.items())
             raise ShapeError(
                 f"stage {self.name!r}: inputs must have the same layers, found {listing}; capture the "
-                "missing "
-                "ones, or select common layers"
+                "missing ones, or select common layers"
             )
         # A dataset in memory is one segment, a capture several: the finest division is used.
         return max(nonempty, key=len, default=[])
@@ -290,8 +289,7 @@ class StageNode(ResultNode):
         if key is None:
             raise StageError(
                 f"an input of stage {self.name!r} was removed from {store.address} while the stage ran; run "
-                "the "
-                "workflow again"
+                "the workflow again"
             )
         with measured() as took:
             pieces = [store.open_result(cell.key) for cell in self.cells(store)]
@@ -326,8 +324,7 @@ class StageNode(ResultNode):
         if variable is None and len(names) != 1:
             raise StageError(
                 f"input {name!r} of stage {self.name!r} is one array, and the given dataset has the "
-                "variables "
-                f"{', '.join(names)}; choose one: {name}=node['{names[0]}']"
+                f"variables {', '.join(names)}; choose one: {name}=node['{names[0]}']"
             )
         return dataset[variable or names[0]]
 
@@ -366,10 +363,8 @@ class StageNode(ResultNode):
         if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"the code of stage {self.name!r}, or a value that it reads, changed since the run was "
-                "planned "
-                f"({key.version}, now {current}), is changed by the function itself, or differs on this "
-                "worker; "
-                "nothing was stored; make it constant and run again"
+                f"planned ({key.version}, now {current}), is changed by the function itself, or differs on "
+                "this worker; nothing was stored; make it constant and run again"
             )
 
 

@@ -195,6 +195,5 @@ def _plain(name: str, value: Any) -> Any:
         return int(value)
     raise ShapeError(
         f"expected attribute {name!r} to consist of numbers (integers within 2**53), text, lists and "
-        "mappings, "
-        f"found {type(value).__name__} {value!r:.80}; convert it first"
+        f"mappings, found {type(value).__name__} {value!r:.80}; convert it first"
     )

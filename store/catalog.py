@@ -73,8 +73,7 @@ class Catalog:
             self.files.require_store()
             raise EntryNotFound(
                 f"nothing is stored under the key {key!r} in {self.address}; compute it first, or list what "
-                "is "
-                "stored with `mizarr ls`"
+                "is stored with `mizarr ls`"
             )
         return record
 

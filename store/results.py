@@ -61,8 +61,8 @@ def require_storable_names(names: Iterable[object]) -> None:
         if not is_plain or f"/{name}" == _METADATA or not _is_short_enough(str(name)):
             raise ShapeError(
                 f"the variable name {name!r:.80} cannot be stored; rename it to 1 to {_LONGEST_NAME} bytes "
-                "of "
-                f"UTF-8 without '/', '\\' and control characters, no '.' in front, and not {_METADATA[1:]!r}"
+                "of UTF-8 without '/', '\\' and control characters, no '.' in front, and not "
+                f"{_METADATA[1:]!r}"
             )
 
 

@@ -237,8 +237,8 @@ class Store(Catalog):
         if tokens.digest != run.prompt:
             raise PromptError(
                 f"cannot store run {run.short}: expected the prompts of its key, whose digest is "
-                f"{run.prompt}, "
-                f"found prompts of digest {tokens.digest}; make the key with prompt=tokens.digest"
+                f"{run.prompt}, found prompts of digest {tokens.digest}; make the key with "
+                "prompt=tokens.digest"
             )
         path = entry_path(entry_digest(run, dtype_of(arrays))) if arrays else ""
         is_new = not arrays or self.files.get(f"{path}/zarr.json") is None
@@ -653,14 +653,13 @@ def _check_format(files: Folder) -> None:
     except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
             f"{files.where(DESCRIPTION)} is damaged, or does not describe a store of mizarr "
-            f"({_before_advice(error)}); "
-            "name another folder, or copy this file from another store of this version of mizarr"
+            f"({_before_advice(error)}); name another folder, or copy this file from another store of this "
+            "version of mizarr"
         ) from error
     if number != FORMAT:
         raise StoreFormatError(
             f"expected a store of format version {FORMAT}, found version {number} in {files.address}, "
-            "written "
-            "by another version of mizarr; upgrade (pip install -U mizarr), or use another folder"
+            "written by another version of mizarr; upgrade (pip install -U mizarr), or use another folder"
         )
 
 

@@ -194,8 +194,7 @@ class ClusterClient:
                 self._say(
                     f"{self._none_left(needs)}, and tasks wait for one; start workers with `dask worker "
                     f"{self.address}` within {self._patience - (now - last_worker):.0f} seconds, or the "
-                    "command "
-                    f"gives up (environment variable {PATIENCE})"
+                    f"command gives up (environment variable {PATIENCE})"
                 )
         future = next(completed)
         if is_reported and future.status == "finished":
@@ -213,9 +212,8 @@ class ClusterClient:
     def _no_workers_error(self, needs: str) -> StageError:
         return StageError(
             f"{self._none_left(needs)}, and none came within {self._patience:g} seconds (environment "
-            "variable "
-            f"{PATIENCE}); start workers and run the same command again, which goes on from what was "
-            "committed"
+            f"variable {PATIENCE}); start workers and run the same command again, which goes on from what "
+            "was committed"
         )
 
     @contextmanager
@@ -232,15 +230,13 @@ class ClusterClient:
             raise StageError(
                 f"no worker is left at {self.address}, and its scheduler stopped waiting for one "
                 "(distributed.scheduler.no-workers-timeout); start workers and run the same command again, "
-                "which "
-                "goes on from what was committed"
+                "which goes on from what was committed"
             ) from error
         except KilledWorker as error:
             raise StageError(
                 f"{error.allowed_failures + 1} workers at {self.address} died one after another while they "
-                "computed "
-                "the same task, usually because memory ran out; give each worker more memory, or start fewer "
-                "workers, and run the same command again, which goes on from what was committed"
+                "computed the same task, usually because memory ran out; give each worker more memory, or "
+                "start fewer workers, and run the same command again, which goes on from what was committed"
             ) from error
         # asyncio's and concurrent.futures' classes of the same name: distributed raises either.
         except (CancelledError, Cancelled, lost) as error:
@@ -249,8 +245,7 @@ class ClusterClient:
     def _lost_error(self) -> StageError:
         return StageError(
             f"the Dask scheduler at {self.address} stopped, or somebody cancelled the tasks; run the same "
-            "command "
-            "again, which goes on from what was committed"
+            "command again, which goes on from what was committed"
         )
 
     def _workers_with(self, needs: str) -> set[str]:
@@ -301,8 +296,7 @@ def patience() -> float:
     if not seconds >= 0:
         raise PlanError(
             f"expected the environment variable {PATIENCE} to be a number of seconds to wait for workers, "
-            "found "
-            f"{value!r}"
+            f"found {value!r}"
         )
     return seconds
 

@@ -148,8 +148,7 @@ def _activation_columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
         if "token" not in array.dims:
             raise ShapeError(
                 f"variable {name!r} has axes {array.dims}, without the token axis that each column needs; "
-                "name "
-                "the other variables with --variables"
+                "name the other variables with --variables"
             )
         hook = str(array.attrs.get("hook", name))
         dim = layer_dim(array)

@@ -196,16 +196,14 @@ def pack_imported(
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.size:
         raise PromptError(
             "expected row_size as a list of integers, the number of tokens of each prompt, found "
-            f"{sizes.dtype} "
-            f"of shape {list(sizes.shape)}"
+            f"{sizes.dtype} of shape {list(sizes.shape)}"
         )
     for array in arrays:
         if not _fits_prompts(array.values.shape, sizes, array.is_batch, padded=row_size is not None):
             raise ShapeError(
                 f"expected array {array.name!r} for {len(sizes)} prompts with {int(sizes.sum())} tokens in "
-                "all "
-                f"and {int(sizes.max())} in the longest, found shape {list(array.values.shape)}; check token "
-                "ids and row_size (or attention_mask)"
+                f"all and {int(sizes.max())} in the longest, found shape {list(array.values.shape)}; check "
+                "token ids and row_size (or attention_mask)"
             )
     tokens = PackedTokens(
         _flat_ids(prompt_ids, sizes), sizes, None if texts is None else list(texts), *offsets
@@ -235,8 +233,7 @@ def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[Ar
     if layers and max(layers) >= layer_count:
         raise ShapeError(
             f"the files have an array for layer {max(layers)}, and n_layers={layer_count} allows layers up "
-            "to "
-            f"{layer_count - 1}; give the number of layers of the model as n_layers"
+            f"to {layer_count - 1}; give the number of layers of the model as n_layers"
         )
     if layer_count > MOST_LAYERS:
         raise ShapeError(
@@ -273,10 +270,8 @@ def _require_one_length_per_axis(arrays: Sequence[Imported]) -> None:
             if length != expected_length or not length:
                 raise ShapeError(
                     f"expected axis {dim!r} with the same length, at least 1, in all arrays, found {length} "
-                    "in "
-                    f"{array.name!r} and {expected_length} in {name!r}; leave out the array that is of "
-                    "another "
-                    "model"
+                    f"in {array.name!r} and {expected_length} in {name!r}; leave out the array that is of "
+                    "another model"
                 )
 
 
@@ -406,7 +401,6 @@ def _flat_ids(ids: Array | list[Array] | None, sizes: npt.NDArray[Any]) -> Array
     if flat is None:
         raise PromptError(
             f"expected one token id for each of the {total} tokens in {len(sizes)} prompts, found "
-            f"{ids_text}; "
-            "check row_size and the number of ids of each prompt"
+            f"{ids_text}; check row_size and the number of ids of each prompt"
         )
     return flat

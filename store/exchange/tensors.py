@@ -136,8 +136,7 @@ def mapped_tensor(path: Path, entry: Mapping[str, Any], start: int, name: str) -
     if entry["dtype"] not in CODES:
         raise WeightsError(
             f"tensor {name!r} of {path} has dtype {entry['dtype']}, which numpy cannot hold; convert it to "
-            "one "
-            f"of {', '.join(CODES)}"
+            f"one of {', '.join(CODES)}"
         )
     begin, end = entry["data_offsets"]
     if end == begin:  # mmap refuses length 0
@@ -174,8 +173,7 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
         if tensor.dtype.newbyteorder("<") not in codes:
             raise ShapeError(
                 f"tensor {tensor.name!r} has dtype {tensor.dtype}, which safetensors cannot hold; convert it "
-                "to "
-                f"one of {', '.join(CODES)}"
+                f"to one of {', '.join(CODES)}"
             )
         # Offsets are relative to the end of the header, so they can be computed before it is written.
         header[tensor.name] = {
@@ -474,8 +472,7 @@ def _verified_data_length(entries: Mapping[str, Any]) -> int:
         if not 0 <= begin <= end or bits != 8 * (end - begin):
             raise ValueError(
                 f"bytes {begin} to {end} for tensor {name!r:.80}, which as {dtype} of shape {shape!s:.80} "
-                "needs "
-                f"{-(-bits // 8)} bytes"
+                f"needs {-(-bits // 8)} bytes"
             )
         ranges.append((begin, end, name))
     expected = 0
@@ -499,6 +496,5 @@ def _bytes(tensor: Tensor) -> Iterator[bytes | memoryview]:
     if written != tensor.nbytes:
         raise ShapeError(
             f"the blocks of tensor {tensor.name!r} have {written} bytes together, its shape {tensor.shape} "
-            "and "
-            f"dtype {tensor.dtype} need {tensor.nbytes}"
+            f"and dtype {tensor.dtype} need {tensor.nbytes}"
         )

@@ -135,7 +135,6 @@ def quota() -> int:
     if match is None:
         raise StoreError(
             f"expected a size such as 10GB in the environment variable {QUOTA}, found {setting!r}; set such "
-            "a "
-            "size, or 0 for no cache"
+            "a size, or 0 for no cache"
         )
     return int(float(match[1]) * _UNITS[match[2]])

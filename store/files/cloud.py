@@ -58,15 +58,13 @@ def normalised(address: str) -> str:
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise StoreFormatError(
             f"the URL of a store is {parts.scheme}://BUCKET/PREFIX, without credentials or options; leave "
-            "them "
-            "out: credentials are read from the environment, a profile or the role"
+            "them out: credentials are read from the environment, a profile or the role"
         )
     path = parts.path.removeprefix("/").removesuffix("/")
     if not parts.netloc or any(step in ("", ".", "..") for step in path.split("/") if path):
         raise StoreFormatError(
             f"expected the URL of a store as {parts.scheme}://BUCKET/PREFIX, found {address!r}; name a "
-            "bucket, "
-            "and a prefix without empty parts, '.' and '..'"
+            "bucket, and a prefix without empty parts, '.' and '..'"
         )
     return f"{parts.scheme}://{parts.netloc}" + (f"/{path}" if path else "")
 
@@ -205,8 +203,7 @@ def as_store_error(error: Exception, url: str) -> StoreError:
     if re.search("(?i)timed? ?out|deadline", message):
         return StoreUnreachable(
             f"{url}: the object store did not answer in time, nor in {_RETRIES} further attempts; try again, "
-            "or "
-            f"set the environment variable {TIMEOUT} to more seconds"
+            f"or set the environment variable {TIMEOUT} to more seconds"
         )
     if re.search("dns error|ConnectionRefused", message):
         return StoreUnreachable(

@@ -108,8 +108,7 @@ class Folder(ABC):
         if self.is_store and self.glance(DESCRIPTION) is None:
             raise StoreError(
                 f"the store {self.address} has no {DESCRIPTION} any more: it was renamed, removed or "
-                "unmounted "
-                "since it was opened; open it at its new place"
+                "unmounted since it was opened; open it at its new place"
             )
 
     @property

@@ -231,8 +231,7 @@ class LocalFolder(Folder):
         if isinstance(error, PermissionError):
             return StoreError(
                 f"{self.where(name)}: this user may not read the file ({error.strerror}); ask its owner to "
-                "allow "
-                "it (chmod a+r)"
+                "allow it (chmod a+r)"
             )
         return error
 
@@ -599,8 +598,7 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     if error.errno == errno.EFBIG:
         return StoreFull(
             f"the file {name} in {root} exceeds the largest size allowed there (`ulimit -f`, or the file "
-            "system), "
-            "and what was committed stays; raise that limit and run the command again, which resumes"
+            "system), and what was committed stays; raise that limit and run the command again, which resumes"
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return ReadOnlyStore(
@@ -610,8 +608,7 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     if error.errno in (errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
         return StoreError(
             f"cannot write {name} in {root} ({error.strerror}), because its file system lacks hard links; "
-            "put "
-            "the store on another file system"
+            "put the store on another file system"
         )
     return error
 

@@ -412,8 +412,7 @@ class ObjectFolder(Folder):
         if len(data) > _MOST_PUT_BYTES:
             raise StoreError(
                 f"{self.where(name)} would have {len(data)} bytes, and an object has at most 5 GiB; capture "
-                "with "
-                "smaller segment_tokens, or compute in smaller chunks"
+                "with smaller segment_tokens, or compute in smaller chunks"
             )
         token = secrets.token_hex(16)
 

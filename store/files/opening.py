@@ -30,8 +30,7 @@ def open_folder(address: str | Path, durability: str = "disk", read_only: bool =
     if not isinstance(address, str | Path) or not str(address):
         raise StoreError(
             f"expected the folder or URL of a store as a text or Path, found {address!r:.80}; write for "
-            "example "
-            "'activations' or 's3://BUCKET/PREFIX'"
+            "example 'activations' or 's3://BUCKET/PREFIX'"
         )
     if is_remote(address):
         from .objects import ObjectFolder
@@ -48,8 +47,7 @@ def _local(address: Path) -> Path:
         if path.is_symlink() and not path.exists():
             raise StoreError(
                 f"expected the folder of a store at {path}, found a link to {path.readlink()}, which does "
-                "not "
-                "exist; create that folder, or name another"
+                "not exist; create that folder, or name another"
             )
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:

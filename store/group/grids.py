@@ -65,8 +65,8 @@ def _require_few_chunks(shape: Sequence[int], chunks: Sequence[int]) -> None:
     count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
     if count > MOST_CHUNKS:
         raise ValueError(
-            f"expected at most {MOST_CHUNKS} chunks, found {count}: chunks of shape "
-            f"{list(chunks)!s:.80} in an array of shape {list(shape)!s:.80}"
+            f"expected at most {MOST_CHUNKS} chunks, found {count}: chunks of shape {list(chunks)!s:.80} in "
+            f"an array of shape {list(shape)!s:.80}"
         )
 
 

@@ -184,8 +184,7 @@ class PackedAccessor:
             raise ShapeError(
                 f"ds.mi.unpack() is for prompts of one length, found {sizes[short]} tokens in prompt "
                 f"{names[short]} and {sizes[long]} in prompt {names[long]}; use ds.mi.pad(), which fills up "
-                "and "
-                "adds a mask, or select as many of each: ds.mi.sel(position=…)"
+                "and adds a mask, or select as many of each: ds.mi.sel(position=…)"
             )
         return self.pad().drop_vars("mask")
 

@@ -116,8 +116,7 @@ def find_span(text: str, phrase: str) -> tuple[int, int]:
         starts = ", ".join(str(start) for start, _ in spans)
         raise PromptError(
             f"the phrase {phrase!r} occurs at characters {starts} of {text!r}, expected it once; add some of "
-            "the "
-            "words around it, or give a token position"
+            "the words around it, or give a token position"
         )
     hint = did_you_mean(phrase, [text[start:end] for start, end in words(text)])
     raise PromptError(f"the phrase {phrase!r} does not occur as whole words in the prompt {text!r}{hint}")

@@ -416,8 +416,7 @@ def _layers(
         raise EntryNotFound(
             f"run {entry.digest[:12]} has no complete variable {name!r}; it has "
             f"{', '.join(published) or 'none yet'}{f', the most similar is {near!r}' if near else ''}; name "
-            "one "
-            "of these, or capture it first"
+            "one of these, or capture it first"
         )
     available = [layer for layer in published[name] if layer is not None]
     if not available:

@@ -119,8 +119,7 @@ def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
         raise ShapeError(
             f"expected {int(whole.sum())} rows on axis {axis!r} for the attention matrices of {len(sizes)} "
             f"prompts, found {dataset.sizes[axis]}; open the run with store.entry(digest).open(), and all "
-            "tokens "
-            "of its prompts"
+            "tokens of its prompts"
         )
     return exclusive_sum(whole)
 

@@ -81,8 +81,7 @@ def labelled_rows(dataset: xr.Dataset, labels: Mapping[str, Any]) -> npt.NDArray
             choices = ", ".join([*stored, "prompt", "token", "chars", "position", "layer"])
             raise PromptError(
                 f"ds.mi.sel selects by {choices}, found {name!r}; store labels of prompts with `mizarr "
-                "capture "
-                "--label`, or by capturing a Corpus with labels="
+                "capture --label`, or by capturing a Corpus with labels="
             )
         requested = as_list(values)
         prompt_values = stored[name].values.tolist()
@@ -118,8 +117,7 @@ def token_ids(tokens: Token | Sequence[Token], vocabulary: Sequence[str] | None)
         if vocabulary is None:
             raise TokenizerError(
                 f"the token {token!r} cannot be looked up, because no token strings of the tokenizer are "
-                "stored; "
-                "give token ids instead"
+                "stored; give token ids instead"
             )
         matches = [i for i, string in enumerate(vocabulary) if string == token]
         if not matches:
@@ -145,8 +143,7 @@ def spans_of(dataset: xr.Dataset, tokens: slice) -> CharacterSpans:
     if "char_start" not in dataset.coords or "char_end" not in dataset.coords:
         raise PromptError(
             "this run has no character offsets of its tokens, because it was captured from token ids; "
-            "capture "
-            "it from texts, or select by position"
+            "capture it from texts, or select by position"
         )
     return CharacterSpans(dataset["char_start"][tokens].values, dataset["char_end"][tokens].values)
 
@@ -169,8 +166,7 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
         if text is None:
             raise PromptError(
                 f"the phrase {chars!r} cannot be found, because the run is stored without texts of its "
-                "prompts; "
-                "give a character span (start, end)"
+                "prompts; give a character span (start, end)"
             )
         start, end = find_span(text, chars)
     else:
@@ -180,8 +176,7 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
     if not 0 <= start < end <= length:
         raise PromptError(
             f"expected a character span (start, end) within the {length} characters of prompt {number}, "
-            "found "
-            f"({start}, {end}); spans exclude the end and count characters, not bytes"
+            f"found ({start}, {end}); spans exclude the end and count characters, not bytes"
         )
     positions = spans.char_range_to_tokens(start, end)
     if not positions:
@@ -314,8 +309,7 @@ def _missing_layers(dataset: xr.Dataset, dim: str, available: list[int], request
     command = capture_command(dataset, hook.replace("{}", first_layer if first_layer.isdecimal() else "*"))
     return (
         f"layers {requested} of {names} were not captured, only {ranges(available)}; leave them out, or "
-        "capture "
-        f"them: {command}"
+        f"capture them: {command}"
     )
 
 

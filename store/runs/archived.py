@@ -182,8 +182,7 @@ def _bounded_index(data: Any, size: int, layout: ShardLayout, label: str) -> npt
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(
             f"{label}: zarr.json claims a shard of {layout.n_chunks * layout.chunk_bytes} bytes, more than "
-            "the "
-            f"allowed {MOST_BYTES}; {REPAIR}"
+            f"the allowed {MOST_BYTES}; {REPAIR}"
         )
     stored = index[(index != ABSENT).any(axis=1)]
     if (stored > end_of_chunks).any() or (stored.sum(axis=1) > end_of_chunks).any():
@@ -228,8 +227,7 @@ def _decompressed(stored: memoryview, layout: ShardLayout, label: str) -> bytes:
     if len(body) < _HEADER_BYTES or (decoded_size, encoded_size) != (layout.chunk_bytes, len(body)):
         raise CorruptEntry(
             f"{label}: expected a compressed chunk of {len(body)} bytes for {layout.chunk_bytes} "
-            "uncompressed "
-            f"ones, found a header that states {encoded_size} for {decoded_size}; {REPAIR}"
+            f"uncompressed ones, found a header that states {encoded_size} for {decoded_size}; {REPAIR}"
         )
     try:
         return bytes(blosc.decompress(bytes(body)))

@@ -212,8 +212,7 @@ def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
     if indices is None:
         raise EntryNotFound(
             f"run {folder.where(path)}: the array {axis!r}, which lists the selected tokens, is missing; "
-            "capture "
-            "these tokens again"
+            "capture these tokens again"
         )
     return indices[indices >= 0]
 

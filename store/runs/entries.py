@@ -757,8 +757,7 @@ class Entry:
         if content is None:
             raise EntryNotFound(
                 f"the file {self.folder.where(path)} was removed while its segment was written; run the "
-                "capture "
-                "again"
+                "capture again"
             )
         return plain_measure(content, layout, self.folder.where(path))
 
@@ -840,8 +839,7 @@ class Entry:
             if any(getattr(stored, name) != getattr(spec, name) for name in compared):
                 raise ShapeError(
                     f"run {self.digest[:12]} already stores variable {spec.variable!r} as {stored}, which "
-                    "differs "
-                    f"from the requested {spec}; capture it under another name, or in another store"
+                    f"differs from the requested {spec}; capture it under another name, or in another store"
                 )
 
     def _metadata(self, spec: ArraySpec, layout: ShardLayout) -> bytes:
@@ -884,8 +882,7 @@ class Entry:
                 raise EntryNotFound(
                     f"run {self.digest[:12]} has no variable {variable!r}; it has "
                     f"{', '.join(specs) or 'none'}{f', the most similar is {near!r}' if near else ''}; name "
-                    "one "
-                    "of these, or capture it first"
+                    "one of these, or capture it first"
                 )
             cached = self._parsed[variable] = (text, *parsed)
         return cached[1:]
@@ -906,8 +903,7 @@ class Entry:
             change = "removed" if text is None else f"created again in segments of {length} tokens"
             raise EntryNotFound(
                 f"run {self.digest[:12]} in {self.folder.where(self.path)} was {change} after it had been "
-                "opened "
-                f"in segments of {self.segment_tokens} tokens; open it again"
+                f"opened in segments of {self.segment_tokens} tokens; open it again"
             )
         self._verified_group = text
 
@@ -951,8 +947,7 @@ class Entry:
             except (ValueError, IndexError) as error:
                 raise CorruptEntry(
                     f"{self.folder.where(self.path)}/{axis}: the stored tokens are not those that were "
-                    "selected "
-                    f"({error}); {REPAIR}"
+                    f"selected ({error}); {REPAIR}"
                 ) from error
         return self._selections[axis]
 
@@ -1069,8 +1064,7 @@ def _verified_attributes(folder: Folder, path: str, text: bytes) -> dict[str, An
     if not is_unchanged:
         raise CorruptEntry(
             f"{folder.where(path)}/zarr.json, which describes run {path[-64:][:12]}, was changed after it "
-            "had "
-            f"been written; {REPAIR}"
+            f"had been written; {REPAIR}"
         )
     return attributes
 

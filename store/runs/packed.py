@@ -67,14 +67,12 @@ class PackedTokens:
         if len(empty := np.flatnonzero(sizes <= 0)):
             raise PromptError(
                 f"prompt {int(empty[0])} has {int(sizes[empty[0]])} tokens, expected at least one; leave it "
-                "out, "
-                "or start every prompt with the beginning-of-sequence token"
+                "out, or start every prompt with the beginning-of-sequence token"
             )
         if int(sizes.sum()) != len(ids):
             raise PromptError(
                 "expected row_size, the tokens of each prompt, to sum to the number of token ids "
-                f"({len(ids)}), "
-                f"found {int(sizes.sum())}"
+                f"({len(ids)}), found {int(sizes.sum())}"
             )
         # The dataclass is frozen; the validated, read-only columns replace what was passed.
         object.__setattr__(self, "ids", ids)
@@ -123,8 +121,7 @@ class PackedTokens:
             if [len(spans) for spans in offsets] != sizes.tolist():
                 raise PromptError(
                     "expected offsets to have one (start, end) per token of every prompt, found another "
-                    "number of "
-                    "spans in some prompt"
+                    "number of spans in some prompt"
                 )
             flat = np.array([span for spans in offsets for span in spans], np.int32).reshape(-1, 2)
             start, end = np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])

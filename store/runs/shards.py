@@ -111,10 +111,8 @@ class ShardLayout:
         if chunk_rows < largest // 4:
             raise ShapeError(
                 f"segment_tokens={rows} has no suitable divisor: segments divide into chunks of {chunk_rows} "
-                "rows "
-                f"only, which are slow to read; choose a power of two, e.g. {1 << rows.bit_length() - 1}, or "
-                "a "
-                f"multiple of {most_chunk_rows}"
+                "rows only, which are slow to read; choose a power of two, e.g. "
+                f"{1 << rows.bit_length() - 1}, or a multiple of {most_chunk_rows}"
             )
         return cls(dtype, tuple(tail), rows, chunk_rows, layered)
 
@@ -687,8 +685,7 @@ def _ordered_copy(
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(
             f"{label}: zarr.json claims a shard of {layout.n_chunks * layout.chunk_bytes} bytes, more than "
-            "the "
-            f"allowed {MOST_BYTES}; {REPAIR}"
+            f"the allowed {MOST_BYTES}; {REPAIR}"
         )
     chunks = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
     for n, (offset, length) in enumerate(index.tolist()):

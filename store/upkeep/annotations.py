@@ -57,8 +57,7 @@ def annotate(files: Folder, subject: str, texts: Mapping[str, str], author: str)
     if not re.fullmatch(r"[0-9a-f]{64}", subject):
         raise ShapeError(
             f"expected the digest of what is annotated, 64 hex digits, found {subject!r:.80}; for a "
-            "dictionary "
-            "give dictionary.identity"
+            "dictionary give dictionary.identity"
         )
     if not texts:
         raise ShapeError("annotate: no texts were given; give a mapping such as {'feature 3': 'numbers'}")
@@ -67,8 +66,7 @@ def annotate(files: Folder, subject: str, texts: Mapping[str, str], author: str)
         if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST:
             raise ShapeError(
                 "annotate: item names, texts and the author are one line of printable text of at most "
-                f"{LONGEST} "
-                f"characters, found {text!r:.80}; shorten it, or remove line breaks"
+                f"{LONGEST} characters, found {text!r:.80}; shorten it, or remove line breaks"
             )
     fields = {"subject": subject, "said": dict(texts), "author": author, "created": now()}
     # Names sort by time. The random part separates two calls in one nanosecond of a coarse clock.

@@ -100,8 +100,7 @@ def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcR
     if store.read_only and not dry_run:
         raise ReadOnlyStore(
             f"cannot collect garbage in {store.address}, which was opened with mode='r'; open it with "
-            "mode='a', "
-            "or give dry_run=True to see what would be removed"
+            "mode='a', or give dry_run=True to see what would be removed"
         )
     newest_removable = store.files.now() - grace
     folders = usage(store)
@@ -208,8 +207,7 @@ def _leased_folder(name: str, text: bytes) -> str:
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptEntry(
             f"the lease file {name} is damaged ({error}), so the folder that it protects from garbage "
-            "collection "
-            "is unknown; remove the file once no other process uses the store"
+            "collection is unknown; remove the file once no other process uses the store"
         ) from error
 
 

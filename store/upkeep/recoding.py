@@ -99,8 +99,7 @@ class Recoding:
         if plain_measure(new_content, self.after, where) != plain:
             raise StoreFormatError(
                 f"{where} was written by another program, and changing its compression would change its "
-                "values; "
-                "copy without --codec (codec=None)"
+                "values; copy without --codec (codec=None)"
             )
         if target.files.put_new(name, new_content):
             return file_checksum(new_content), len(new_content)
