@@ -290,6 +290,7 @@ def _widened(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def _with_only(dataset: xr.Dataset, variables: Sequence[str]) -> xr.Dataset:
+    """The dataset with the named variables; EntryNotFound if it lacks one."""
     for name in variables:
         if name not in dataset.data_vars:
             variables_present = [str(variable) for variable in dataset.data_vars]
@@ -353,6 +354,7 @@ def _require_absent(path: Path) -> None:
 
 
 def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> None:
+    """Write a dataset as a Zarr v3 group that plain `xr.open_zarr` reads without a warning."""
     from zarr.errors import ZarrUserWarning
 
     from ..results import prepare
@@ -368,6 +370,7 @@ def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> Non
 def _write_tensors(
     dataset: xr.Dataset, path: Path, note: Mapping[str, Any], kind: str, dtype: str | None
 ) -> None:
+    """Write coordinates and values of a dataset as tensors, to a safetensors or npz file."""
     tensors = [*_coordinate_tensors(dataset), *_value_tensors(dataset, dtype)]
     full_note = {**note, "dims": {t.name: dims for t, dims in tensors}, "attrs": plain(dataset.attrs)}
     text = json.dumps(full_note, sort_keys=True)
@@ -414,6 +417,8 @@ def _coordinate_tensors(dataset: xr.Dataset) -> Iterator[tuple[Tensor, list[str]
 
 
 def _tensor(name: str, variable: xr.Variable, dtype: npt.DTypeLike) -> Tensor:
+    """Tensor to write to a file, which reads a variable block by block; ShapeError for a dtype without a
+    tensor form."""
     kind = np.dtype(dtype)
     if variable.dtype.kind not in "biuf" and variable.dtype != _BF16:
         raise ShapeError(
@@ -430,5 +435,6 @@ def _tensor(name: str, variable: xr.Variable, dtype: npt.DTypeLike) -> Tensor:
 
 
 def _text_tensor(name: str, text: str) -> Tensor:
+    """Tensor of the UTF-8 bytes of a text, for formats without text."""
     raw = np.frombuffer(text.encode(), np.uint8)
     return Tensor(name, raw.dtype, raw.shape, [raw])

@@ -31,7 +31,7 @@ BLOCK = 64
 _LARGEST = 127  # -128 is not used, so that the range is symmetric
 _SUFFIX = "__scale"
 _STEP_NUMBERS = 1 << 20  # numbers per step, which bounds the temporary copies
-_TINY = np.finfo(np.float32).tiny
+_SMALLEST_NORMAL = np.finfo(np.float32).tiny
 
 
 def scale_name(variable: str) -> str:
@@ -148,7 +148,9 @@ def _quantised(blocks: Array, label: str) -> tuple[Array, Array]:
         )
     # A subnormal scale has too few bits to keep the error below half a scale, hence at least the smallest
     # normal.
-    scales = np.where(largest > 0, np.maximum(largest / np.float32(_LARGEST), _TINY), np.float32(0))
+    scales = np.where(
+        largest > 0, np.maximum(largest / np.float32(_LARGEST), _SMALLEST_NORMAL), np.float32(0)
+    )
     # A block of zeros has scale 0; dividing by 1 instead gives zeros without a warning.
     divisor = np.where(scales > 0, scales, np.float32(1))[..., None]
     return np.rint(blocks / divisor).clip(-_LARGEST, _LARGEST).astype(np.int8), scales.astype(np.float32)

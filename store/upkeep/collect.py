@@ -74,14 +74,14 @@ def usage(store: Catalog) -> list[Usage]:
         records_of.setdefault(record.data, []).append(record)
     last_used, now = store.index.last_used(), store.files.now()
     usages = []
-    for data in store.folders():
-        n_files, n_bytes, newest_change = measure(store.files, data)
+    for folder in store.folders():
+        n_files, n_bytes, newest_change = measure(store.files, folder)
         # The group file of a run lies in its folder, that of a result one level below.
-        kind = ACTIVATION if store.files.size(f"{data}/zarr.json") is not None else "result"
-        labels = tuple(record.label for record in records_of.get(data, ()))
+        kind = ACTIVATION if store.files.size(f"{folder}/zarr.json") is not None else "result"
+        labels = tuple(record.label for record in records_of.get(folder, ()))
         # Times in the future (a clock that was set back) count as now, which keeps the folder.
-        used = min(max(last_used.get(data, 0.0), newest_change), now)
-        usages.append(Usage(data, kind, labels, n_bytes, n_files, used))
+        used = min(max(last_used.get(folder, 0.0), newest_change), now)
+        usages.append(Usage(folder, kind, labels, n_bytes, n_files, used))
     return sorted(usages, key=lambda item: (-item.bytes, item.data))
 
 
@@ -161,24 +161,27 @@ def marked(
     pinned_keys = set(store.pins().values())
     in_use = _folders_in_use(store)
     roots = []
-    for data, records in keys.items():
+    for data_folder, records in keys.items():
         # By the key's time, not the data's: a run that took days is new when it is published.
         is_new = any(_mtime(store.files, record.path) >= horizon for record in records)
-        if data in in_use or is_new or any(record.key in pinned_keys for record in records):
-            roots.append(data)
+        if data_folder in in_use or is_new or any(record.key in pinned_keys for record in records):
+            roots.append(data_folder)
     folders_of_content: dict[str, set[str]] = {}
-    for data, records in keys.items():
+    for data_folder, records in keys.items():
         for record in records:
-            folders_of_content.setdefault(record.content, set()).add(data)
+            folders_of_content.setdefault(record.content, set()).add(data_folder)
     # Walk from the roots to their inputs. Contents identify inputs, as several folders may hold equal ones.
     reached, waiting = set(in_use), roots
     while waiting:
-        data = waiting.pop()
+        data_folder = waiting.pop()
         # Folders in use are reached from the start, and their inputs are still to be found.
-        if data not in reached or data in in_use:
-            reached.add(data)
+        if data_folder not in reached or data_folder in in_use:
+            reached.add(data_folder)
             inputs = {
-                content for note in notes_of(data) for group in inputs_of(note).values() for content in group
+                content
+                for note in notes_of(data_folder)
+                for group in inputs_of(note).values()
+                for content in group
             }
             input_folders = {folder for content in inputs for folder in folders_of_content.get(content, ())}
             waiting += [folder for folder in input_folders if folder not in reached]
@@ -192,11 +195,11 @@ def _folders_in_use(store: Catalog) -> set[str]:
         is_alive = now - _mtime(store.files, name) < _LEASE_SECONDS
         if is_alive and (text := store.files.get(name)) is not None:
             in_use.add(_leased_folder(store.files.where(name), text))
-    for data in store.folders():
+    for folder in store.folders():
         # A run under computation has no lease, but its workers renew claims.
-        claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
+        claims = (stat for name, stat in store.files.stamps(f"{folder}/seg") if name.endswith(".claim"))
         if any(now - stat.modified < TTL for stat in claims):
-            in_use.add(data)
+            in_use.add(folder)
     return in_use
 
 
@@ -225,16 +228,16 @@ def _leftover_files(store: Catalog, newest_removable: float) -> list[str]:
     return sorted(leftovers)
 
 
-def _remove(store: Catalog, data: str, records: list[Record]) -> None:
+def _remove(store: Catalog, folder: str, records: list[Record]) -> None:
     """Remove the folder of a run or result, and its records."""
     for record in records:
         store.files.delete(record.path)
     # No record names the folder now. Manifests before data: otherwise `verify` could see a manifest whose
     # files are missing.
-    store.files.delete(f"{data}/manifest.json")
-    store.files.remove_tree(f"{data}/manifest")
-    store.files.remove_tree(data)
-    store.index.forget(data)
+    store.files.delete(f"{folder}/manifest.json")
+    store.files.remove_tree(f"{folder}/manifest")
+    store.files.remove_tree(folder)
+    store.index.forget(folder)
     forget_entries()  # a cached entry may have files of this folder mapped
 
 

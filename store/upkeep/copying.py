@@ -144,8 +144,9 @@ def _run_attributes(source: Catalog, record: Record) -> Mapping[str, Any]:
 
 
 def _copy_result(source: Catalog, target: Catalog, record: Record, outcome: Copied) -> None:
+    """Copy the files, manifest and notes of a result, but not its record."""
     name = f"{record.data}/manifest.json"
-    text = _text(source, name)
+    text = _required_file(source, name)
     _put_files(source, target, record.data, files_of(name, unsealed(name, text)), outcome)
     put_text(target, name, text)
     _put_notes(source, target, record.data)
@@ -156,7 +157,7 @@ def _copy_array(source: Catalog, target: Catalog, record: Record, outcome: Copie
     manifest."""
     data, name = record.data, f"{record.data}/{manifest_of(record)}"
     _put_run(source, target, data, outcome)
-    text = _text(source, name)
+    text = _required_file(source, name)
     manifest = unsealed(name, text, ("variable", "files", PLAIN))
     variable, cell = str(manifest["variable"]), record.label.replace("/", ".")
     shards: Files = files_of(name, manifest)
@@ -221,7 +222,7 @@ def _put_run(source: Catalog, target: Catalog, data: str, outcome: Copied) -> No
     _put_notes(source, target, data)
     if (tokenizer := attributes.get("tokenizer")) and (strings := read_vocabulary(source.files, tokenizer)):
         put_vocabulary(target.files, tokenizer, strings)
-    if not target.files.put_new(group, _text(source, group)):
+    if not target.files.put_new(group, _required_file(source, group)):
         _has_run(target, data, attributes)  # another process created it just now: compare its segment length
 
 
@@ -245,8 +246,8 @@ def _put_labels(source: Catalog, target: Catalog, data: str, outcome: Copied) ->
     checksums = recorded(source.files, data)
     # Records of array metadata (<variable>.zarr.json) are copied together with the arrays.
     names = [name for name in source.files.children(folder) if not name.endswith("zarr.json")]
-    target.files.put_new(f"{folder}/{LABELS}", _text(source, f"{folder}/{LABELS}"))
-    is_same = _labels(target, folder) == _labels(source, folder)
+    target.files.put_new(f"{folder}/{LABELS}", _required_file(source, f"{folder}/{LABELS}"))
+    is_same = _labels_digest(target, folder) == _labels_digest(source, folder)
     if not is_same:
         label_arrays = SAID  # coordinates that hold texts
         checksums = {
@@ -263,12 +264,14 @@ def _put_labels(source: Catalog, target: Catalog, data: str, outcome: Copied) ->
         target.files.put_new(f"{folder}/{BARE}", sealed({"files": checksums}))
 
 
-def _labels(store: Catalog, folder: str) -> str:
+def _labels_digest(store: Catalog, folder: str) -> str:
+    """Digest of a run's prompt labels, as its folder of coordinates records it."""
     name = f"{folder}/{LABELS}"
-    return str(unsealed(name, _text(store, name), ("labels",))["labels"])
+    return str(unsealed(name, _required_file(store, name), ("labels",))["labels"])
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
+    """Copy the provenance notes and prompt labels in a folder."""
     for name in note_names(source.files, data):
         if (text := source.files.get(name)) is not None:
             target.files.put_new(name, text)
@@ -301,7 +304,8 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcom
             outcome.bytes += sum(pool.map(put, batch))
 
 
-def _text(source: Catalog, name: str) -> bytes:
+def _required_file(source: Catalog, name: str) -> bytes:
+    """Content of a file of the source; CorruptEntry if it is missing."""
     if (text := source.files.get(name)) is None:
         raise CorruptEntry(f"the file {source.files.where(name)} is missing; {REPAIR}")
     return text

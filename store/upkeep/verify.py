@@ -71,20 +71,20 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
     non_files = _Names(f"{damage.data}/{damage.file}" for damage in damages)
     damages += _damaged_records(store, non_files)
     expected = []  # (folder, file, size, checksum)
-    for data in store.folders():
-        files, unreadable = committed_files(store, data, non_files)
+    for folder in store.folders():
+        files, unreadable = committed_files(store, folder, non_files)
         damages += unreadable
         expected += [
-            (data, name, size, checksum)
+            (folder, name, size, checksum)
             for name, (size, checksum) in files.items()
-            if f"{data}/{name}" not in non_files
+            if f"{folder}/{name}" not in non_files
         ]
     total, verified_bytes = sum(size for _, _, size, _ in expected), 0
     with ThreadPoolExecutor(THREADS) as pool:
         # Threads suffice: sha256 and reading release the GIL.
         size_of_check = {
-            pool.submit(_damage_of, store, data, name, size, checksum, quick=quick): size
-            for data, name, size, checksum in expected
+            pool.submit(_damage_of, store, folder, name, size, checksum, quick=quick): size
+            for folder, name, size, checksum in expected
         }
         for check in as_completed(size_of_check):
             if (damage := check.result()) is not None:
@@ -173,26 +173,26 @@ def manifest_of(record: Record) -> str:
 
 
 def _damage_of(
-    store: Catalog, data: str, name: str, size: int, checksum: str, *, quick: bool
+    store: Catalog, folder: str, name: str, size: int, checksum: str, *, quick: bool
 ) -> Damage | None:
     """Compare a file with its recorded size and, unless `quick`, its checksum; None if it is intact."""
-    path = f"{data}/{name}"
+    path = f"{folder}/{name}"
     try:
         actual_size = store.files.size(path)
         if actual_size is not None and actual_size != size:
-            return Damage(data, name, f"{size} bytes", f"{actual_size} bytes")
+            return Damage(folder, name, f"{size} bytes", f"{actual_size} bytes")
         if actual_size is None:
-            return Damage(data, name, checksum, "missing")
+            return Damage(folder, name, checksum, "missing")
         if not quick and (actual := store.files.measure(path)[1]) != checksum:
-            return Damage(data, name, checksum, actual)
+            return Damage(folder, name, checksum, actual)
     except (FileNotFoundError, NotADirectoryError):
-        return Damage(data, name, checksum, "missing")
+        return Damage(folder, name, checksum, "missing")
     except CorruptEntry:
-        return Damage(data, name, checksum, "no file that can be read")
+        return Damage(folder, name, checksum, "no file that can be read")
     except StoreError:  # the bucket does not answer, or refuses: this says nothing about damage
         raise
     except OSError as error:
-        return Damage(data, name, checksum, f"unreadable ({error.strerror or error})")
+        return Damage(folder, name, checksum, f"unreadable ({error.strerror or error})")
     return None
 
 
