@@ -151,7 +151,7 @@ def test_layers_are_chosen_by_their_real_index(entry):
 
 
 def test_asking_for_what_is_not_there_names_what_is(entry):
-    with pytest.raises(EntryNotFound, match="nearest is 'resid_post'"):
+    with pytest.raises(EntryNotFound, match="most similar is 'resid_post'"):
         entry.open(["resid_pst"])
     with pytest.raises(EntryNotFound, match="at layers 0, 2-3, not at 1"):
         entry.open(["resid_post"], layers=[0, 1])
@@ -341,7 +341,7 @@ def test_attention_patterns_come_back_as_lower_triangles(store, segment_tokens):
     np.testing.assert_array_equal(square.sel(layer=0, head=1).values, -want)
     assert ds.mi.attn(0).values.shape == (2, 2, 1, 1)
     np.testing.assert_array_equal(ds.mi.prompts([2, 0]).mi.attn(0).values, ds.mi.attn(2).values)
-    with pytest.raises(EntryNotFound, match="nearest is 'pattern'"):
+    with pytest.raises(EntryNotFound, match="most similar is 'pattern'"):
         ds.mi.attn(0, "patern")
 
 

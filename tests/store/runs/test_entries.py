@@ -354,7 +354,7 @@ def test_plain_zarr_reads_tokens_and_pairs(folder, dtype, segment_tokens):
 
 
 def test_unknown_variables_are_named_with_the_nearest(entry):
-    with pytest.raises(EntryNotFound, match="nearest is 'resid_post'"):
+    with pytest.raises(EntryNotFound, match="most similar is 'resid_post'"):
         entry.shard("resid_pots", 0, 0)
 
 
