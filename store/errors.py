@@ -33,7 +33,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-REPAIR = "run `mizarr verify --quarantine`, which sets damaged files aside, and repeat the command that computed them"
+REPAIR = (
+    "run `mizarr verify --quarantine`, which sets damaged files aside, and repeat the command that computed "
+    "them"
+)
 """Advice in every message about damaged files."""
 
 
