@@ -71,7 +71,7 @@ def json_object(
     data = read_outside(path, error, advice, most=MOST_BYTES)
     value = _value_in(path, data, error, advice, large_integers=large_integers)
     if not isinstance(value, dict):
-        raise error(f"expected a JSON object {{…}} in {path}, found {_JSON_NAMES[type(value)]}; {advice}")
+        raise error(f"expected a JSON object in {path}, found {_JSON_NAMES[type(value)]}; {advice}")
     return value
 
 

@@ -51,7 +51,7 @@ def test_a_task_that_has_ended_counts_though_its_worker_is_gone_with_its_result(
     """The only worker goes between the end of the last task and the question how it ended."""
     monkeypatch.setenv("MIZARR_PATIENCE", "1")
     ended: list[str] = []
-    look = ClusterClient._next
+    look = ClusterClient._wait_for_next
 
     def deserted(self, *given):
         future = look(self, *given)
@@ -62,7 +62,7 @@ def test_a_task_that_has_ended_counts_though_its_worker_is_gone_with_its_result(
         ended.append(future.status)
         return future
 
-    monkeypatch.setattr(ClusterClient, "_next", deserted)
+    monkeypatch.setattr(ClusterClient, "_wait_for_next", deserted)
     done: list[int] = []
     with LocalCluster(n_workers=1, threads_per_worker=1, **HERE) as cluster:
         client = ClusterClient(cluster.scheduler_address)

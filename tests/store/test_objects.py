@@ -166,7 +166,7 @@ def test_what_would_be_answered_the_same_is_asked_once_and_what_may_not_again(fa
     files, proxy = faulty
     files.put_new("c/503/0", b"one")
     monkeypatch.setattr(cloud, "_RETRIES", 0)  # of obstore's own
-    cloud._connected.cache_clear()
+    cloud._bucket_client.cache_clear()
     files = open_folder(files.address)
     for what in ("400", "403"):
         proxy.fault = lambda method, path, what=what: what
@@ -197,7 +197,7 @@ def test_a_shared_access_signature_writes_reads_and_lists_and_is_in_no_message(p
         assert any("sig=" in path for _, path, _ in proxy.seen)
         monkeypatch.setattr(cloud, "_RETRIES", 0)
         monkeypatch.setattr(objects, "_PAUSE", 0.01)
-        cloud._connected.cache_clear()
+        cloud._bucket_client.cache_clear()
         files = open_folder(address)
         asked = [files.get, files.stat, files.delete, lambda name: list(files.children(name))]
         for what in ("400", "403", "409", "503", "before"):

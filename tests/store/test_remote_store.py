@@ -48,9 +48,9 @@ def address(request, provider, speaks, monkeypatch, tmp_path):
     scheme, _, how = request.param.partition(" ")
     if scheme == "memory":
         monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-        cloud._connected.cache_clear()
+        cloud._bucket_client.cache_clear()
         yield f"memory://{secrets.token_hex(4)}/store"
-        cloud._connected.cache_clear()
+        cloud._bucket_client.cache_clear()
         return
     if how:
         monkeypatch.setenv("MIZARR_CACHE_QUOTA", "0")
@@ -552,7 +552,7 @@ def test_settings_that_lead_nowhere_are_one_line_and_no_secret_is_in_it(monkeypa
             monkeypatch.delenv(name)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    cloud._connected.cache_clear()
+    cloud._bucket_client.cache_clear()
     said = said_to(capsys, f"{scheme}://bucket/store")
     assert expected in said and "SECRET" not in said
 
@@ -573,5 +573,5 @@ def test_the_emulator_of_azure_is_found_by_its_switch(provider, speaks, monkeypa
         "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
     }.items():
         monkeypatch.setenv(name, value)
-    cloud._connected.cache_clear()
+    cloud._bucket_client.cache_clear()
     assert objects.ObjectFolder(address).get("a") == b"one"

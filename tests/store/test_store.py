@@ -344,7 +344,7 @@ def test_pins_name_keys(store):
     other = store.put_result(ResultKey("s", 2), xr.Dataset({"x": 2}))
     with pytest.raises(ValueError, match="remove it first"):
         store.pin("figure-3", other)
-    with pytest.raises(ValueError, match="pin name"):
+    with pytest.raises(ValueError, match="name of a pin"):
         store.pin("../escape", other)
     store.unpin("figure-3")
     assert store.pins() == {}

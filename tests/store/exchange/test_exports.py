@@ -294,7 +294,7 @@ def test_names_of_folders_and_nothing_at_all_are_refused(tmp_path, suffix):
     with pytest.raises(ShapeError, match="has no variables"):
         export(xr.Dataset({}, {"x": [1]}), tmp_path / f"a{suffix}")
     if suffix in (".nc", ".zarr"):
-        with pytest.raises(ShapeError, match="found 'a/b'"):
+        with pytest.raises(ShapeError, match="the name 'a/b'"):
             export(xr.Dataset({"a/b": ("x", [1.0])}), tmp_path / f"a{suffix}")
     assert not list(tmp_path.iterdir())
 
@@ -303,7 +303,7 @@ def test_names_of_folders_and_nothing_at_all_are_refused(tmp_path, suffix):
 def test_a_path_that_is_taken_is_left_alone(store, entry, tmp_path, suffix):
     taken = tmp_path / f"a{suffix}"
     taken.write_text("mine")
-    with pytest.raises(ConfigError, match="remove it or name another"):
+    with pytest.raises(ConfigError, match="remove it, or name another"):
         export_key(store, entry.digest, taken, variables=["resid_post"])
     assert taken.read_text() == "mine"
 

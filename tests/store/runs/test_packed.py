@@ -127,7 +127,7 @@ def test_columns_are_read_only_and_the_callers_array_is_not():
 def test_a_mapped_corpus_is_let_go_of_behind_the_one_who_streams_it(begin, tmp_path, monkeypatch):
     """From a size on: the digest is that of ids in memory, wherever the view begins, and of what was mapped
     little stays resident."""
-    monkeypatch.setattr(packed, "_BLOCK", 1 << 19)
+    monkeypatch.setattr(packed, "_BLOCK_TOKENS", 1 << 19)
     monkeypatch.setattr(packed, "_PAGE_OUT_BYTES", 1 << 20)
     drawn = np.random.default_rng(0).integers(0, 999, 3 << 20, dtype=np.int32)
     with (tmp_path / "ids.npy").open("wb") as file:

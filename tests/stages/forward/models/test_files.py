@@ -215,7 +215,7 @@ def test_broken_files_are_named(model):
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
     with pytest.raises(WeightsError, match=r"to map tensors to files beside it, found '../b.safetensors'"):
         _ = resolve(model).weight_files
-    for content, found in (("{", "expected JSON"), ("[]", "found list")):
+    for content, found in (("{", "expected JSON"), ("[]", "found a list")):
         (model / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=found):
             _ = resolve(model).config
