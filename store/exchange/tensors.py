@@ -329,13 +329,17 @@ def _members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipI
             raise ValueError(f"it has two arrays named {name!r:.80}")
         # Bit 0 of the general purpose flags marks encryption (APPNOTE 4.4.4).
         if member.flag_bits & 1:
-            raise ValueError(f"{name!r:.80} is encrypted")
+            raise ValueError(f"its array {name!r:.80} is encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(f"{name!r:.80} is compressed in another way than np.savez_compressed does")
+            raise ValueError(
+                f"its array {name!r:.80} is compressed in another way than by np.savez_compressed"
+            )
         # A zip bomb claims more than deflate can produce from its bytes.
         ratio = 1 if member.compress_type == zipfile.ZIP_STORED else _DEFLATE
         if member.compress_size > size or member.file_size > member.compress_size * ratio:
-            raise ValueError(f"{name!r:.80} would have {member.file_size} bytes, more than the file can hold")
+            raise ValueError(
+                f"its array {name!r:.80} would have {member.file_size} bytes, more than the file can hold"
+            )
         members[name] = member
     return members
 
@@ -347,7 +351,7 @@ def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(stream)
     if dtype.hasobject:
-        raise ValueError(f"{member.filename!r:.80} holds Python objects")
+        raise ValueError(f"its array {member.filename!r:.80} holds Python objects instead of numbers")
     layout = NpyLayout(
         dtype, tuple(int(length) for length in shape), "F" if is_fortran else "C", stream.tell()
     )
@@ -355,8 +359,8 @@ def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
     nbytes = math.prod(layout.shape) * dtype.itemsize
     if layout.start + nbytes != member.file_size:
         raise ValueError(
-            f"{member.filename!r:.80} has {member.file_size - layout.start} bytes of numbers, not the "
-            f"{nbytes} of {dtype} {list(layout.shape)!s:.80}"
+            f"its array {member.filename!r:.80} has {member.file_size - layout.start} bytes of numbers, and "
+            f"{dtype} of shape {list(layout.shape)!s:.80} needs {nbytes}"
         )
     return layout
 
@@ -390,7 +394,7 @@ def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, mode
     # bytearray, so that the array is writable without a further copy.
     content = bytearray(b"".join(parts))
     if len(content) != member.file_size:
-        raise ValueError(f"{member.filename!r:.80} is cut short")
+        raise ValueError(f"its array {member.filename!r:.80} is cut short")
     flat: Array = np.frombuffer(content, layout.dtype, offset=layout.start)
     return flat.reshape(layout.shape, order=layout.order)
 
@@ -429,10 +433,10 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         header = json_value(text)
         if not isinstance(header, dict):
-            raise ValueError(f"a header that is no object but {type(header).__name__}")
+            raise ValueError(f"a header that is a JSON {type(header).__name__} instead of an object")
         metadata = header.get(METADATA) or {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError(f"a {METADATA} that is not texts by name")
+            raise ValueError(f"an entry {METADATA} that is not a mapping of names to texts")
         data_bytes = _verified_data_length(
             {name: entry for name, entry in header.items() if name != METADATA}
         )

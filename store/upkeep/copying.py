@@ -288,7 +288,8 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcom
             actual = None if content is None else file_checksum(content)
             if content is None or actual != expected:
                 raise CorruptEntry(
-                    f"{source.files.where(name)}: expected {expected}, found {actual}; {REPAIR}"
+                    f"{source.files.where(name)} is damaged: expected size and checksum {expected}, found "
+                    f"{actual}; {REPAIR}"
                 )
             if target.files.put_new(name, content):
                 return len(content)

@@ -93,7 +93,9 @@ class Recoding:
         content = source.files.get(name)
         actual = None if content is None else file_checksum(content)
         if content is None or actual != checksum:
-            raise CorruptEntry(f"{where}: expected {checksum}, found {actual}; {REPAIR}")
+            raise CorruptEntry(
+                f"{where} is damaged: expected size and checksum {checksum}, found {actual}; {REPAIR}"
+            )
         new_content = b"".join(recoded(content, self.before, self.after, where))
         # Padding rows of another writer may differ from zeros, and would be lost.
         if plain_measure(new_content, self.after, where) != plain:

@@ -123,7 +123,9 @@ def test_tasks_for_a_gpu_wait_for_one_where_there_was_one_and_not_for_ever(monke
                 cluster.sync(cluster.scheduler_comm.retire_workers, names=["card"], close_workers=True)
 
         tasks = [Submitted(f"card-{n}", (abs, -n)) for n in range(9)]
-        with pytest.raises(StageError, match=r"no worker with the resource GPU is left at .* in 1 seconds"):
+        with pytest.raises(
+            StageError, match=r"no worker with the resource GPU is left at .* within 1 seconds"
+        ):
             client.run(tasks, noted, needs="GPU")
         client.run([Submitted("plain", (abs, -1))], noted)
         client.close()
