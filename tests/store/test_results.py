@@ -95,7 +95,7 @@ def test_opening_reads_no_values(store, monkeypatch):
 def test_a_chunk_that_is_gone_is_damage_and_not_zeros(store):
     record = store.put_result(KEY, xr.Dataset({"x": ("a", np.arange(5.0))}))
     (store.path / record.data / "dataset" / "x" / "c" / "0").unlink()
-    with pytest.raises(CorruptEntry, match="found none"):
+    with pytest.raises(CorruptEntry, match="found no file"):
         store.open_result(KEY)
 
 

@@ -118,13 +118,13 @@ def test_arrays_are_added_to_an_entry_later(folder):
 
 def test_an_array_declared_otherwise_is_refused(folder, entry):
     wider = ArraySpec("resid_post", "h", RESID.dims, {"hidden": 7}, "float32", 3)
-    with pytest.raises(ShapeError, match="already stores resid_post"):
+    with pytest.raises(ShapeError, match="already stores variable 'resid_post'"):
         create(folder, specs=[wider])
 
 
 def test_arrays_of_two_dtypes_are_two_entries(folder, entry):
     half = ArraySpec("resid_post", "h", RESID.dims, {"hidden": 6}, "bfloat16", 3)
-    with pytest.raises(ShapeError, match="one dtype"):
+    with pytest.raises(ShapeError, match="one storage dtype"):
         create(folder, specs=[half, EMBED])
     assert create(folder, specs=[half]).path != entry.path
 

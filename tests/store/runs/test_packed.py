@@ -112,7 +112,7 @@ def test_negative_ids_never_reach_a_key():
 
 
 def test_a_prompt_index_out_of_range_names_the_range():
-    with pytest.raises(PromptError, match="below 1"):
+    with pytest.raises(PromptError, match="numbered 0 to 0"):
         PackedTokens.from_lists([[1]]).prompt(1)
 
 
