@@ -37,9 +37,9 @@ def why_not(store: Store, key: ResultKey | None) -> str:
     if not requests:
         return "there is no result yet"
     request = json.loads(json.dumps(key.request()))  # JSON turns tuples into lists, as in provenance
-    candidates = [differences(request, stored) for stored in requests]
     # min takes the first of equally short lists: among equally similar results the newest is described.
-    return ", ".join(min(candidates, key=len))
+    fewest = min([differences(request, stored) for stored in requests], key=len)
+    return ", ".join(fewest)
 
 
 def differences(request: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
