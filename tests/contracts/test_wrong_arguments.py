@@ -108,7 +108,7 @@ run(m,None) -> expected runs as a list of mizarr.Run, found None; write [mizarr.
 run("specimen",[Run("one")]) -> expected a loaded model, found 'specimen'; load it:
 run(m,[Run("one")],memory=0) -> memory: expected 40,960 bytes for a run of 2 tokens, found only 0; raise
 run(m,[Run("one")],memory=-1) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -1
-run(m,[Run("one")],store=5) -> expected an open store, found 5; write
+run(m,[Run("one")],store=5) -> expected store to be an open store, found 5; write
 gen(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a
 gen([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 gen(max_tokens=0) -> expected max_tokens of at least 1, found 0
@@ -123,10 +123,10 @@ gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all toke
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
 gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write a float
-gen(stop=5.5) -> stop: expected texts and token ids, found 5.5; remove it
-gen(stop=999999) -> stop: expected token ids in 0..2047, found 999999; remove it
-gen(eos=-1) -> eos: expected token ids, found -1; pass eos=() to generate past every end token
-gen(cache="yes") -> expected cache as True or False, found 'yes'; leave it out
+gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; remove it
+gen(stop=999999) -> expected stop ids in 0..2047, found 999999; remove it
+gen(eos=-1) -> expected eos to hold token ids, found -1; pass eos=() to end at none
+gen(cache="yes") -> expected cache=True or cache=False, found 'yes'
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
 gen(on_token=5) -> expected on_token as a function of a NewToken, found 5; pass a function, or
 gen(hooks=5) -> expected hooks as a HookSpec, found 5; write
@@ -139,9 +139,9 @@ cap(p=None) -> expected prompts as a text, several texts, token ids ([position] 
 cap(p=[]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or a
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
-cap(p=[[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0; convert
-cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; encode it with
-cap(store=None) -> expected an open store, found None; write store=mizarr.open_store('activations'), with the
+cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
+cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
+cap(store=None) -> expected store to be an open store, found None; write
 cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
 cap(storage_dtype="int4") -> expected storage_dtype to be one of float32, float16, bfloat16, float64, int8,
 cap(batch_tokens=0) -> expected batch_tokens of at least 1, found 0
@@ -155,48 +155,48 @@ cap(order="layers") -> capture order: expected one of auto, batch, layer, found 
 cap(device="cuda") -> expected device together with the name of a model,
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1
-cap(codec="gzip") -> expected a codec among zstd, none, found 'gzip'; name one, or leave it out
-cap(backend="jax") -> expected backend together with the name of a model,
-cap(adapter="nowhere") -> expected adapter together with the name of a model,
-cap(progress="no") -> expected progress as True or False, found 'no'; leave it out
-capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout as True or False, found 'x'
-comp(model="specimen",trust_layout=1) -> expected trust_layout as True or False, found 1; leave it out
-comp(quiet="x") -> expected quiet as True or False, found 'x'; leave it out
-comp(store="fresh",memory=1) -> capture needs about
+cap(codec="gzip") -> expected codec (--codec) among zstd, none, found 'gzip'; leave it out
+cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
+cap(adapter="nowhere") -> expected adapter beside a model's name, found adapter='nowhere' beside a loaded
+cap(progress="no") -> expected progress=True or progress=False, found 'no'
+capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout=True or trust_layout=False,
+comp(model="specimen",trust_layout=1) -> expected trust_layout=True or trust_layout=False, found 1
+comp(quiet="x") -> expected quiet=True or quiet=False, found 'x'
+comp(store="fresh",memory=1) -> the step capture needs about
 comp(store="fresh",threads=0) -> expected threads of at least 1, found 0
-Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout as True or False, found 'no'
-Model.from_pretrained("specimen",progress="x") -> expected progress as True or False, found 'x'; leave it out
-store.verify(quick="x") -> expected quick as True or False, found 'x'; leave it out
-store.gc(dry_run="no") -> expected dry_run as True or False, found 'no'; leave it out
-cap(revision="x") -> expected revision together with the name of a model,
+Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout=True or trust_layout=False, found
+Model.from_pretrained("specimen",progress="x") -> expected progress=True or progress=False, found 'x'
+store.verify(quick="x") -> expected quick=True or quick=False, found 'x'
+store.gc(dry_run="no") -> expected dry_run=True or dry_run=False, found 'no'
+cap(revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded model; give
 capture(None,["a"],P,store=new) -> expected a model, its hub id or its folder, found None; load it:
-ds.mi.sel(layer=99) -> expected layers 99 of resid_post, found 0-5; leave the others out, or capture them:
-ds.mi.sel(layer=-1) -> expected layers -1 of resid_post, found 0-5; leave the others out, or capture them:
+ds.mi.sel(layer=99) -> layers 99 of resid_post were not captured, only 0-5; leave them out, or capture them:
+ds.mi.sel(layer=-1) -> layers -1 of resid_post were not captured, only 0-5; leave them out, or capture them:
 ds.mi.sel(layer=1.5) -> layers: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(prompt=99) -> expected a prompt index below 2, found 99
-ds.mi.sel(prompt="a") -> expected the whole text of one of 2 prompts, found 'a'
+ds.mi.sel(prompt=99) -> there is no prompt 99; prompts are numbered 0 to 1
+ds.mi.sel(prompt="a") -> none of 2 prompts has exactly the text 'a'
 ds.mi.sel(prompt=1.5) -> prompts: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(position=99) -> expected positions in 0..2 (or negative, from the end), found 99 in a prompt of 3
+ds.mi.sel(position=99) -> a prompt of 3 tokens has no position 99; select prompts that are longer, or give
 ds.mi.sel(position=1.5) -> positions: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(token="nope") -> expected a token of the vocabulary, found 'nope'; did you mean 'no'?; strings are
-ds.mi.sel(token=99999) -> expected at least one token with token=99999, found none in 2 prompts; drop a
+ds.mi.sel(token="nope") -> the vocabulary has no token 'nope'; did you mean 'no'?; token strings are exact,
+ds.mi.sel(token=99999) -> no token in 2 prompts meets the conditions token=99999; drop a condition, or select
 ds.mi.sel(token=1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(nope=1) -> expected a selector among prompt, token, chars, position, layer, found
-store[None] -> expected a key, or the start of one as a text, found None; `mizarr ls` lists them
-store[5] -> expected a key, or the start of one as a text, found 5; `mizarr ls` lists them
-store[b"ab"] -> expected a key, or the start of one as a text, found b'ab'; `mizarr ls` lists them
-store.lookup(None) -> expected a key, or the start of one as a text, found None; `mizarr ls` lists them
-store.record(5) -> expected a key, or the start of one as a text, found 5; `mizarr ls` lists them
-open_store(None) -> expected the folder of a store, or its URL, found None; give its path as a text
-open_store("a_file") -> expected a folder at
-open_store("nostore") -> expected a store or an empty folder at
-open_store("x",mode="w") -> expected mode 'a' (read, write, create) or 'r' (read only), found 'w'; nothing
-open_store("x",mode="r") -> expected a store in
-open_store("x",durability="no") -> expected durability 'disk' or 'process', found 'no'
-open_store("s4://x") -> expected a folder, or a URL that begins with s3://, gs://, az://, memory://, found
-open_store("x\0y") -> expected a folder at 'x\x00y', found embedded null byte; name another
+ds.mi.sel(nope=1) -> ds.mi.sel selects by prompt, token, chars, position, layer, found 'nope'; store labels
+store[None] -> expected a key, or the first hex digits of one as a text, found None; `mizarr ls` lists keys
+store[5] -> expected a key, or the first hex digits of one as a text, found 5; `mizarr ls` lists keys
+store[b"ab"] -> expected a key, or the first hex digits of one as a text, found b'ab'; `mizarr ls` lists keys
+store.lookup(None) -> expected a key, or the first hex digits of one as a text, found None; `mizarr ls` lists
+store.record(5) -> expected a key, or the first hex digits of one as a text, found 5; `mizarr ls` lists keys
+open_store(None) -> expected the folder or URL of a store as a text or Path, found None; write for
+open_store("a_file") -> expected the folder of a store at
+open_store("nostore") -> expected a store of mizarr or an empty folder at
+open_store("x",mode="w") -> open_store: expected mode='a' (read, write and create) or mode='r' (read only),
+open_store("x",mode="r") -> expected a store of mizarr in
+open_store("x",durability="no") -> open_store: expected durability='disk' or durability='process', found 'no'
+open_store("s4://x") -> expected a store as a folder, or as a URL that begins with s3://, gs://, az://,
+open_store("x\0y") -> 'x\x00y' cannot be the folder of a store (embedded null byte); name another folder
 compute("logit_lense",store=new) -> no workflow 'logit_lense'; did you mean 'logit_lens'?
-comp(store=5) -> expected an open store, found 5; write store=mizarr.open_store('activations'), with the
+comp(store=5) -> expected store to be an open store, found 5; write store=mizarr.open_store('activations'),
 comp(prompts=5) -> expected prompts to be a list of str, found 5 (int)
 comp(top_k=np.int64(0)) -> expected top_k to be int of at least 1, found 0 (int)
 comp(topk=3) -> workflow 'logit_lens' has no setting 'topk'; did you mean 'top_k'?
@@ -211,26 +211,26 @@ comp(memory=nan) -> expected a size such as "2GiB" or "500MB", or a number of by
 comp(workers=-1) -> expected workers of at least 0, found -1
 comp(workers="x") -> expected workers to be a whole number, found 'x'; write workers=1
 export(None,"x.npz") -> expected dataset as an xarray.Dataset, found None; write array.to_dataset() for a
-export(ds,"x") -> expected a file named by its format (.nc, .zarr, .parquet, .safetensors, .npz), found 'x';
-export(ds,None) -> expected path as a text or a Path, found None; name a file or folder
-export(ds,"x.npz",format="hdf5") -> expected a format among netcdf, zarr, parquet, safetensors, npz,
-export(ds,"good.safetensors") -> expected a new file, found 'good.safetensors' there already; remove it or
-export(ds,"nofolder/x.npz") -> expected a folder to write into, found none at 'nofolder'; make it first
-export(ds,"x.npz",layout="x") -> expected layout 'long' or 'wide', found 'x'
+export(ds,"x") -> the suffix of 'x' names no export format; end the name in .nc, .zarr, .parquet,
+export(ds,None) -> expected path to be the path of a file or folder, as a text or a Path, found None
+export(ds,"x.npz",format="hdf5") -> expected --format among netcdf, zarr, parquet, safetensors, npz,
+export(ds,"good.safetensors") -> the file to export to, 'good.safetensors', exists already; remove it, or
+export(ds,"nofolder/x.npz") -> the folder 'nofolder' to export into does not exist; create it first
+export(ds,"x.npz",layout="x") -> expected --layout (layout=) 'long' or 'wide', found 'x'
 export(ds,"x.npz",context=0) -> expected context of at least 1, found 0
 export(ds,"y",format="saelens",context=1.5) -> expected context to be a whole number, found 1.5; write
-export(xr.Dataset(),"x.npz") -> expected a dataset with variables, found none; name some to export
-import_activations(None,model="x",store=new) -> expected files as a text or a Path, found None; name a
+export(xr.Dataset(),"x.npz") -> the dataset to export has no variables; name some that are stored
+import_activations(None,model="x",store=new) -> expected files to be the path of a file or folder, as a text
 import_activations([],model="x",store=new) -> expected activations in , found no arrays; say what they hold:
 import_activations("nowhere.npz",model="x",store=new) -> expected a file at 'nowhere.npz', found none; check
 import_activations("good.safetensors",model=None,store=new) -> expected the name of the model the arrays are
-import_activations("good.safetensors",model="x",store=None) -> expected the folder of a store, or its URL,
+import_activations("good.safetensors",model="x",store=None) -> expected the folder or URL of a store as a text
 import_activations("good.safetensors",model="x",store=new,names=5) -> expected names as a mapping, found 5;
 import_activations("good.safetensors",model="x",store=new,names={"a":5}) -> no array is named 'a'; there are
 import_activations("good.safetensors",model="x",store=new,tokens=5) -> expected tokens as a list, found 5;
-import_activations("good.safetensors",model="x",store=new,tokens=[[1.5]*4]) -> expected ids as a row of
+import_activations("good.safetensors",model="x",store=new,tokens=[[1.5]*4]) -> expected ids as a
 import_activations("good.safetensors",model="x",store=new,tokens=[[-1]*4]) -> expected token ids >= 0, found
-import_activations("good.safetensors",model="x",store=new,tokens=["abcd"]) -> expected token ids as one list
+import_activations("good.safetensors",model="x",store=new,tokens=["abcd"]) -> expected the token ids to
 import_activations("good.safetensors",model="x",store=new,texts="abc") -> expected texts as a list, found
 import_activations("good.safetensors",model="x",store=new,texts=[5]) -> expected texts as a list of texts,
 import_activations("good.safetensors",model="x",store=new,dtype=5) -> expected dtype 'bfloat16' or none,

@@ -158,7 +158,9 @@ def test_no_name_of_a_file_leads_out_of_its_folder(door, name, hub, tmp_path, mo
 
 @pytest.mark.parametrize("name", [*LEADING_OUT, 3, None, ["a"]], ids=repr)
 def test_the_one_way_from_names_to_paths_refuses_what_leads_out(name, tmp_path):
-    with pytest.raises(WeightsError, match=r"expected index\.json to name something below .*, found"):
+    with pytest.raises(
+        WeightsError, match=r"expected index\.json to name a file inside the folder .*, found"
+    ):
         path_below(tmp_path, name, WeightsError, "index.json")
 
 
@@ -181,7 +183,7 @@ def test_what_the_cache_holds_is_found_by_every_kind_of_revision(hub):
 def test_a_variable_that_no_folder_can_hold_is_refused_before_it_is_computed(name, tmp_path):
     store = open_store(tmp_path / "store", durability="process")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ShapeError, match="expected variables named by"):
+    with pytest.raises(ShapeError, match="cannot be stored; rename it to 1 to"):
         store.put_result(ResultKey("stage", 1, {}, {}), xr.Dataset({name: ("i", np.arange(3.0))}))
     assert sorted(tmp_path.rglob("*")) == before
 

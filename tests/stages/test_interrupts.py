@@ -111,7 +111,7 @@ def test_a_run_interrupted_anywhere_goes_on_to_the_same_results(number, tmp_path
 
 
 def test_of_a_lease(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "_LEASE", 0.04)
+    monkeypatch.setattr(collect, "_LEASE_SECONDS", 0.04)
     store = open_store(tmp_path, durability="process")
     record = store.put_result(KEY, RESULT)
 

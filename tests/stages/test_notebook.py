@@ -132,7 +132,7 @@ def test_a_plan_of_runs_tells_what_a_loop_would_compute(model):
 def test_a_plan_of_stages_has_a_line_per_stage(tmp_path: Path):
     steps = plan_nodes(EdgeKnockout((1, 2, 3), ((2, 0),)).on("specimen"), mizarr.open_store(tmp_path))
     head, line = rows_of(steps._repr_html_())
-    assert head == ["stage", "state", "cells", "read", "written", "peak memory", "time"]
+    assert head == ["stage", "state", "cells stored", "reads", "writes", "peak memory", "expected time"]
     assert line == list(steps.rows()[0])
 
 

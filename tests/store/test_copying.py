@@ -273,9 +273,9 @@ def test_names_that_lead_out_of_the_store_are_refused(store, there, tmp_path):
     told = unsealed("x", path.read_bytes(), ("content", "files"))
     told["files"]["../../../../secret"] = [6, "sha256:" + "0" * 64]
     path.write_bytes(sealed(told))
-    with pytest.raises(CorruptEntry, match="below its folder"):
+    with pytest.raises(CorruptEntry, match="outside of its folder"):
         store.copy_to(open_store(there))
-    with pytest.raises(CorruptEntry, match="below its folder"):
+    with pytest.raises(CorruptEntry, match="outside of its folder"):
         open_store(store.path)[record.key]
     assert any("unreadable" in str(damage) for damage in store.verify())
 

@@ -361,7 +361,7 @@ def damaged(tmp_path: Path, name: str, data: bytes) -> Path:
         (lambda p: p / "argmax_2_2.pth", ModelNotFound, "there is no file"),
         (lambda p: p, WeightsError, "found a folder"),
         (lambda p: damaged(p, "argmax.bin", b""), WeightsError, r"ends in \.bin"),
-        (lambda p: damaged(p, "argmax.safetensors", b"nothing"), WeightsError, "no complete safetensors"),
+        (lambda p: damaged(p, "argmax.safetensors", b"nothing"), WeightsError, "not a complete safetensors"),
         (lambda p: damaged(p, "argmax.pth", b"nothing"), WeightsError, "cannot be read"),
         (
             lambda p: write_tensors(p / "network.pth", random_rnn(0, 3, 3)),

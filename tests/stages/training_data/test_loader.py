@@ -271,7 +271,7 @@ def test_a_flipped_byte_is_found_when_its_batch_is_read(entry):
 
 
 def test_a_run_in_place_of_no_store_is_an_error_of_one_line(tmp_path):
-    with pytest.raises(EntryNotFound, match="no record of a stored run"):
+    with pytest.raises(EntryNotFound, match="not opened from a stored run"):
         mizarr.ActivationLoader(random_run(tmp_path / "s", 0).open().drop_encoding(), **SMALL)
 
 

@@ -86,7 +86,7 @@ def refused_alike(capture, *arguments):
 
 def test_a_dry_run_refuses_the_workers_that_a_capture_refuses(capture, tmp_path):
     two_kinds = refused_alike(capture, "--workers", "2", "--cluster", "tcp://127.0.0.1:1")
-    assert two_kinds.startswith("mizarr: error: expected a cluster or workers of this machine, found 'tcp:")
+    assert two_kinds.startswith("mizarr: error: both a cluster ('tcp:")
     by_layers = refused_alike(capture, "--workers", "2", "--order", "layer")
     assert 'order="layer" runs in one process: expected no workers, found 2 workers' in by_layers
     assert capture("--workers", "2", "--dry-run")[0] == 0

@@ -84,23 +84,23 @@ with --memory -1GiB -> '--memory': expected a size such as 500MB or 2GiB, found 
 with --memory 1 -> memory: expected at least 768 bytes, for one token of 1 captures, found 1; raise it
 with --memory-limit 1kB -> memory_limit: expected more than 41,946,112 bytes, which the activations of a
 with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see mizarr capture --help)
-with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');
-with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;
-with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
-with --adapter folder -> expected a LoRA adapter in folder, found no adapter_config.json; pass
-with --revision v9 -> expected no revision for the directory specimen, found 'v9'; leave it out, as
+with --cluster foo -> there is no Dask scheduler at 'foo' (missing port number in address 'foo'); start one
+with --cluster foo --workers 2 -> both a cluster ('foo') and 2 workers of this machine were given; leave out
+with --log nowhere/x.jsonl -> the progress log 'nowhere/x.jsonl' cannot be written (No such file or
+with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
+with --revision v9 -> expected no revision for the directory specimen, found 'v9'; revisions belong to hub ids
 with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
-into a_file -> expected a folder at
-into nostore -> expected a store or an empty folder at
-into a_file/sub -> expected a folder at 'a_file/sub', found Not a directory; name another
-into dangling -> expected a folder at
-into s4://bucket/x -> expected a folder, or a URL that begins with s3://, gs://, az://, memory://, found one
-model specimenn -> expected a directory or a model in the local cache
+into a_file -> expected the folder of a store at
+into nostore -> expected a store of mizarr or an empty folder at
+into a_file/sub -> 'a_file/sub' cannot be the folder of a store (Not a directory); name another folder
+into dangling -> expected the folder of a store at
+into s4://bucket/x -> expected a store as a folder, or as a URL that begins with s3://, gs://, az://,
+model specimenn -> specimenn is no directory, and not in the local cache
 model '' -> expected a model directory, a hub id such as org/name, or one of specimen,
-model folder -> expected a model in folder, found no config.json; name the folder that
-model a_file -> expected the directory of a model, found the file a_file; name the folder that
-model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (expected 8 bytes
-compute logit_lens --store new --set prompts='["a"]' --memory 1B -> capture needs about
+model folder -> expected a model in folder, found no config.json; give the folder that holds
+model a_file -> expected a model's directory, found the file a_file; give the folder it lies in
+model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
+compute logit_lens --store new --set prompts='["a"]' --memory 1B -> the step capture needs about
 compute logit_lense --store new -> no workflow 'logit_lense'; did you mean 'logit_lens'?
 compute logit_lens --store new --set promts='["a"]' -> workflow 'logit_lens' has no setting 'promts'; did you
 lens prompts=5 -> expected prompts to be a list of str, found 5 (int)
@@ -119,10 +119,10 @@ lens device=5 -> expected device to be str | None, found 5 (int)
 lens model=folder -> expected a model in folder, found no config.json; name the folder that
 lens top_k=3 --set top_k=4 -> '--set': 'top_k' is set twice (see mizarr compute --help)
 lens model=specimen --model specimen -> the model is given twice: --model and --set model=…; keep one (see
-lens prompts=a --figures a_file/x -> cannot write figure.png, because
-lens prompts=a --figures dangling -> cannot write figure.png, because
-lens prompts=a --memory 1 -> capture needs about 18 KiB of memory at once, the budget is 1 B; raise --memory,
-compute generate --store new --set temperature=NaN -> expected a finite temperature >= 0, found nan
+lens prompts=a --figures a_file/x -> expected a folder for figure.png, found the file
+lens prompts=a --figures dangling -> expected a folder for figure.png, found the file
+lens prompts=a --memory 1 -> the step capture needs about 18 KiB of memory at once, and --memory (memory=)
+compute generate --store new --set temperature=NaN -> expected a temperature >= 0, found nan
 compute generate --store new --set temperature=1 --set top_p=2 -> expected top_p in (0, 1], found 2.0
 compute generate --store new --set max_tokens=0 -> expected max_tokens of at least 1, found 0
 compute generate --store new --set seed=-1 -> expected seed to be int of at least 0, found -1 (int)
@@ -135,41 +135,41 @@ compute probe --store new --set 'layers=[99]' -> specimen has layers 0 to 5, fou
 compute sae_features --store new --set dictionary=nope -> expected a directory, or a hub reference such as
 compute counterfact_patching --store new --set data=listfacts.json -> record 0 of 'listfacts.json': expected
 compute rwkv_inference --store new --model specimen -> rwkv_inference: expected a recurrent model whose
-explain logit_lens --store nostore -> expected a store in
-report logit_lens --store new --output folder -> cannot write the file folder, because it is a folder
-report logit_lens --store new --output dangling/x.html -> cannot write x.html, because
+explain logit_lens --store nostore -> expected a store of mizarr in
+report logit_lens --store new --output folder -> expected a file to write, such as folder/report.html, found
+report logit_lens --store new --output dangling/x.html -> expected a folder for x.html, found the file
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
 workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
-stages logit_lense -> expected the name of a stage or experiment, found 'logit_lense'; did you mean
-ls --store nowhere -> expected a store in
+stages logit_lense -> no stage or experiment 'logit_lense'; did you mean 'logit_lens'?
+ls --store nowhere -> expected a store of mizarr in
 show zzz --store activations -> no key in
 show ../x --store activations -> no key in
-export RUN --to x.csv --store activations -> expected a file named by its format (.nc, .zarr, .parquet,
-export RUN --to good.safetensors --store activations -> expected a new file, found 'good.safetensors' there
-export RUN --to new.npz --layers 99 --store activations -> run RUN has 'resid_post' at layers 0-5,
-export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as numbers and ranges such as
-export RUN --to new.npz --variables resid_pots --store activations -> run RUN has not published
-export RUN --to new.npz --context 5 --store activations -> expected context with saelens or sparsify, found
+export RUN --to x.csv --store activations -> the suffix of 'x.csv' names no export format; end the name in
+export RUN --to good.safetensors --store activations -> the file to export to, 'good.safetensors', exists
+export RUN --to new.npz --layers 99 --store activations -> run RUN has variable 'resid_post' at layers 0-5,
+export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as 0-5,11, found '5-0' (see
+export RUN --to new.npz --variables resid_pots --store activations -> run RUN has no complete variable
+export RUN --to new.npz --context 5 --store activations -> --context (context=) is for formats saelens
 import nowhere.npz --model x --store new -> expected a file at 'nowhere.npz', found none; check the path
-import text.safetensors --model x --store new -> text.safetensors is no complete safetensors file: expected a
+import text.safetensors --model x --store new -> text.safetensors is not a complete safetensors file: its
 import truncated.safetensors --model x --store new -> truncated.safetensors is truncated: expected 224 bytes,
 import foo.safetensors --model x --store new -> array 'foo': there is no hook point 'foo'; a model lists its
 import data.csv --model x --store new -> expected a .safetensors or .npz file, found 'data.csv'; convert it
 import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found --map 'foo' (see
 import good.safetensors --model x --skip zzz --store new -> no array is named 'zzz'; there are
 import good.safetensors --model x --n-layers 0 --store new -> expected n_layers of at least 1, found 0
-import good.safetensors --model x --prompts prompts.txt --store new -> expected one text per prompt (1),
-copy nowhere new -> expected a store in
-copy activations activations -> the store 'activations' is both source and target; name another
-copy activations ./activations/ -> the store './activations/' is both source and target; name another
-copy activations new --runs , -> expected --runs to list the first characters of keys, such as 35be,7a01,
+import good.safetensors --model x --prompts prompts.txt --store new -> expected texts to have one text per
+copy nowhere new -> expected a store of mizarr in
+copy activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
+copy activations ./activations/ -> expected a target beside its sources, found './activations/' twice (see
+copy activations new --runs , -> expected starts of keys with --runs, found ','; leave it out (see mizarr
 copy activations new --runs zzz -> no run in
-merge activations activations -> the store 'activations' is both source and target; name another
-verify --store folder -> expected a store in
+merge activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
+verify --store folder -> expected a store of mizarr in
 pin x zzz --store activations -> no key in
-pin ../x KEY --store activations -> expected a pin name of letters, digits, '.', '_' and '-', found '../x'
-pin x KEY --store nowhere -> expected a store in
-gc --store nowhere -> expected a store in
+pin ../x KEY --store activations -> expected the name of a pin as letters, digits, '.', '_' and '-', with a
+pin x KEY --store nowhere -> expected a store of mizarr in
+gc --store nowhere -> expected a store of mizarr in
 gc --grace 1e999h --store activations -> '--grace': expected a duration such as 90s, 24h or 7d, found
 gc --quota inf --store activations -> '--quota': expected a size such as 500MB or 2GiB, found 'inf' (see
 browse --port 99999 --store activations --no-open -> '--port': 99999 is not in the range 0<=x<=65535. (see
@@ -194,9 +194,9 @@ train specimen prompts.txt --out new --store new --set seed=-1 -> expected seed 
 train specimen prompts.txt --out new --store new --set features=1e999 -> expected features to be int, found
 train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in the file
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed -1 -> expected seed of at least 0, found -1
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> cannot write
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads to divide the hidden size 4
-demo --output a_file/x -> expected a folder at 'a_file/x/store', found Not a directory; name another
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> expected a folder for
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads that divide the width 4, found 3
+demo --output a_file/x -> 'a_file/x/store' cannot be the folder of a store (Not a directory); name another
 completion tcsh -> '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'. (see mizarr completion
 """
 CASES = [line.split(" -> ") for line in TABLE.strip().splitlines()]

@@ -92,7 +92,7 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_is_computed(
     model, tokens, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(Model, "stream_batch", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(ConfigError, match="expected a file to write the log to"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         capture(model, tokens, RESID, store=open_store(tmp_path / "s"), log=tmp_path / "no" / "log")
     command = [
         "capture",

@@ -133,7 +133,7 @@ def test_attention_that_looks_both_ways_is_stored_whole_and_without_padding(fami
     bounds, rows = plain["pattern"].attrs["square_bounds"], plain.sizes["square"] // len(entry.segments)
     second = plain["pattern"].isel(square=slice(rows, rows + bounds[2] - bounds[1]))
     np.testing.assert_array_equal(second, stored["pattern"].isel(square=slice(*bounds[1:3])))
-    with pytest.raises(ShapeError, match="pairs, those of 11 prompts end to end, found"):
+    with pytest.raises(ShapeError, match="attention matrices of 11 prompts, found"):
         plain.mi.attn(0)
 
 

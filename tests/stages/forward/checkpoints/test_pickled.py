@@ -123,7 +123,7 @@ def test_a_pickle_that_does_more_is_refused_and_does_nothing(pickled, tmp_path, 
         ({"a": 3}, "found int under 'a'"),
         (b"\x80\x02}q\x00.", "cannot be read|found a pickle"),
         (b"version https://git-lfs", "cannot be read|found a pickle"),
-        (b"", "found an empty file"),
+        (b"", "is empty"),
     ],
 )
 def test_other_files_are_refused_in_one_line(pickled, content, said):

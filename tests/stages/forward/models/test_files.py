@@ -222,7 +222,7 @@ def test_broken_files_are_named(model):
         WeightsError, match=r"to map each tensor to a file in the same folder, found '../b.safetensors'"
     ):
         _ = resolve(model).weight_files
-    for content, found in (("{", "expected JSON"), ("[]", "found list")):
+    for content, found in (("{", "expected JSON"), ("[]", "found a list")):
         (model / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=found):
             _ = resolve(model).config

@@ -543,9 +543,9 @@ def test_labels_that_are_not_there_are_refused_in_a_line(tmp_path):
     corpus = Corpus(str(file), labels="label")
     ds = capture("specimen", corpus, hooks="blocks.0.hook_resid_post", store=store, progress=False)
     for said, told in (
-        ({"label": "neg"}, "expected a value of label that some prompt has, 'pos', found 'neg'"),
-        ({"lable": "pos"}, "expected a selector among document, label, prompt.* found 'lable'"),
-        ({"token": "film"}, "found 'film'.* selected by chars='film'"),
+        ({"label": "neg"}, "no prompt has label='neg'; values of label are 'pos'"),
+        ({"lable": "pos"}, "selects by document, label, prompt.* found 'lable'"),
+        ({"token": "film"}, "no token 'film'.* by chars='film'"),
     ):
         with pytest.raises(MizarrError, match=told):
             ds.mi.sel(**said)
