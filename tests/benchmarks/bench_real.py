@@ -1,7 +1,7 @@
 """A pretrained model beside transformers with sdpa, TransformerLens and nnsight; a cached answer in seconds.
 
     python tests/benchmarks/bench_real.py [FILE.gguf] [--peers PYTHON] [--rounds 5] [--threads 2]
-        [--only CASE ...]
+        [--beside NAME ...] [--only CASE ...]
 
 FILE: SmolLM2-135M-Instruct (30 layers, width 576, 49,152 tokens), by default from the folder
 MIZARR_REAL_MODELS, or ~/.cache/mizarr-real. The others read the same weights from float32 files made with
@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,14 @@ from mizarr.workflows.subject import shipped_prose
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS, LENGTH, POSITIONS, SHORT, STARTS, ATTRIBUTED = 8, 256, 14, 50, 4, 32
+TRANSFORMERS = "transformers"
 FEW = {"grid": 3, "lens": 3}
 """Largest number of rounds of the cases in which peers take half a minute each."""
 TARGETS = {
-    ("plain", "transformers"): 0.9,
-    ("capture", "transformers"): 1.0,
+    ("plain", TRANSFORMERS): 0.9,
+    ("capture", TRANSFORMERS): 1.0,
     ("grid", "TransformerLens"): 0.03,
-    ("generate", "transformers"): 0.9,
+    ("generate", TRANSFORMERS): 0.9,
 }
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -205,9 +207,8 @@ class Mizarr:
 
     def attribution(self) -> np.ndarray[Any, Any]:
         """Shares of the logit difference at the last position, [component, prompt]."""
-        hooks = mizarr.HookSpec()
-        for point in ("hook_embed", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "ln_final.hook_scale"):
-            hooks = hooks.capture(point, positions="last")
+        points = ("hook_embed", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "ln_final.hook_scale")
+        hooks = mizarr.HookSpec().capture(*points, positions="last")
         found = self._captured(self.inputs.attributed, hooks)
         parts = {name.removesuffix("__last"): array for name, array in found.data_vars.items()}
         stack = decompose_resid(parts["embed"], parts["attn_out"], parts["mlp_out"])
@@ -281,52 +282,42 @@ def own_time(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def compare(case: str, numbers: dict[str, Any]) -> str:
-    """Largest difference from mizarr's numbers over the largest of them; AssertionError above TOLERANCE."""
-    ours = np.asarray(numbers.pop("mizarr"))
-    worst = 0.0
+def largest_difference(case: str, numbers: dict[str, Any]) -> float:
+    """Largest difference from mizarr's numbers, over the largest of them; AssertionError above TOLERANCE."""
+    ours = np.asarray(numbers["mizarr"])
+    largest = 0.0
     for name, theirs in numbers.items():
         assert ours.shape == theirs.shape, (case, name, ours.shape, theirs.shape)
-        difference = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+        difference = float(np.abs(ours - np.asarray(theirs)).max() / np.abs(ours).max())
         assert difference <= (0 if case == "generate" else TOLERANCE), (case, name, difference)
-        worst = max(worst, difference)
-    return f"{worst:.0e}"
+        largest = max(largest, difference)
+    return largest
 
 
 @torch.no_grad()
-def measure(case: str, ours: Mizarr, reference: Transformers, peers: list[Peer], rounds: int) -> list[Any]:
-    """Rows of one case: contestant, seconds, ratio by the clock and by processor time, target, difference."""
-    numbers = {
-        "mizarr": getattr(ours, case)(),
-        "transformers": getattr(reference, case)().numpy(),
-        **{peer.name: peer.numbers(case) for peer in peers},
-    }
-    difference = compare(case, numbers)
-    beside = reference.plain if case == "capture" else getattr(reference, case)
-    contestants = {
-        "mizarr": Clocked(lambda: own_time(getattr(ours, case))),
-        "transformers": Clocked(lambda: own_time(beside)),
-        **{peer.name: Clocked(lambda peer=peer: peer.run(case)) for peer in peers},  # type: ignore[misc]
-    }
+def measure(case: str, ours: Mizarr, reference: Transformers | None, peers: list[Peer], rounds: int) -> None:
+    """Compare the numbers of one case, time it, and print its table."""
+    own = getattr(ours, case)
+    numbers = {"mizarr": own(), **{peer.name: peer.numbers(case) for peer in peers}}
+    contestants = {"mizarr": Clocked(partial(own_time, own))}
+    if reference is not None:
+        numbers[TRANSFORMERS] = getattr(reference, case)().numpy()
+        beside = reference.plain if case == "capture" else getattr(reference, case)
+        contestants[TRANSFORMERS] = Clocked(partial(own_time, beside))
+    contestants |= {peer.name: Clocked(partial(peer.run, case)) for peer in peers}
+    difference = largest_difference(case, numbers)
+    del numbers  # logits of a batch are 400 MB
     # Everyone did it once above.
     seconds = alternate(contestants, rounds, warmup=0)
-    own = seconds["mizarr"]
-    rows = [(case, "mizarr", f"{statistics.median(own):.2f}", "", "", "", difference)]
-    for name in list(contestants)[1:]:
-        wanted = TARGETS.get((case, name))
-        by_processor = ratio(contestants["mizarr"].processor, contestants[name].processor)
-        rows.append(
-            (
-                "",
-                f"over {name}",
-                f"{statistics.median(seconds[name]):.2f}",
-                f"{ratio(own, seconds[name]):.3f}",
-                f"{by_processor:.3f}",
-                "" if wanted is None else f"{wanted}",
-                "",
-            )
-        )
-    return rows
+    processor = {name: contestant.processor for name, contestant in contestants.items()}
+    rows = []
+    for name in contestants:
+        target = TARGETS.get((case, name))
+        ratios = [f"{ratio(times['mizarr'], times[name]):.3f}" for times in (seconds, processor)]
+        medians = [f"{statistics.median(times[name]):.2f}" for times in (seconds, processor)]
+        rows.append((name, *medians, *ratios, "" if target is None else f"{target}"))
+    columns = ("", "seconds", "processor s", "mizarr / this", "by processor", "target")
+    print_table(f"{case}: {rounds} rounds; largest difference of numbers {difference:.0e}", columns, rows)
 
 
 def cached_answer(path: Path, scratch: Path, threads: int, rounds: int) -> None:
@@ -352,7 +343,7 @@ def cached_answer(path: Path, scratch: Path, threads: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Load everyone, run the rounds, print the tables."""
+    """Run the rounds and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -363,6 +354,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    others = (TRANSFORMERS, *PEERS)
+    parser.add_argument("--beside", nargs="+", choices=others, default=others)
     parser.add_argument("--only", nargs="*", choices=(*CASES, "cached"), default=(*CASES, "cached"))
     args = parser.parse_args()
     if not args.file.is_file():
@@ -378,20 +371,21 @@ def main() -> None:
 
 
 def print_cases(cases: list[str], scratch: Path, args: argparse.Namespace) -> None:
-    """The table of all cases."""
+    """Load everyone, and print a table of each case."""
     model = mizarr.Model.from_pretrained(args.file, progress=False)
     inputs = inputs_of(model)
     inputs.save(scratch / "inputs.npz")
     save_for_transformers(args.file, scratch)
-    ours, reference = Mizarr(model, args.file, inputs, scratch), Transformers.load(scratch)
-    peers = [Peer(args.peers, name, scratch, args.threads) for name in PEERS if args.peers]
-    rows = []
+    ours = Mizarr(model, args.file, inputs, scratch)
+    reference = Transformers.load(scratch) if TRANSFORMERS in args.beside else None
+    peers = [
+        Peer(args.peers, name, scratch, args.threads) for name in PEERS if name in args.beside and args.peers
+    ]
+    print(f"{args.file.name}, {args.threads} threads each")
     for case in cases:
-        rows += measure(case, ours, reference, peers, min(args.rounds, FEW.get(case, args.rounds)))
+        measure(case, ours, reference, peers, min(args.rounds, FEW.get(case, args.rounds)))
     for peer in peers:
         peer.close()
-    columns = ("", "", "seconds", "by the clock", "by processor", "target", "difference")
-    print_table(f"{args.file.name}, {args.threads} threads, {args.rounds} rounds", columns, rows)
 
 
 if __name__ == "__main__":
