@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -199,17 +200,22 @@ class TransformerLens:
     """TransformerLens's bridge, its cache, and its `patching` module."""
 
     def __init__(self, folder: Path) -> None:
+        self.inputs, self.scratch = Inputs.load(folder / "inputs.npz"), folder
+        self.model = self._loaded()
+
+    def _loaded(self) -> Any:
         from transformer_lens.model_bridge import TransformerBridge
 
-        self.inputs, self.scratch = Inputs.load(folder / "inputs.npz"), folder
-        # Attribution needs the norm's weight folded into the unembedding, which changes other numbers.
-        self.model, self.folded = (
-            TransformerBridge.boot_transformers(str(folder), device="cpu", dtype=torch.float32)
-            for _ in range(2)
-        )
-        self.folded.enable_compatibility_mode()
-        for model in (self.model, self.folded):
-            model.eval()
+        model = TransformerBridge.boot_transformers(str(self.scratch), device="cpu", dtype=torch.float32)
+        model.eval()
+        return model
+
+    @cached_property
+    def folded(self) -> Any:
+        """The model with the weight of its norms folded into what reads them, as attribution needs it."""
+        model = self._loaded()
+        model.enable_compatibility_mode()
+        return model
 
     def streams(self, ids: torch.Tensor) -> torch.Tensor:
         """Residual stream after every layer, [layer, prompt, position, hidden]."""
