@@ -7,8 +7,8 @@ FILE: SmolLM2-135M-Instruct (30 layers, width 576, 49,152 tokens), by default fr
 MIZARR_REAL_MODELS, or ~/.cache/mizarr-real. The others read the same weights from float32 files made with
 the gguf package. PYTHON: an environment with transformer-lens and nnsight, in which they run,
 each in a process of its own, as they do not install beside mizarr. All get the same threads, take turns, and
-are timed only after their numbers were compared with mizarr's (`real_peers.py` has what each does). Others
-than transformers' stop the benchmark; a peer whose numbers differ is named and not timed:
+are timed only after their numbers were compared with mizarr's (`real_peers.py` has what each does). If those
+of transformers differ, the benchmark stops; a peer whose numbers differ is named and not timed:
 
 - plain: logits of 8 x 256 tokens;
 - capture: residual streams of all layers of these on disk; transformers makes a plain pass beside it, peers
@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from harness import alternate, print_table, ratio
 from real_peers import CASES, NEW_TOKENS, PEERS, TOP, Inputs, Transformers
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 import mizarr
 from mizarr.stages.forward.architectures.points import HookPoint
