@@ -52,11 +52,11 @@ check: lint typecheck
 
 # A worker per core; tests of one file stay together, as they share what is slow to set up.
 test: lint typecheck
-	$(BIN)/pytest -n logical --dist loadfile -m "not slow and not wide and not network and not gpu"
+	$(BIN)/pytest -n logical --dist loadfile -m "not slow and not wide and not network and not gpu and not real"
 
 # What `test` leaves to CI and to `check`.
 wide: $(VENV)/installed-test
-	$(BIN)/pytest -n logical --dist loadfile -m "wide and not slow and not network and not gpu"
+	$(BIN)/pytest -n logical --dist loadfile -m "wide and not slow and not network and not gpu and not real"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
