@@ -135,7 +135,8 @@ class AttentionPatterns(ModelWorkflow):
         yield Lines.of(
             stacked("heads", parts),
             f"Attention weight from {query_name} to {key_name}",
-            self._key_choice(query_name, key_name),
+            f"Weight of one attention edge by layer: mean, largest and smallest over the heads of the layer. "
+            f"{self._key_choice(query_name, key_name)}".rstrip(),
             control="smallest head",
             y_name="attention weight",
             unit="",
@@ -145,7 +146,8 @@ class AttentionPatterns(ModelWorkflow):
         by_layer = Heatmap.of(
             mean.isel(query_position=self.query, key_position=slice(self.query + 1)),
             f"Attention weights of {query_name}",
-            f"by layer, mean over heads; framed: layer of the largest weight on {key_name}",
+            f"Each cell: weight of {query_name} on one key in one layer, mean over heads. Framed: the layer "
+            f"with the largest weight on {key_name}.",
             columns=tokens[: self.query + 1],
             column_name="key",
             value_name="weight",
@@ -155,7 +157,8 @@ class AttentionPatterns(ModelWorkflow):
         all_queries = Heatmap.of(
             mean.sel(layer=peak),
             f"All queries, in layer {peak}",
-            f"mean over heads, in the layer of the largest weight from {query_name} to {key_name}",
+            "Each cell: attention weight of one query on one key, mean over heads, in the layer with the "
+            f"largest weight from {query_name} to {key_name}.",
             rows=tokens,
             columns=tokens,
             row_name="query",
@@ -164,7 +167,11 @@ class AttentionPatterns(ModelWorkflow):
             low=0.0,
         ).without_first_token()
         by_head = Heatmap.of(
-            edge, "The same edge by head", f"from {query_name} to {key_name}", value_name="weight", low=0.0
+            edge,
+            "Weight of one edge by head",
+            f"Each cell: attention weight of one head from {query_name} to {key_name}.",
+            value_name="weight",
+            low=0.0,
         )
         title = f"Attention of {self.subject.name}"
         yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, all_queries))
@@ -219,8 +226,9 @@ class AttentionPatterns(ModelWorkflow):
             *((name, partial(attended, rank)) for rank, name in enumerate(rank_names)),
             title=f"Attention weights of {tokens[self.query]!r} ({self.query}), mean over the heads of "
             f"{self.subject.name}",
-            caption=f"largest, 2nd, …: among all keys but the first token, an attention sink. Its weight on "
-            f"{tokens[key]!r} ({key}) is largest in layer {peak}: {weight:.3f}",
+            caption="One row per layer. Largest, 2nd, …: keys with the largest attention weights of this "
+            "query, among all keys but the first token, an attention sink. The weight on "
+            f"{tokens[key]!r} ({key}) is largest in layer {peak}: {weight:.3f}.",
             json={"layers": layers},
         )
         by_head = self.flow.sel(layer=peak).isel(key_position=key)
@@ -241,6 +249,8 @@ class AttentionPatterns(ModelWorkflow):
             ("mean", "weight", ".3f"),
             ("largest head", largest, str),
             title=f"Attention weights on {tokens[key]!r} ({key}) in layer {peak}, by query",
-            caption=f"the query of the table above: {incoming[self.query]:.3f}",
+            caption="One row per query position. Mean: over all heads of the layer; largest head: the "
+            f"largest weight of a single head. For the query {tokens[self.query]!r} ({self.query}) the mean "
+            f"is {incoming[self.query]:.3f}.",
             json={"incoming": readers},
         )

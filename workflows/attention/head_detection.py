@@ -48,16 +48,19 @@ if TYPE_CHECKING:
 __all__ = ["HeadDetection", "HeadDetectionSettings"]
 
 LOOKS = {
-    "previous_token_head": ("Previous token", "attends to the previous token"),
-    "duplicate_token_head": ("Duplicate token", "attends to earlier occurrences of the current token"),
-    "induction_head": ("Induction", "attends to the token after an earlier occurrence of the current token"),
+    "previous_token_head": ("Previous token", "the previous token"),
+    "duplicate_token_head": ("Duplicate token", "earlier occurrences of the current token"),
+    "induction_head": ("Induction", "the token after an earlier occurrence of the current token"),
 }
-"""Heatmap title and caption by kind of head."""
+"""Heatmap title, and what the head attends to, by kind of head."""
 STATISTICS = {
-    "entropy": ("Entropy", "entropy of the attention weights in nats; 0: all weight on one key"),
-    "bos_share": ("On the first token", "share of the attention weight"),
-    "current_share": ("On the current token", "share of the attention weight"),
-    "distance": ("Distance", "mean number of tokens from key to query"),
+    "entropy": (
+        "Entropy",
+        "Entropy of each head's attention weights in nats, mean over queries; 0: all weight on one key.",
+    ),
+    "bos_share": ("On the first token", "Share of each head's attention weight on the first token."),
+    "current_share": ("On the current token", "Share of each head's attention weight on the query itself."),
+    "distance": ("Distance", "Mean number of tokens from the attended key to the query, for each head."),
 }
 """Title and caption of the heatmap of each statistic of a head's attention."""
 SCORES = ("score", "spread", "control")
@@ -253,9 +256,10 @@ class HeadDetection(ModelWorkflow):
             *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("distance", "distance", ".1f"),
             title=f"Heads of {model} on {self.text_read}",
-            caption=f"score: {self.measure}, ± standard deviation over prompts; shuffled: score at the same "
-            "positions of shuffled tokens; entropy of the attention weights in nats; BOS, own: share of the "
-            "weight on the first and on the current token; distance: mean from key to query in tokens",
+            caption=f"The heads with the largest score of each kind. Score: {self.measure}, ± standard "
+            "deviation over prompts; shuffled: control, the score at the same positions of shuffled tokens; "
+            "entropy: of the attention weights, in nats; BOS, own: share of the weight on the first and on "
+            "the current token; distance: mean number of tokens from key to query.",
             json={**self.subject.about, "read": self.text_read, "kinds": kinds, "statistics": statistics},
         )
         scores, mixed = (
@@ -281,9 +285,18 @@ class HeadDetection(ModelWorkflow):
 
         kind: one of `KINDS`. best: record of the head that is framed. variable: "score" or "control".
         """
-        title, caption = LOOKS[kind]
-        titles = f"{title}, best: layer {best['layer']}, head {best['head']}", caption
-        shuffled_titles = "Shuffled tokens", "score at the same positions"
+        title, attended = LOOKS[kind]
+        titles = (
+            f"{title}, best: layer {best['layer']}, head {best['head']}",
+            f"How much each head attends to {attended}: {self.measure}. Framed: the best head.",
+        )
+        shuffled_titles = (
+            f"{title}, shuffled tokens",
+            (
+                "Control: score of each head at the same positions, with the tokens of every repetition "
+                "shuffled. Framed: the best head on unshuffled tokens."
+            ),
+        )
         row = self.scores["layer"].values.tolist().index(best["layer"])
         return Heatmap.of(
             self.scores[variable].sel(kind=kind).transpose("layer", "head"),

@@ -241,7 +241,9 @@ class LayerScan(ModelWorkflow):
         )
         means = Lines(
             title="Attention from marker to target",
-            caption="mean over samples, band of one standard deviation; in a figure one dot per sample",
+            caption="Attention weight from the marker to its targets, mean over heads and targets, by layer. "
+            "Lines: mean over the samples of a condition; bands: one standard deviation; dots (in figures): "
+            "single samples.",
             x=tuple(self.layers),
             x_name="layer",
             y_name="attention, mean over heads and targets",
@@ -253,14 +255,15 @@ class LayerScan(ModelWorkflow):
         log_p = -np.log10(np.maximum(self.scan["p"].values, np.finfo(float).tiny))
         is_a_larger = mean[0] > mean[1]
         verdict = (
-            f"smallest p-value with more attention in A: {p:.1e} in layer {best}"
+            f"Smallest p-value with more attention in {self.conditions[0]}: {p:.1e} in layer {best}."
             if p < 1
-            else "in no layer is attention larger in A"
+            else f"In no layer is attention larger in {self.conditions[0]}."
         )
         p_values = Bars(
             title="P-value of the difference",
-            caption=f"Welch's t test, not corrected for the number of layers; grey: less attention in "
-            f"{self.conditions[0]}; {verdict}",
+            caption="Welch's t test, in each layer, of whether attention from marker to target differs "
+            f"between {self.conditions[0]} and {self.conditions[1]}; not corrected for the number of layers. "
+            f"Grey: less attention in {self.conditions[0]}. {verdict}",
             x=tuple(map(str, self.layers)),
             x_name="layer",
             y_name="-log10 p",
@@ -278,18 +281,28 @@ class LayerScan(ModelWorkflow):
         """Caption of the table: numbers of samples, the test, and samples or targets treated specially."""
         counts = [int(n) for n in self.scan["n"].isel(layer=0)]
         conversion = self.conversion
-        test = f"Welch's t test, two-sided, not corrected for {len(self.layers)} layers"
-        notes = [f"{counts[0]} and {counts[1]} samples, mean over heads; {test}"]
+        notes = [
+            (
+                "One row per layer. A, B: attention weight from the marker to its targets, mean over heads, "
+                f"± standard deviation over {counts[0]} samples of A and {counts[1]} of B."
+            ),
+            (
+                f"t, df, p: Welch's t test, two-sided, not corrected for {len(self.layers)} layers. Bold: "
+                "the smallest p with more attention in A."
+            ),
+        ]
         if conversion.fuzzy_matches:
-            notes.append(f"{conversion.fuzzy_matches} characters in no token, moved to the nearest token")
+            notes.append(
+                f"{conversion.fuzzy_matches} characters are in no token and were moved to the nearest one."
+            )
         if conversion.total_samples > sum(counts):
             notes.append(
-                f"{conversion.total_samples - sum(counts)} samples left out, as their marker or targets are "
-                "in no token"
+                f"{conversion.total_samples - sum(counts)} samples are left out, as their marker or targets "
+                "are in no token."
             )
         if self.unseen:
-            notes.append(f"{self.unseen} targets come after their marker, with a weight of 0")
-        return "; ".join(notes)
+            notes.append(f"{self.unseen} targets come after their marker, with a weight of 0.")
+        return " ".join(notes)
 
     def viewer_json(self) -> dict[str, Any]:
         """Document for the Deloson viewer, `layer_scan_universal_*.json`, with its fields and no others."""

@@ -65,6 +65,8 @@ INSTEAD = {
     "resample": f"its value in up to {SAMPLES} random other prompts of the same length",
 }
 """Replacement of an ablated output in captions, by value of the setting `how`."""
+KL_CAPTION = "KL(unchanged run || ablated run) of the next-token distribution, in nats."
+"""Sentence of captions that defines the measured KL."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class AblationOfEach(KnownWorkflow):
     settings_type = AblationOfEachSettings
     settings: AblationOfEachSettings
     described: ClassVar[str] = (
-        " Layers are described, not claimed: a model has too few for a null distribution."
+        " Nothing is claimed about whole layers: a model has too few of them for a null distribution."
     )
     """Last sentence of the caption of the claims: what is described without a claim."""
     unit: ClassVar[str] = "head"
@@ -242,10 +244,11 @@ class AblationOfEach(KnownWorkflow):
         """Caption of the claims: how many known facts the units were chosen and scored on."""
         counts, totals = self.known_counts
         return (
-            f"The {self.unit} with the largest mean KL ({float(self.candidates.mean.max()):.3f} nats) on "
-            f"{counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} other facts, those that the model answers "
-            f"correctly; it is scored on {counts[SCORED]} held-out facts. For comparison, the {self.unit} "
-            f"with the smallest mean KL.{self.described}"
+            f"The {self.unit} was chosen as the one whose ablation has the largest mean KL "
+            f"({float(self.candidates.mean.max()):.3f} nats) on {counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} "
+            f"other facts, those that the model answers correctly. It is scored on {counts[SCORED]} held-out "
+            f"facts. The last claim is a comparison: the {self.unit} with the smallest mean "
+            f"KL.{self.described}"
         )
 
     def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:
@@ -286,15 +289,24 @@ class AblationOfEach(KnownWorkflow):
         yield Data(json=self._about())
         instead = INSTEAD[self.settings.how]
         panels = [
-            self._loss("heads", self.units, "KL when a head is ablated", f"its output replaced by {instead}"),
             self._loss(
-                "layers", layers, "KL when attention or MLP is ablated", f"output replaced by {instead}"
+                "heads",
+                self.units,
+                "KL when a head is ablated",
+                f"Each cell: one head's output is replaced by {instead}. {KL_CAPTION}",
+            ),
+            self._loss(
+                "layers",
+                layers,
+                "KL when attention or MLP is ablated",
+                f"Each cell: the output of one layer's attention or MLP is replaced by {instead}. "
+                f"{KL_CAPTION}",
             ),
         ]
         if self.pieces:
             panels += [
-                self._change("heads", self.units, "Target when a head is ablated"),
-                self._change("layers", layers, "Target when attention or MLP is ablated"),
+                self._change("heads", self.units, "Target probability when a head is ablated"),
+                self._change("layers", layers, "Target probability when attention or MLP is ablated"),
             ]
         title = f"Ablations in {self.subject.name}: '{format_text(self.prompt)}'"
         yield from together("ablation", title, *panels, beside=[self.findings], columns=2)
@@ -311,8 +323,8 @@ class AblationOfEach(KnownWorkflow):
         return Heatmap.of(
             change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
             title,
-            f"{word!r} has {format_probability(self.clean)} in the unchanged run; below zero: the ablation "
-            "lowers it",
+            f"Change of the probability of {word!r}, in percentage points, by each ablation. It is "
+            f"{format_probability(self.clean)} in the unchanged run; below zero, the ablation lowers it.",
             sources=(name,),
             diverging=True,
         )
@@ -345,10 +357,18 @@ class AblationOfEach(KnownWorkflow):
             *columns,
             title=f"{self.subject.name}: the {self.unit}s with the largest effect on "
             f"'{format_text(self.prompt)}'",
-            caption=f"KL(unchanged || {self.unit} ablated) of the next-token distribution, in nats",
+            caption=self._most_caption(),
             sources=(f"{self.unit}s",),
             json={"most": top_units},
         )
+
+    def _most_caption(self) -> str:
+        """Caption of the table of the units with the largest KL; explains the probability column if there is
+        one."""
+        kl = f"One row per {self.unit}, ablated alone. {KL_CAPTION}"
+        if not self.pieces:
+            return kl
+        return f"{kl} Last column: change of the probability of {self.word!r}, in percentage points."
 
     def _about(self) -> dict[str, Any]:
         """Fields of the JSON document that describe the prompt and the target."""

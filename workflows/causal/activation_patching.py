@@ -180,10 +180,12 @@ class ActivationPatchingTrace(KnownWorkflow):
         donors."""
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         return (
-            f"Of each kind, the layer and position with the largest mean recovery on {counts[0]} other "
-            f"pairs, those whose answer the model predicts; for comparison, of {self.claimed_kinds[0]} the "
-            f"one with the mean recovery nearest to 0. Scored on {counts[1]} pairs; control: the activation "
-            f"of one of {self.num_donors} unrelated prompts per pair."
+            "Recovery: share of the difference between the clean and the corrupted run that one patch brings "
+            "back. For each kind of activation, the claim is about the layer and position with the largest "
+            f"mean recovery on {counts[0]} other pairs of prompts, those whose answer the model predicts. "
+            f"The last claim is a comparison: the place of {self.claimed_kinds[0]} with the mean recovery "
+            f"nearest to 0. Places are scored on {counts[1]} pairs. Control: patching in the activation of "
+            f"one of {self.num_donors} unrelated prompts per pair."
         )
 
     @property
@@ -319,9 +321,10 @@ class ActivationPatchingTrace(KnownWorkflow):
             grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
                 title=put,
-                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that is recovered when one "
-                "activation of the clean run replaces that of the corrupted run. 0 %: as corrupted; 100 %: "
-                "as clean; below 0 %: farther from clean than the corrupted run.",
+                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that comes back when one "
+                "activation of the clean run replaces that of the corrupted run. 0 %: as in the corrupted "
+                "run; 100 %: as in the clean run; below 0 %: farther from the clean run than the corrupted "
+                "run is.",
                 sources=self.sources(i),
                 name="patched",
                 options=tuple(grids.items()),
@@ -329,7 +332,8 @@ class ActivationPatchingTrace(KnownWorkflow):
             yield Figure(
                 name=f"activation_patching_{i}",
                 title=f"Recovery of the difference between two prompts in {self.subject.name}",
-                caption=f"Activations of {put}",
+                caption=f"Activations of {put}, one at a time. 0 %: prediction of the corrupted prompt; "
+                "100 %: prediction of the clean prompt.",
                 panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
             yield self._places(i, f"{self.subject.name}: {put}")
@@ -340,7 +344,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         best, (start, last) = _best(kind, percent), pair.subject
         # With grouped-query attention, k and v have fewer heads than q and z.
         options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
-        where = f"head {best.get('head')}"
+        where, frame = f"head {best.get('head')}", ""
         if "position" in best:
             ids = (pair.clean_ids, pair.corrupted_ids)
             clean, corrupted = (self.subject.token_labels(row) for row in ids)
@@ -351,11 +355,12 @@ class ActivationPatchingTrace(KnownWorkflow):
                 "framed": ((0, start, percent.sizes["layer"] - 1, last),),
                 "frame_name": "where the prompts differ",
             }
-            where = f"at '{corrupted[best['position']]}'"
+            where, frame = f"at '{corrupted[best['position']]}'", " Framed: where the prompts differ."
         return Heatmap.of(
             percent,
             NAMES[kind],
-            f"most: {best['recovery']:.0f} % in layer {best['layer']} {where}",
+            f"Recovery by patching {kind} of one layer at one {'position' if 'position' in best else 'head'}"
+            f". Largest: {best['recovery']:.0f} % in layer {best['layer']}, {where}.{frame}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
@@ -377,20 +382,24 @@ class ActivationPatchingTrace(KnownWorkflow):
         for kind, grid in percent.items():
             most = grid.values.max(1).__getitem__
             columns += [(kind, most, "{:.1f} %".format), ("at", partial(place, kind))]
-        words = dict.fromkeys("head" if _by_head(kind) else "position" for kind in percent)
+        patched_axes = {"head" if _by_head(kind) else "position" for kind in percent}
         caption = (
-            f"share of {MEASURES[self.settings.metric]} that is recovered at the best "
-            f"{' and '.join(sorted(words, reverse=True))}; "
-            f"KL(clean || corrupted) {self.by_run(i, 'kl')['corrupted']:.3f} nats"
+            f"One row per layer. Percentages: share of {MEASURES[self.settings.metric]} that comes back when "
+            "the activation of the clean run is patched into the corrupted run, at the "
+            f"{' or '.join(sorted(patched_axes, reverse=True))} where it is largest. "
+            f"KL(clean || corrupted) is {self.by_run(i, 'kl')['corrupted']:.3f} nats."
         )
         if self.settings.metric == "logit_difference":
-            difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted"
-            caption += f"; logit of {pair.answer!r} minus that of {pair.wrong!r}: "
+            difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted."
+            caption += f" Logit of {pair.answer!r} minus that of {pair.wrong!r}, by run: "
             caption += difference.format(**self.by_run(i, "logit_difference"))
         if pair.pieces:
-            shares = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
+            probabilities = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
             word = self.subject.token_labels(pair.pieces[:1])[0]
-            caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
+            caption += (
+                f" Probability of {word!r}, by run: {probabilities['clean']} clean, "
+                f"{probabilities['corrupted']} corrupted."
+            )
         layers = range(self.subject.config.num_layers)
         return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))
 

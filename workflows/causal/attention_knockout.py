@@ -116,14 +116,15 @@ class AttentionKnockout(EdgeWorkflow):
         yield self.changed_table(
             selected,
             f"{self.subject.name}, layer {self.layer}: {names[query]} cannot attend to {names[key]}",
-            beside=f"; attention weight before the knockout {float(selected['attention']):.3f}",
+            beside=f"Attention weight of the edge before the knockout: {float(selected['attention']):.3f}.",
         )
         if not self.settings.sweep:
             return
         by_key = Heatmap.of(
             self.edges["kl"].transpose("layer", "key"),
             "KL when an edge is knocked out in all heads",
-            f"{names[query]} cannot attend to one key in one layer; framed: the edge in the table",
+            f"Each cell: in one layer, no head can attend from {names[query]} to one key. KL(unchanged run "
+            "|| knockout) of the next-token distribution, in nats. Framed: the edge in the table.",
             sources=("edges",),
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
@@ -136,7 +137,8 @@ class AttentionKnockout(EdgeWorkflow):
         by_head = Heatmap.of(
             self.heads["kl"].transpose("layer", "head"),
             "KL when one edge is knocked out in one head",
-            f"{names[query]} cannot attend to {names[key]} in one head of one layer",
+            f"Each cell: one head cannot attend from {names[query]} to {names[key]}. KL(unchanged run || "
+            "knockout) of the next-token distribution, in nats.",
             sources=("heads",),
             low=0.0,
             json={"heads": _sweep_json(self.heads)},
@@ -151,13 +153,15 @@ class AttentionKnockout(EdgeWorkflow):
             ],
             ("layer", "layer", "d"),
             ("key", lambda row: names[row["key"]]),
-            ("KL", "kl", ".5f"),
+            ("KL, all heads", "kl", ".5f"),
             ("weight", "attention", ".3f"),
             ("head", lambda row: row["in_head"]["head"], "d"),
-            ("KL of the edge in it", lambda row: row["in_head"]["kl"], ".5f"),
-            title=f"Edges of {names[query]} with the largest effect",
-            caption="per layer the key with the largest KL, its attention weight before the knockout, and "
-            f"the head in which knocking out the edge to {names[key]} has the largest KL",
+            ("KL, this head", lambda row: row["in_head"]["kl"], ".5f"),
+            title=f"Attention edges from {names[query]} with the largest effect",
+            caption="One row per layer; KL divergence of the next-token distribution from that of the "
+            f"unchanged run, in nats. Key: the one for which knocking out the edge from {names[query]} in "
+            "all heads has the largest KL; weight: its attention weight before the knockout, mean over "
+            f"heads. Head: the one in which knocking out the edge to {names[key]} alone has the largest KL.",
         )
 
     def _about(self) -> dict[str, Any]:

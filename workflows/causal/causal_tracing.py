@@ -272,11 +272,12 @@ class CausalTrace(KnownWorkflow):
         known facts."""
         n_known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
-            "Of each kind, the layer and position with the largest mean rise of the answer's probability on "
-            "other facts; for comparison, one with the mean rise nearest to 0. The model predicts the "
-            f"answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of {total[1]} "
-            f"held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about "
-            "these only."
+            "Rise: probability of the answer with one clean activation restored, minus that of the noised "
+            "run. For each kind of activation, the layer and position were chosen that have the largest mean "
+            "rise on other facts. A comparison claim is about the place with the mean rise nearest to 0. The "
+            f"model predicts the answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of "
+            f"{total[1]} held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims "
+            "are about the facts that it predicts."
         )
 
     def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:
@@ -338,7 +339,10 @@ class CausalTrace(KnownWorkflow):
         clean, noised = (float(runs.sel(run=run)) for run in ("clean", "corrupted"))
         best = [_best(kind, grid) for kind, grid in grids.items()]
         word = self.subject.token_labels(self.pieces[:1])[0]
-        shares = f"{format_probability(clean)} clean, {format_probability(noised)} noised"
+        runs_text = (
+            f"Without noise the probability is {format_probability(clean)}, with noise alone "
+            f"{format_probability(noised)}."
+        )
         yield Data(
             json=self._about(clean, noised, next(iter(grids.values()))) | {"best": best} | self._choice()
         )
@@ -347,8 +351,8 @@ class CausalTrace(KnownWorkflow):
             Heatmap.of(
                 grid["probability"].transpose("layer", "position"),
                 NAMES[kind],
-                f"probability of {word!r} with {_windowed(self.window_of(kind))} restored from the clean "
-                f"run; {shares}",
+                f"Probability of {word!r} when noise is added to the framed tokens and {kind} of "
+                f"{_windowed(self.window_of(kind))} is restored from the clean run at one token. {runs_text}",
                 sources=(kind,),
                 columns=tuple(f"{text} ({place})" for place, text in enumerate(texts)),
                 column_name="token",
@@ -372,8 +376,9 @@ class CausalTrace(KnownWorkflow):
             ("probability", "probability", format_probability),
             ("share recovered", "restored", "{:.0%}".format),
             title=f"{self.subject.name}: '{format_text(self.prompt)}' with noise on {self._noised_text()!r}",
-            caption="the layer and position of each kind with the highest probability; share recovered: of "
-            f"what the noise removed; {word!r} {shares}",
+            caption="One row per kind of restored activation, at the layer and token where restoring it "
+            f"gives the highest probability of {word!r}. {runs_text} Share recovered: share of that loss "
+            "which restoring brings back.",
         )
 
     def _noised_text(self) -> str:

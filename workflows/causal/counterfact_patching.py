@@ -110,9 +110,10 @@ class CounterFactPatches(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the blocks were chosen and scored."""
         return (
-            f"The block in which this happens most often, chosen on {self.claimed_pairs()}. For comparison, "
-            f"the block in which it happens least often. Control: states of {self.settings.donors} unrelated "
-            "prompts per pair."
+            "The block of layers was chosen in which patching most often makes the model predict the "
+            f"counterfactual prompt's next token, on {self.claimed_pairs()}. The last claim is a comparison: "
+            "the block in which it happens least often. Control: patching in states of "
+            f"{self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property
@@ -184,14 +185,18 @@ class CounterFactPatches(PairWorkflow):
             "total_patches": different.size,
             "total_different": different.sum(),
         }
-        caption = "share of patches that change the next token; mean KL(original || patched) in nats"
+        caption = (
+            "One row per block of layers. The states of one position are replaced by those of the "
+            "counterfactual prompt. Percentages: share of such patches, by type of the patched token, that "
+            "change the most likely next token. Mean KL: KL(original run || patched run) in nats."
+        )
         if self.predicts:
-            caption += "; the last token of a fact is the one whose prediction is read"
+            caption += " The next token is read at the last token of a fact."
         pair = self.prompts_json(0, self.raw_patches)
         clean, counterfactual = (format_token(pair[f"{name}_continuation"]) for name in ("original", "cf"))
         caption += (
-            f"\nfirst pair: {format_text(pair['label'])}; predicted for the original prompt: {clean!r}, "
-            f"for the counterfactual prompt: {counterfactual!r}"
+            f"\nFirst pair: {format_text(pair['label'])}. Predicted for the original prompt: {clean!r}, "
+            f"for the counterfactual prompt: {counterfactual!r}."
         )
         yield Table.of(
             rows,
@@ -209,8 +214,9 @@ class CounterFactPatches(PairWorkflow):
         maps = [self._map(i) for i in range(min(total, PAIRS))]
         yield Choice(
             title="How much does a patch change the next-token distribution?",
-            caption="The states of one position, in one block of layers, are taken from the counterfactual "
-            "prompt.",
+            caption="Each cell: the states of one position, in one block of layers, are replaced by those of "
+            "the counterfactual prompt. Value: KL(original run || patched run) in nats. Framed: the most "
+            "likely next token changes.",
             name="pair",
             # strict=False: only the first PAIRS pairs have a map.
             options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
@@ -219,7 +225,8 @@ class CounterFactPatches(PairWorkflow):
         names = TYPES | ({"fact_final": "its last token,\nwhich predicts"} if self.predicts else {})
         often = Bars(
             title="How often the next token changes",
-            caption=f"{total} pairs of facts, one position patched at a time, by type of token",
+            caption=f"Share of patches that change the most likely next token, over {total} pairs of facts. "
+            "One position is patched at a time; bars by type of the patched token.",
             x=tuple(row["layers"] for row in rows),
             x_name="layers patched together",
             y_name="patches that change the next token",
@@ -232,7 +239,10 @@ class CounterFactPatches(PairWorkflow):
                 if of_type[kind].any()
             ),
         )
-        label = f"{format_text(pair['label'])}; framed: the next token changes"
+        label = (
+            f"{format_text(pair['label'])}. Each cell: states of one token in one block of layers patched. "
+            "Framed: the most likely next token changes."
+        )
         example = replace(maps[0], title="One pair: KL of every patch", caption=label)
         title = f"Where patching changes the fact that {model} predicts"
         panels = (often, example, self.findings)

@@ -31,7 +31,7 @@ from ..settings import MODEL_HELP, Count, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Data, Heatmap, Line, Lines, Table, View, dim, together
 from ..workflow import Nodes, loaded
-from .ablation import AblationOfEach, AblationOfEachSettings
+from .ablation import INSTEAD, KL_CAPTION, AblationOfEach, AblationOfEachSettings
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -74,8 +74,8 @@ class ExpertRouting(AblationOfEach):
     settings: ExpertRoutingSettings
     unit = "expert"
     described: ClassVar[str] = (
-        f" Experts to which less than {IN_USE:.0%} of all tokens are routed are left out. Which tokens "
-        "experts process is described, not claimed."
+        f" Experts to which less than {IN_USE:.0%} of all tokens are routed are left out. Nothing is claimed "
+        "about which tokens an expert processes."
     )
 
     use = loaded("use")
@@ -141,19 +141,24 @@ class ExpertRouting(AblationOfEach):
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
             "Tokens routed to each expert",
-            f"a token is routed to {self._sent} of {self._count} experts; with uniform routing each would "
-            f"process {self._sent / self._count:.0%} of tokens",
+            f"Share of the corpus's tokens that a layer routes to each expert. A token is routed to "
+            f"{self._sent} of {self._count} experts; with uniform routing each expert would process "
+            f"{self._sent / self._count:.0%} of tokens.",
             value_name="share of tokens",
             low=0.0,
             sources=("use",),
             json={"share": use["share"]},
         )
         kl = self._loss(
-            "experts", self.units, "KL when an expert is ablated", "its routing weight set to zero"
+            "experts",
+            self.units,
+            "KL when an expert is ablated",
+            f"Each cell: one expert's routing weight is replaced by {INSTEAD[self.settings.how]}. "
+            f"{KL_CAPTION}",
         )
         panels: list[Any] = [share, kl, self._token_information()]
         if self.pieces:
-            panels.append(self._change("experts", self.units, "Target when an expert is ablated"))
+            panels.append(self._change("experts", self.units, "Target probability when an expert is ablated"))
         title = f"Experts of {self.subject.name}"
         yield from together("expert_routing", title, *panels, beside=[self.findings], columns=2)
         yield self._readers()
@@ -180,8 +185,9 @@ class ExpertRouting(AblationOfEach):
             shuffled = (Line("shuffled", chance.mean(1), control=True, band=ends),)
         return Lines(
             title="How much a token determines its experts",
-            caption="mutual information of token and expert; dashed: token ids shuffled. Hidden states "
-            "depend on tokens, so that a router with random weights routes by token too",
+            caption="Mutual information, in nats, between a token's id and the experts that process it, over "
+            "the corpus. Dashed: the same with shuffled token ids. A router with random weights also routes "
+            "by token, as hidden states depend on tokens: the difference is described, not claimed.",
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
@@ -230,9 +236,9 @@ class ExpertRouting(AblationOfEach):
             ("weight", "weight", ".2f"),
             ("top tokens", tokens),
             title=f"Tokens that the experts of {self.subject.name} process",
-            caption="tokens: share of all tokens routed to the expert; weight: its mean routing weight for "
-            f"these; top tokens: those with {self.settings.least} or more occurrences of which it processes "
-            "the largest share",
+            caption="One row per expert. Tokens: share of all tokens of the corpus routed to it; weight: its "
+            "mean routing weight for them; top tokens: those of whose occurrences it processes the largest "
+            f"share, which is given in percent (tokens with at least {self.settings.least} occurrences).",
             sources=("use",),
             json={"readers": readers},
         )

@@ -133,10 +133,12 @@ class AttributionPatchingTrace(AttributedPairs):
         estimate."""
         estimate, exact = self.effects
         return (
-            f"{int(self.counts.sum())} of {len(self.read)} pairs, those whose answer the model predicts; of "
-            f"each, the {self.settings.verify} cells with the largest estimates and as many random ones are "
-            f"patched. Largest error of an estimate: {float(np.abs(estimate - exact).max()):.1f} %. The cell "
-            "of the first claim is chosen by its estimate alone, so that no held-out pairs are needed."
+            f"Claims are about {int(self.counts.sum())} of {len(self.read)} pairs of prompts, those whose "
+            f"answer the model predicts. In each pair, the {self.settings.verify} places "
+            f"({self._cell_name}) with the largest estimates, and as many random places, are patched in an "
+            "exact run. Largest difference between an estimate and the exact recovery: "
+            f"{float(np.abs(estimate - exact).max()):.1f} %. The place of the first claim is chosen by its "
+            "estimate alone, so that no held-out pairs are needed."
         )
 
     @property
@@ -175,8 +177,8 @@ class AttributionPatchingTrace(AttributedPairs):
         return Heatmap.of(
             shown.transpose("layer", axis).reset_coords(drop=True),
             f"Estimated recovery by {axis}",
-            f"share of the answers' logit difference that is recovered, to first order{over}; "
-            f"{self.read[0].texts[0]!r} patched into {self.read[0].texts[1]!r}",
+            "First-order estimate of the share of the answers' logit difference that comes back when one "
+            f"activation of {self.read[0].texts[0]!r} is patched into {self.read[0].texts[1]!r}{over}.",
             diverging=True,
             sources=("grid",),
             json={f"estimate_by_{axis}": shown.transpose("layer", axis)},
@@ -200,8 +202,10 @@ class AttributionPatchingTrace(AttributedPairs):
             ("estimate", "estimate", "{:+.1f} %".format),
             ("exact", "exact", "{:+.1f} %".format),
             title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
-            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
-            f"one cell of {self.kind}: first-order estimate, and exact patch.",
+            caption="One row per patched activation. Share of the logit difference "
+            f"{pair.answers[0]!r} - {pair.answers[1]!r} that comes back (0 %: corrupted run, 100 %: clean "
+            f"run) when {self.kind} of one place is patched: estimated by gradients, and in an exact run. "
+            "Chosen: as one of the largest estimates, or at random.",
             sources=("checked",),
             json={
                 **self.subject.about,

@@ -153,12 +153,13 @@ class FeatureAttributionTrace(AttributedPairs):
         worst = max(float(np.abs(a - b).max()) for a, b in map(self._checked, self.counted))
         errors, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify
         return (
-            f"{len(self.counted)} of {len(self.read)} pairs, those whose answer the model predicts; of each, "
-            f"the {verify} cells with the largest estimates and as many random ones are patched. Largest "
-            f"error of an estimate: {worst:.1f} %. Of the {verify} largest estimates, {errors:.0f} % are "
-            "errors of the dictionary. A feature is selected by its estimate in the pair that it is patched "
-            "in, and each draw selects in the same way among random features, so that no pairs need to be "
-            "held out."
+            f"Claims are about {len(self.counted)} of {len(self.read)} pairs of prompts, those whose answer "
+            f"the model predicts. In each pair, the {verify} features (or errors of the dictionary) with the "
+            "largest estimates, and as many random ones, are patched in an exact run. Largest difference "
+            f"between an estimate and the exact recovery: {worst:.1f} %. Of the {verify} largest estimates, "
+            f"{errors:.0f} % belong to errors of the dictionary. A feature is selected by its estimate in "
+            "the pair in which it is patched, and each control draw selects in the same way among random "
+            "features, so that no pairs need to be held out."
         )
 
     def _checked(self, number: int) -> tuple[Any, Any]:
@@ -256,12 +257,17 @@ class FeatureAttributionTrace(AttributedPairs):
         # `np.add.at` sums several features of one cell; `sums[...] += ...` would keep only the last.
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[rows])
         array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
-        where = "that features read" if cells == "features" else "that is written to"
+        what, where = (
+            ("all features", "that features read")
+            if cells == "features"
+            else ("the dictionary's errors", "that is written to")
+        )
         return Heatmap.of(
             array,
             title,
-            f"share of the answers' logit difference that is recovered, to first order, by layer {where}; "
-            f"{self.read[number].texts[0]!r} patched into {self.read[number].texts[1]!r}",
+            f"Each cell: first-order estimate of the share of the answers' logit difference that comes back "
+            f"when {what} of {self.read[number].texts[0]!r} at this position are patched into "
+            f"{self.read[number].texts[1]!r}. Layer: the one {where}.",
             diverging=True,
             columns=self.token_columns(number),
             sources=(f"pair_{number}",),
@@ -281,11 +287,13 @@ class FeatureAttributionTrace(AttributedPairs):
             ("random direction", "random_direction", "{:+.1f} %".format),
             strong=lambda row: row["index"] is not None and row["sort"] == LARGEST,
             title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
-            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
-            f"one feature of {self.dictionary.name}, or in one layer the reconstruction error of that "
-            "dictionary. estimate: to first order; exact: by a patched run; random direction: by a patched "
-            "run with a random direction of the same norm. In quotes: tokens that a feature promotes; "
-            "position: token of the clean prompt, and of the corrupted one if it differs.",
+            caption="One row per patched feature. Share of the logit difference "
+            f"{pair.answers[0]!r} - {pair.answers[1]!r} that comes back (0 %: corrupted run, 100 %: clean "
+            f"run) when one feature of {self.dictionary.name}, or its reconstruction error in one layer, is "
+            "patched. Estimate: by gradients; exact: in a patched run; random direction: in a patched run "
+            "with a random direction of the same norm. Chosen: as one of the largest estimates, or at "
+            "random. In quotes: tokens that a feature promotes; position: token of the clean prompt, and of "
+            "the corrupted one if it differs.",
             sources=(f"pair_{number}",),
             json={
                 **self.subject.about,
@@ -314,10 +322,12 @@ class FeatureAttributionTrace(AttributedPairs):
             ("errors", "rests", "{:.0f} %".format),
             strong=lambda row: row["is_known"],
             title="The feature with the largest estimate in each pair, against random features",
-            caption="Recovery by exact patches; random: absolute recovery of other features of the same "
-            "layers, with the same norms of writes at the same positions. Quantile: share of random draws "
-            "with a smaller effect. Errors: share of the largest estimates that are errors of the "
-            "dictionary. Bold: the model predicts the answer.",
+            caption="One row per pair of prompts. Exact: share of the answers' logit difference that comes "
+            "back when the feature is patched. Random, median: the same, in absolute value, for features "
+            "selected likewise among random ones of the same layers, with the same norms of writes at the "
+            "same positions. Quantile: share of these draws with a smaller effect. Chosen among: number of "
+            "features that differ between the prompts. Errors: share of the largest estimates that belong to "
+            "errors of the dictionary. Bold: the model predicts the answer.",
             sources=("random",),
             json={"pairs": rows},
         )

@@ -121,8 +121,10 @@ class IntegratedGradientsTrace(AttributedPairs):
         """Caption of the claims: facts that count, and the largest gap of the attributions."""
         gap = max(abs(float(fact["gap"])) for fact in self.facts)
         return (
-            f"{len(self.counted)} of {len(self.read)} facts, those whose answer the model predicts; in "
-            f"{self.settings.steps} steps attributions sum to the whole difference up to {gap:.3f} nats."
+            f"Claims are about {len(self.counted)} of {len(self.read)} facts, those whose answer the model "
+            f"predicts. Integrated in {self.settings.steps} steps, the attributions of all tokens sum to the "
+            "difference of log-probability between prompt and baseline, up to a gap of at most "
+            f"{gap:.3f} nats."
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
@@ -158,8 +160,9 @@ class IntegratedGradientsTrace(AttributedPairs):
         )
         lines = Lines.of(
             path,
-            "Log-probability along the line",
-            "of each fact's answer, from the embeddings of its baseline (0) to those of its prompt (1)",
+            "Log-probability of the answer along the integration path",
+            "One line per fact: log-probability of its answer, in nats, while all embeddings move from those "
+            "of the baseline prompt (0) to those of the prompt (1).",
             sources=tuple(self.nodes),
         )
         panels: list[View] = [lines]
@@ -174,8 +177,9 @@ class IntegratedGradientsTrace(AttributedPairs):
             bars = Bars.of(
                 by_measure,
                 f"Tokens of {first_fact['clean_prompt']!r}",
-                f"attribution of the log-probability of {first_fact['answer']!r}, and the log-probability "
-                "lost when the embedding is replaced by the baseline's",
+                "Two bars per token, in nats: its attribution by integrated gradients of the log-probability "
+                f"of {first_fact['answer']!r}, and the log-probability lost in an exact run in which its "
+                "embedding is replaced by that of the baseline prompt.",
                 sources=("fact_0",),
             )
             panels.insert(0, bars)
@@ -189,9 +193,10 @@ class IntegratedGradientsTrace(AttributedPairs):
             ("of the baseline", "baseline_log_probability", ".2f"),
             ("gap", "gap", "+.4f"),
             ("largest attribution", _most),
-            title=f"{self.subject.name}: {len(facts)} facts",
-            caption="Log-probability of the answer in nats; gap: difference of prompt and baseline that the "
-            "sum of attributions misses.",
+            title=f"Integrated gradients in {self.subject.name}: {len(facts)} facts",
+            caption="One row per fact. Log-probability of the answer, in nats, after the prompt and after "
+            "the baseline prompt (another fact of the same length). Gap: part of their difference that the "
+            "sum of all attributions misses. Largest attribution: the token and its attribution in nats.",
             sources=tuple(self.nodes),
             json={**self.subject.about, "steps": self.settings.steps, "facts": facts},
         )

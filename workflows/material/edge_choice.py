@@ -203,22 +203,28 @@ class PlaceWorkflow(KnownWorkflow):
     def changed_table(
         self, ablated: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
     ) -> Table:
-        """Table of tokens by change of probability in the run without the place, largest change first.
+        """Table of the tokens whose next-token probability an intervention changes most, largest change
+        first.
 
         Arguments:
-            ablated: result of the run without it.
+            ablated: result of the run with the intervention, such as an edge knocked out.
             title: title of the table.
-            beside: text that follows the KL in the caption.
-            sources: results that the table is read from.
+            beside: further sentence of the caption; empty for none.
+            sources: names of the results that the table is read from.
         """
         changed = top_changed_json(self.subject, ablated, "ablated_prob")
-        effect = f"KL {float(ablated['kl']):.5f} nats{beside}"
+        caption = (
+            "Next-token probabilities in the unchanged run (before) and with the intervention (after). "
+            f"KL(before || after) is {float(ablated['kl']):.5f} nats."
+        )
         if self.pieces:
             before, after = (np.exp(float(ablated[f"{run}target_logprob"])) for run in ("baseline_", ""))
-            effect += (
-                f"; logit of '{format_token(self.target)}' lowered by {float(ablated['logit_diff']):+.4f}, "
-                f"probability {format_probability(before)} -> {format_probability(after)}"
+            caption += (
+                f" The intervention changes the logit of '{format_token(self.target)}' by "
+                f"{-float(ablated['logit_diff']):+.4f}, and its probability from "
+                f"{format_probability(before)} to {format_probability(after)}."
             )
+        caption = f"{caption} {beside}".rstrip()
         return Table.of(
             changed,
             ("token", lambda record: format_token(record["token"])),
@@ -226,7 +232,7 @@ class PlaceWorkflow(KnownWorkflow):
             ("after", "ablated_prob", format_probability),
             ("change", lambda record: record["ablated_prob"] - record["baseline_prob"], points),
             title=title,
-            caption=effect,
+            caption=caption,
             sources=sources,
             json={"top_changed": changed},
         )
@@ -394,15 +400,15 @@ class PlaceWorkflow(KnownWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: selection of layer and position, or the reason why nothing is claimed."""
         if self.chosen is None:
-            return self.not_claimed or "Layer and position are those of the settings."
+            return self.not_claimed or "Layer and position were set by the user, not chosen on other facts."
         lost = f"{self.chosen.lost:.3f} nats"
         if not self.is_claimed:
             return f"{self.not_claimed} Shown: the layer and the {self._rule} (KL {lost})."
         chosen_on, scored = map(len, self.halves)
         return (
-            f"Layer and {self._rule} (mean KL {lost}), chosen on {chosen_on} of {self.half} facts, those "
-            f"whose answer the model predicts, and scored on {scored} held-out facts. For comparison, the "
-            "layer and position with the smallest mean KL."
+            f"Chosen: the layer and the {self._rule} (mean KL {lost}). The choice was made on {chosen_on} of "
+            f"{self.half} facts, those whose answer the model predicts; it is scored on {scored} held-out "
+            "facts. The last claim is a comparison: the layer and position with the smallest mean KL."
         )
 
     @property

@@ -284,10 +284,12 @@ class CharacterCountHelix(ModelWorkflow):
             strong=lambda document: document["layer"] == shown,
             title=f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at "
             f"{len(counts)} counts",
-            caption="PC1, PC2, …: share of the variance of the means that a principal component explains; "
-            "lowest cos: mean cosine of two means at the distance at which it is smallest; R²: linear "
-            "regression of the count, on held-out prompts; (shuffled): control with counts shuffled among "
-            "tokens",
+            caption="One row per layer. The residual stream is averaged over all tokens with the same number "
+            "of characters since the line start (the count): one mean per count. PC1, PC2, …: share of the "
+            "variance of these means that a principal component explains. Lowest cos: cosine of two means, "
+            "averaged over all pairs with the same difference of counts, at the difference where it is "
+            "smallest. R²: linear regression of the count on the states, scored on held-out prompts. "
+            "(shuffled): control with counts shuffled among tokens.",
         )
         shuffled = self.control["ringing"].reindex(offset=geometry["offset"])
         both = stacked("counts", {"true": geometry["ringing"], "shuffled": shuffled})
@@ -296,10 +298,11 @@ class CharacterCountHelix(ModelWorkflow):
             component=[f"PC{k + 1}" for k in range(geometry.sizes["component"])]
         )
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
+        centred = "centred " if geometry.attrs["centred"] else ""
         bands = (
-            f"Cosines of {'centred ' if geometry.attrs['centred'] else ''}mean states. Positive bands beside "
+            f"Each cell: cosine between the {centred}mean states of two character counts. Positive bands "
+            "beside the diagonal: the curve of means winds back to an earlier direction (ringing)."
         )
-        bands += "the diagonal: the curve winds back to an earlier direction (ringing)."
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
         ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
         ringing, cosines, components = (
@@ -307,7 +310,8 @@ class CharacterCountHelix(ModelWorkflow):
             for title, caption, sources, make in (
                 (
                     "Ringing",
-                    "Mean cosine of two mean states by the difference of their counts.",
+                    ("Cosine between the mean states of two character counts, averaged over all pairs of "
+                    "counts with the same difference. Dashed: the same with counts shuffled among tokens."),
                     ("geometry", "control"),
                     lambda layer: Lines.of(
                         ringing_curves.sel(layer=layer),
@@ -327,7 +331,8 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "Principal components of the curve",
-                    "Projections of the mean states on their principal components, on a common scale.",
+                    ("Projection of the mean state of each character count on the first principal components "
+                    "of these means. All curves have the same scale."),
                     ("geometry",),
                     lambda layer: Lines.of(
                         curves.sel(layer=layer), x_name="characters since the line start", apart=True
@@ -338,19 +343,33 @@ class CharacterCountHelix(ModelWorkflow):
         along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
         scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
-        marked = f"marked: layer {shown}, shown above; control: shuffled counts"
+        marked = f"Dashed: counts shuffled among tokens. Marked: layer {shown}, which the other panels show."
         readout = Lines.of(
-            scores, "Linear regression of the count", marked, y_name="R² on held-out prompts", **along
+            scores,
+            "Linear regression of the count",
+            "R², on held-out prompts, of a linear regression of the character count on the states of each "
+            f"layer. {marked}",
+            y_name="R² on held-out prompts",
+            **along,
         )
         ratio = numbered["explained_variance_ratio"].transpose("component", "layer")
         dims = Lines.of(
             self._shares(ratio),
             "Dimensions of the means",
-            marked,
+            "Share of the variance of the mean states per character count that the first principal "
+            f"components explain, by layer. {marked}",
             y_name="share of the variance explained",
             **along,
         )
-        variance = Bars.of(ratio[:6], "Variance of the means by component", stacked=True, low=0.0, high=1.02)
+        variance = Bars.of(
+            ratio[:6],
+            "Variance of the means by component",
+            "Share of the variance of the mean states per character count that each principal component "
+            "explains, by layer.",
+            stacked=True,
+            low=0.0,
+            high=1.02,
+        )
         yield from (ringing, cosines, components, readout, dims)
         yield Figure(
             name=f"character_count_helix_L{shown}",
@@ -364,6 +383,9 @@ class CharacterCountHelix(ModelWorkflow):
             ("counts \\ difference", lambda row: row["counts"].item()),
             *((str(d), partial(_at, d), "+.2f") for d in offsets),
             title=f"Ringing in layer {shown}: mean cosine of two means by the difference of their counts",
+            caption="Columns: difference of two character counts. Cells: cosine between the mean states of "
+            "two counts, averaged over all pairs with that difference. Second row: counts shuffled among "
+            "tokens, as a control.",
         )
 
     def _shares(self, ratio: xr.DataArray) -> xr.DataArray:
@@ -389,6 +411,8 @@ class CharacterCountHelix(ModelWorkflow):
         share = np.pad(part["explained_variance_ratio"].values, (0, 3))[:3]
         return Curve(
             title="Mean state at each count",
+            caption="One point per character count: the mean residual stream of its tokens, projected on the "
+            "first three principal components. Percentages: share of the variance explained.",
             points=np.pad(points, ((0, 0), (0, 3 - points.shape[1]))),
             values=part["count"].values,
             value_name="characters since the line start",

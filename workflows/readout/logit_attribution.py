@@ -306,6 +306,9 @@ class LogitAttribution(ModelWorkflow):
                 continue
             yield Choice(
                 title=f"Share of each {unit} in the {attributed}",
+                caption=f"Share: what the output of one {'head' if unit == 'head' else 'attention or MLP'} "
+                f"adds to the {attributed} at the last token, in logits. It is a direct effect; what later "
+                "layers make of the output is not counted.",
                 sources=(f"{unit}s",),
                 name="prompt",
                 options=tuple((text, make(part)) for text, part in parts),
@@ -318,14 +321,16 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name=f"logit_attribution_{i}",
                 title=f"Direct logit attribution in {name}: {self.contrast(self.document(i))}",
-                caption=f"after '{format_text(self.texts[i])}'",
+                caption=f"Shares of the {attributed} at the last token of '{format_text(self.texts[i])}', in "
+                "logits.",
                 panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
             )
         if count > 1:
             yield Figure(
                 name="logit_attribution_mean",
                 title=f"Direct logit attribution in {name}: {attributed}",
-                caption=f"mean of {count} prompts; lines: 10 % to 90 % quantiles over prompts",
+                caption=f"Shares of the {attributed} at the last token, in logits, mean of {count} prompts. "
+                "Thin lines: 10 % to 90 % quantiles over prompts.",
                 panels=self._parts(shares),
             )
 
@@ -336,6 +341,9 @@ class LogitAttribution(ModelWorkflow):
     def _prompts_table(self, documents: list[dict[str, Any]]) -> Table:
         """Table of the attributed logits of the first prompts, split by embedding, attention and MLPs."""
         quantity = "difference" if self.settings.difference else "logit"
+        attributed = "logit of the answer"
+        if self.settings.difference:
+            attributed += " minus that of the token compared with it"
         n_further = len(self.texts) - len(documents)
         capped = ", before the soft cap" if self.subject.config.final_logit_softcapping else ""
 
@@ -354,8 +362,10 @@ class LogitAttribution(ModelWorkflow):
                 for name, ending in (("embed", "embed"), ("attention", "attn_out"), ("MLPs", "mlp_out"))
             ),
             title=f"Direct logit attribution in {self.subject.name}, by prompt",
-            caption=f"{f'and {n_further} more, all in the JSON; ' if n_further else ''}shares in "
-            f"logits{capped}; with the readout's biases they sum to the {quantity}",
+            caption="One row per prompt"
+            f"{f'; {n_further} more prompts are in the JSON document' if n_further else ''}. Embed, "
+            f"attention, MLPs: what the outputs of these components add to the {attributed}, in "
+            f"logits{capped}. With the biases of the final norm and unembedding they sum to the {quantity}.",
         )
 
     def _parts_table(self, document: dict[str, Any]) -> Table:
@@ -384,9 +394,11 @@ class LogitAttribution(ModelWorkflow):
         return Table.of(
             range(min(ROWS, len(parts["component"]))),
             *columns,
-            title=f"Largest shares in {self.contrast(document)} after '{format_text(self.texts[0])}'",
-            caption=f"in logits, largest magnitude first; all components sum to "
-            f"{document['attributed']:+.2f}",
+            title=f"Components with the largest shares in {self.contrast(document)} after "
+            f"'{format_text(self.texts[0])}'",
+            caption="Share: what a component adds to the attributed logit or logit difference, in logits; "
+            "largest magnitude first in each pair of columns. L2H3: head 3 of layer 2; L2N3: neuron 3 of "
+            f"layer 2. All components together sum to {document['attributed']:+.2f}.",
         )
 
 
@@ -409,7 +421,8 @@ def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
     return Heatmap.of(
         mean,
         title,
-        f"framed, largest: layer {layer}, head {head}, {float(mean.sel(layer=layer, head=head)):+.2f} logits",
+        "Logits that one head's output adds at the last token. Framed: the largest magnitude, layer "
+        f"{layer}, head {head}, with {float(mean.sel(layer=layer, head=head)):+.2f} logits.",
         value_name="share of the head",
         unit="logits",
         diverging=True,
@@ -436,6 +449,8 @@ def _bars(part: xr.Dataset) -> Bars:
 
     return Bars(
         title="By layer",
+        caption="Logits that the embedding, the attention and the MLP of each layer, and the biases of the "
+        "readout add at the last token; sum: all of them.",
         x=("embedding", *map(str, layers), *after),
         lines=tuple(bar(name, values) for name, values in (*series, ("", not_layers))),
         x_name="layer",
@@ -450,7 +465,8 @@ def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
     shares = np.array([share for *_, share in neurons[::-1]])
     return Bars(
         title="By neuron",
-        caption=f"the {len(neurons)} neurons with the largest magnitude; negative shares lower the value",
+        caption="Logits that single neurons add at the last token, for the "
+        f"{len(neurons)} neurons with the largest magnitude.",
         x=tuple(f"layer {layer}, {neuron}" for layer, neuron, _ in neurons[::-1]),
         lines=(Line("share", shares),),
         signed=True,

@@ -183,15 +183,19 @@ class LogitLens(ModelWorkflow):
         lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
         yield Choice(
             title=title,
-            caption="The residual stream after each layer, decoded with the model's own final norm and "
-            "unembedding. It shows what can be decoded, not what later layers use. Click a cell to pin it.",
+            caption="Each cell: the most likely token when the residual stream after one layer, at one "
+            "position, is decoded with the model's own final norm and unembedding. This shows what can be "
+            "decoded, not what later layers use. Click a cell to pin it.",
             sources=("lens", "readout"),
             name="prompt",
             options=tuple(zip(map(format_text, texts), lenses, strict=True)),
         )
         for i, lens in enumerate(lenses[: self.settings.heatmaps]):
-            frames = " Framed: cells of the token that does come next." if any(lens.target) else ""
-            caption = f"Most likely token of each layer and position, shaded by its probability.{frames}"
+            frames = " Framed: the token that does come next in the prompt." if any(lens.target) else ""
+            caption = (
+                "Each cell: the most likely token when the residual stream of one layer and position is "
+                f"decoded with the final norm and unembedding, shaded by its probability.{frames}"
+            )
             yield Figure(name=f"logit_lens_{i}", title=title, caption=caption, panels=(lens,))
         answers = self.answers()
         if answers.sizes["prompt"] > 1:
@@ -221,22 +225,25 @@ class LogitLens(ModelWorkflow):
             best = np.argsort(-probability[-1])[:3].tolist()
             ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
             lines = [Line(ends.get(i, ""), row, faint=True) for i, row in enumerate(probability.T)]
-            drawn = f"{len(words)} prompts (thin) and their median (thick)"
+            drawn = f"Thin: {len(words)} prompts; thick: their median"
         else:
             lines = [
                 Line("", median, faint=True, band=np.percentile(probability, ends, axis=1))
                 for ends in ((5, 95), (25, 75))
             ]
-            drawn = f"{len(words)} prompts: median, middle 50 % and middle 90 %"
+            drawn = f"{len(words)} prompts: median (line), middle 50 % and middle 90 % (bands)"
         curves = Lines(
             title="Probability of the answer by layer",
-            caption=f"{drawn}, at the {where}.",
+            caption="Probability of each prompt's answer when the residual stream of a layer is decoded at "
+            f"the {where}. {drawn}.",
             y_name="probability of the answer",
             lines=(*lines, Line("median", median, strong=True)),
             **by_layer,
         )
         ranks = Lines(
             title="Answer among the most likely tokens by layer",
+            caption="Share of prompts whose answer is among the 10, the 5, or is the single most likely "
+            f"token when the residual stream of a layer is decoded at the {where}.",
             y_name="share of prompts",
             lines=shares,
             filled=True,
@@ -260,9 +267,11 @@ class LogitLens(ModelWorkflow):
             *((name, partial(token, k)) for k, name in enumerate(rank_names)),
             ("entropy", "entropy", ".2f"),
             ("KL", "kl_from_last", ".2f"),
-            title=f"After each layer of {self.subject.name}: '{format_text(self.texts[i])}' …",
-            caption="entropy of the decoded distribution, and its KL divergence from that of the last layer, "
-            "in nats",
+            title=f"Next tokens decoded after each layer of {self.subject.name}: "
+            f"'{format_text(self.texts[i])}' …",
+            caption="One row per layer: the most likely next tokens, with their probabilities, when the "
+            "residual stream after that layer is decoded at the end of the prompt. Entropy: of the decoded "
+            "distribution; KL: its divergence from the last layer's; both in nats.",
         )
 
     def _answers_table(self, answers: xr.Dataset) -> Table:
@@ -270,7 +279,7 @@ class LogitLens(ModelWorkflow):
         n = answers.sizes["prompt"]
         # Ranks of the lens count from 1.
         best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
-        more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
+        more = f" {n - ROWS} more prompts are in the JSON document." if n > ROWS else ""
         ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values
         probabilities = np.exp(answers["target_logprob"].isel(layer=-1).values)
 
@@ -286,6 +295,8 @@ class LogitLens(ModelWorkflow):
             ("top 1 from", lambda row: since(row[0], 1), str),
             ("P, last layer", lambda row: float(probabilities[row[0]]), format_probability),
             title=f"The answer is the model's most likely token in {best} of {n} prompts",
-            caption=f"{more}top {TOP} from, top 1 from: first layer at which the answer is among the {TOP} "
-            "most likely tokens, or the most likely one; a multi-token answer is tracked by its first token",
+            caption=f"One row per prompt.{more} Top {TOP} from, top 1 from: first layer whose decoded "
+            f"residual stream has the answer among its {TOP} most likely tokens, or as the most likely one. "
+            "P, last layer: probability of the answer in the model's own prediction. Of an answer of several "
+            "tokens, the first one is tracked.",
         )

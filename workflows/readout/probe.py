@@ -226,9 +226,10 @@ def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
     lines.append(Line(_baseline_name(document), baseline, control=True))
     is_number = document["kind"] == "number"
     return Lines(
-        title=_target_name(document),
-        caption="Scores on held-out prompts; bands: 95 % interval, bootstrap over these prompts; shuffled: "
-        "probe fitted to shuffled targets.",
+        title=f"Linear probe of {_target_name(document)}",
+        caption=f"{_measure(document)} on held-out prompts of a linear probe fitted to the states of each "
+        "layer. Bands: 95 % intervals from a bootstrap over these prompts. Shuffled: control, a probe fitted "
+        "to targets that were shuffled among tokens.",
         sources=(document["target"],),
         x=tuple(scored["layer"].values.tolist()),
         x_name="layer",
@@ -256,8 +257,11 @@ def _table(document: dict[str, Any], title: str) -> Table:
         ("penalty", lambda row: row["true"]["penalty"], "g"),
         strong=lambda row: row["layer"] == document["best_layer"],
         title=title,
-        caption=f"fitted on {document['n_train']} tokens, scored on {document['n_test']} tokens of held-out "
-        f"prompts; baseline, {_baseline_name(document)}: {document['baseline']:.3f}; interval: bootstrap "
-        "over held-out prompts; bold: best layer, not corrected for the choice among layers",
+        caption=f"One row per layer: {_measure(document)} of a linear probe fitted on {document['n_train']} "
+        f"tokens and scored on {document['n_test']} tokens of held-out prompts. Baseline "
+        f"({_baseline_name(document)}): {document['baseline']:.3f}. Shuffled: control, the probe fitted to "
+        "targets shuffled among tokens. Intervals: bootstrap over held-out prompts. Penalty: on squared "
+        "weights, chosen on a validation set. Bold: the best layer; its score is not corrected for the "
+        "choice among layers.",
         sources=(document["target"],),
     )

@@ -360,9 +360,12 @@ class RecurrentFeedback(ModelWorkflow):
             ("ended", lambda row: f"{row['ended']}/{n_lines}"),
             ("lines that rhyme with another word", lambda row: _numbers(row["ids_without_target"])),
             title=f"{self.subject.name}: second lines that rhyme, by condition",
-            caption="rhymes: the last word is a rhyming word, including the first line's own last word, so "
-            f"that a copied line counts; ended: within {self.settings.max_tokens} tokens; double_pass: block "
-            "run twice; unembed: feedback at the end of the first line; sustained: feedback at every token",
+            caption="One row per condition of generation. Rhymes: second lines whose last word rhymes with "
+            "the first line, or is its last word, so that a copied line counts. Ended: second lines that end "
+            f"within {self.settings.max_tokens} tokens. baseline: plain forward pass; double_pass: a block "
+            "of layers is run twice; unembed: feedback of the rhyme into the block, at the end of the first "
+            "line; sustained: feedback at every token. Numbers: layers of the block; s: strength of the "
+            "feedback. Bold: the baseline and the selected condition.",
             strong=lambda row: row["name"] in ("baseline", self.condition.name),
             sources=("trials",),
             json={"conditions": self.records},
@@ -374,9 +377,11 @@ class RecurrentFeedback(ModelWorkflow):
         words = tuple(tuple(ends[row] for ends in self.ends) for row in range(len(self.lines)))
         return Heatmap(
             title="Last words of second lines",
-            caption="; ".join(f"{value}: {word}" for value, word in WORDS.items())
-            + ". Conditions: first and last layer of the block, and strength of the feedback; +: feedback at "
-            "every generated token, otherwise only at the end of the first line",
+            caption="Each cell: last word of the second line that the model writes after one first line "
+            "(row) under one condition (column). Colour: "
+            + "; ".join(f"{value}: {word}" for value, word in WORDS.items())
+            + ". Conditions: first and last layer of the block that is run twice, and strength of the "
+            "feedback; +: feedback at every generated token, otherwise only at the end of the first line.",
             values=values,
             rows=tuple(line.target for line in self.lines),
             columns=tuple(condition.short for condition in self.conditions),
@@ -406,8 +411,9 @@ class RecurrentFeedback(ModelWorkflow):
         ]
         return Lines(
             title="Second lines that end on another rhyming word, by strength of the feedback",
-            caption=f"feedback at the end of the first line; dashed: plain forward pass, {plain:g} of "
-            f"{len(self.lines)}",
+            caption="Number of second lines whose last word rhymes with the first line and is not its last "
+            "word, with feedback of the rhyme at the end of the first line. One curve per block of layers; "
+            f"dashed: plain forward pass, {plain:g} of {len(self.lines)} lines.",
             x=tuple(strengths),
             x_name="strength",
             y_name="lines",
@@ -428,13 +434,14 @@ class RecurrentFeedback(ModelWorkflow):
             ("first line", lambda couplet: format_text(couplet["line1"])),
             ("plain", "baseline_word"),
             ("feedback", lambda couplet: bold(couplet["recurrent_word"])),
-            ("", "result"),
+            ("verdict", "result"),
             ("second line", lambda couplet: format_text(couplet["recurrent_line"])),
             ("feedback of another rhyme", "foreign_word"),
             title=f"Last words of second lines, {self.condition.description}",
-            caption="OK: rhymes in the plain pass and with feedback; RESCUED: only with feedback; REGRESS: "
-            "only in the plain pass; -: never. Last column, a control: last word if the rhyme that is "
-            "fed back is that of another line, half the list further on",
+            caption="One row per first line. Plain, feedback: last word of the second line in a plain pass "
+            "and under the selected condition. OK: both rhyme; RESCUED: only that with feedback; REGRESS: "
+            "only that of the plain pass; -: neither. Second line: the one with feedback. Last column, a "
+            "control: last word when the rhyme of another line, half the list further on, is fed back.",
             json={"couplets": couplets},
         )
         yield Table.of(
@@ -452,9 +459,10 @@ class RecurrentFeedback(ModelWorkflow):
             ),
             ("in the top 100", lambda couplet: _pair(couplet["planning"])),
             title="Most probable rhyme right after the first line",
-            caption="best rhyme: of all words that rhyme with the line, each by its last token, the most "
-            "probable one; rank 1 is the most probable token; in the top 100: number of rhymes among the 100 "
-            "most probable tokens, plain pass -> feedback",
+            caption="One row per first line; next-token distribution right after its line break. Best rhyme: "
+            "the most probable of all words that rhyme with the line, each by its last token. Rank 1 is the "
+            "most probable token; p: probability. In the top 100: number of rhymes among the 100 most "
+            "probable tokens, plain pass -> feedback.",
         )
 
     def _trials_of(self, condition: int) -> xr.Dataset:

@@ -208,8 +208,9 @@ class RwkvInference(PlaceWorkflow):
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
             "Effect of leaving out a write, KL in nats",
-            f"one token's write in one layer; framed: the selected write of {names[self.position]} in layer "
-            f"{self.layer}",
+            "Each cell: what one token writes to the recurrent state of one layer is left out. KL of the "
+            "last token's prediction from that of the unchanged run. Framed: the selected write of "
+            f"{names[self.position]} in layer {self.layer}.",
             columns=tuple(names),
             column_name="writing token",
             low=0.0,
@@ -223,7 +224,9 @@ class RwkvInference(PlaceWorkflow):
         curves = Lines.of(
             self.response["kl"].transpose("layer", "dose"),
             f"Effect of scaling the write of {names[self.position]}, KL in nats",
-            f"factor 0: left out, 1: unchanged; one curve per layer, thick: layer {self.layer}",
+            f"What {names[self.position]} writes to the recurrent state of one layer is multiplied by a "
+            "factor (0: left out; 1: unchanged). KL of the last token's prediction from that of the "
+            f"unchanged run. One curve per layer; thick: layer {self.layer}.",
             x_name="factor of the write",
             low=0.0,
             strong=self.layer,
@@ -249,7 +252,7 @@ class RwkvInference(PlaceWorkflow):
             ("token", lambda row: format_token(row["token"])),
             ("probability", "probability", format_probability),
             title=f"{self.subject.name} after '{format_text(self.prompt)}'",
-            caption="most likely next tokens, without intervention",
+            caption="The most likely next tokens of the unchanged model.",
             sources=("writes",),
             json={"top_tokens": top},
         )
@@ -302,8 +305,9 @@ class RwkvInference(PlaceWorkflow):
             ("layer", "layer", lambda layer: dim(str(layer))),
             ("KL, all layers", "kl_all_layers", ".5f"),
             title="Effect of leaving out the writes of each token",
-            caption="KL divergence from the unchanged run, in nats: without the token's write in the layer "
-            "of the largest KL, and without its writes in all layers",
+            caption="One row per token of the prompt. KL of the last token's prediction from that of the "
+            "unchanged run, in nats, when what the token writes to the recurrent state is left out: in the "
+            "layer where this has the largest KL, and in all layers.",
             sources=("writes", "together"),
             json={"positions": rows},
         )
@@ -325,9 +329,10 @@ class RwkvInference(PlaceWorkflow):
             ("p(target)", lambda row: dash(row["p_target"], ".4f"), str),
             ("largest change", lambda row: format_token(row["top_changed"][0]["token"])),
             title=f"Effect of scaling the write of {names[self.position]} in layer {self.layer}",
-            caption="KL divergence from the unchanged run, in nats; logit diff: target logit of the "
-            "unchanged run minus that with the scaled write; largest change: token whose probability "
-            "changes most",
+            caption="One row per factor that the write to the recurrent state is multiplied by (0: left out; "
+            "1: unchanged). KL: of the last token's prediction from that of the unchanged run, in nats; "
+            "logit diff: target logit of the unchanged run minus that with the scaled write; largest change: "
+            "token whose probability changes most.",
             sources=("response",),
             json={"steering": rows},
         )

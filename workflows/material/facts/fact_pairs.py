@@ -239,8 +239,8 @@ class PairWorkflow(KnownWorkflow):
         """Numbers of pairs that a block is chosen and scored on, for captions of claims."""
         counts, _ = self.known_counts
         return (
-            f"{counts[CHOSEN_ON]} other pairs whose answer the model predicts; it is scored on the "
-            f"{counts[SCORED]} pairs of this page whose answer the model predicts"
+            f"{counts[CHOSEN_ON]} other pairs whose answer the model predicts; the choice is scored on the "
+            f"{counts[SCORED]} pairs shown whose answer the model predicts"
         )
 
     @property
