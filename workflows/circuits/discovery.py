@@ -31,7 +31,7 @@ from ..labelled import labelled
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
 from ..workflow import Nodes
-from .tasks import CircuitWorkflow
+from .tasks import NAMES, CircuitWorkflow
 
 if TYPE_CHECKING:
     from ...store.arrays import Floats
@@ -135,7 +135,9 @@ class CircuitDiscovery(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_discovery_{task}",
                 title=f"Circuit of {self.subject.name} for {task}",
-                caption=f"faithfulness on held-out pairs: {documents[task]['faithfulness_percent']:.0f} %",
+                caption="Faithfulness of the circuit on held-out pairs of prompts: "
+                f"{documents[task]['faithfulness_percent']:.0f} % (100 %: as the whole model; 0 %: as with "
+                "every edge corrupted).",
                 panels=(self._drawing(task), *by_position, *([self.findings] if self.done else [])),
                 columns=1,
             )
@@ -186,9 +188,10 @@ class CircuitDiscovery(CircuitWorkflow):
             ("score", "score", "+.4f"),
             *([] if self.settings.by_position else [("exact effect", "exact_effect", "+.4f")]),
             title=f"{task}: {shown} of the circuit's {len(document['edges'])} edges, largest |score| first",
-            caption=f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, "
-            "when this edge alone is corrupted; exact effect: the measured change; means over the pairs that "
-            "edges were chosen on",
+            caption=f"One row per edge, from the output of one node to the input of a later one. {NAMES} "
+            f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, when "
+            "this edge alone is corrupted; exact effect: the measured change. Both are means over the pairs "
+            "that edges were chosen on.",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 
@@ -209,8 +212,9 @@ class CircuitDiscovery(CircuitWorkflow):
         columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",
-            caption=f"the {len(shown)} edges with the largest |score| of {len(pruned)} on paths from the "
-            "input to the logits",
+            caption="Heads and MLPs by layer, with the input at the bottom and the logits on top. Drawn: the "
+            f"{len(shown)} edges with the largest |score| of the {len(pruned)} edges of the circuit that are "
+            "on a path from the input to the logits.",
             upstream=tuple(source for source, _, _ in names),
             downstream=tuple(destination for _, _, destination in names),
             weights=scores[rows, columns],
@@ -233,7 +237,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return Heatmap.of(
             labelled(summed, "|score| of the circuit's edges", unit, read_in=names, position=None),
             f"{task}: where the circuit reads",
-            "sum of |score| over the circuit's edges, by layer and position of the destination",
+            "Each cell: sum of |score| over the edges of the circuit that end in one layer (row) at one "
+            "token position (column).",
             sources=(f"{task}_scores", f"{task}_circuit"),
         )
 

@@ -31,7 +31,7 @@ from ..claim import Claim
 from ..settings import CircuitSettings, Count, Share, setting
 from ..views import Data, Figure, Line, Lines, Table, View
 from ..workflow import Nodes
-from .tasks import CircuitWorkflow
+from .tasks import NAMES, CircuitWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,6 +42,13 @@ __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Sizes of circuits as shares of all edges, as in the Mechanistic Interpretability Benchmark."""
+CARRIED: dict[Alternative, str] = {
+    "corrupted": "the output of their source in the corrupted prompt",
+    "zero": "zero instead of the output of their source",
+    "mean": "the mean output of their source over the clean prompts",
+    "resampled": "the output of their source in another clean prompt",
+}
+"""What an ablated edge carries, for captions, by value of the setting `alternative`."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,8 @@ class CircuitEvaluation(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_evaluation_{task}",
                 title=f"Faithfulness of circuits of {self.subject.name} for {task}",
-                caption=f"ablated edges carry: {self.settings.alternative}",
+                caption="Edges outside a circuit are ablated: they carry "
+                f"{CARRIED[self.settings.alternative]}.",
                 panels=(curve, *([self.findings] if self.done else [])),
                 columns=1,
             )
@@ -196,9 +204,11 @@ class CircuitEvaluation(CircuitWorkflow):
         random = document["random_percent"]
         return Lines(
             title=f"{task}: faithfulness by size",
-            caption="areas over the share of edges, not its logarithm: under the curve of circuits "
-            f"{document['cpr']:.3f} (CPR), between it and 100 % {document['cmd']:.3f} (CMD); dashed: median "
-            "of random circuits",
+            caption="Faithfulness on held-out pairs of circuits with a growing share of the model's edges "
+            "(100 %: as the whole model; 0 %: as with every edge ablated), and of the model without these "
+            "circuits. Dashed: median of random circuits of the same sizes. Area under the circuits' curve "
+            f"(CPR): {document['cpr']:.3f}; area between it and 100 % (CMD): {document['cmd']:.3f}. Areas "
+            "are over the share of edges, not its logarithm.",
             x=tuple((100 * self.shares).tolist()),
             x_name="percent of the model's edges",
             log_x=True,
@@ -221,9 +231,10 @@ class CircuitEvaluation(CircuitWorkflow):
             ("edge", "edge"),
             ("faithfulness lost", "lost_percent", "{:+.2f} %".format),
             title=f"{task}: a circuit of {len(lost)} edges with one of them ablated",
-            caption=f"{_shown_edges(len(shown), len(lost), listed)}; in percentage points of faithfulness, "
-            f"which is {document['circuit_percent']:.1f} % for the circuit and "
-            f"{document['without_circuit_percent']:.1f} % for the model without it",
+            caption=f"One row per edge: {_shown_edges(len(shown), len(lost), listed)}. Faithfulness lost, in "
+            "percentage points, when this edge of the circuit is ablated too. Faithfulness is "
+            f"{document['circuit_percent']:.1f} % for the circuit and "
+            f"{document['without_circuit_percent']:.1f} % for the model without it. {NAMES}",
             sources=(f"{task}_minimal",),
         )
 

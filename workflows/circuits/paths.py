@@ -132,6 +132,7 @@ class PathPatchingTrace(TaskWorkflow):
         """Caption of the claims: selection and scoring of senders, or tasks that the model does not do."""
         count = self.settings.pairs
         return self.not_done or (
+            "A sender's output is replaced by that of the corrupted prompt, on its paths to a receiver only. "
             f"Senders were chosen on {count} pairs of each task, among all with a path to the receiver, and "
             f"scored on {count} held-out pairs, against {self.settings.controls} random changes each. {NAMES}"
         )
@@ -192,8 +193,9 @@ class PathPatchingTrace(TaskWorkflow):
             yield Figure(
                 name=f"path_patching_{task}",
                 title=f"Path patching in {self.subject.name}: {task}",
-                caption="difference of right and wrong answer in the clean run: "
-                f"{of_task[-1].clean:+.3g} {of_task[-1].unit}",
+                caption="Change of the right minus the wrong answer when one sender's output is corrupted on "
+                "its paths to a receiver. In the clean run the difference is "
+                f"{of_task[-1].clean:+.3g} {of_task[-1].unit}.",
                 panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
             )
@@ -208,15 +210,17 @@ class PathPatchingTrace(TaskWorkflow):
                 row, _, column = name[1:].partition(".h")
                 values[int(row), int(column) if column else heads] = effect
         embedding = receiver.effects.get(INPUT)
-        of_embedding = "" if embedding is None else f"; of the embedding: {embedding:+.3f}"
+        of_embedding = "" if embedding is None else f" For the embedding the change is {embedding:+.3f}."
         step = [part for part in self.receivers if part.node == receiver.node]
         effects_of_step = [effect for part in step for effect in part.effects.values()]
         strongest = receiver.listed[0]["sender"] if receiver.listed else ""
         layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
+        framed = "" if head < 0 else " Framed: the head with the largest effect on other pairs."
         return Heatmap(
             title=f"{receiver.task}: effects of senders through {receiver.receiver}",
-            caption=f"change of right minus wrong answer ({receiver.unit}) when one sender is corrupted on "
-            f"its path to {receiver.receiver}, mean over {receiver.pairs} held-out pairs{of_embedding}",
+            caption=f"Each cell: change of the right minus the wrong answer ({receiver.unit}) when the "
+            f"output of one head or MLP is corrupted on its paths to {receiver.receiver} only, mean over "
+            f"{receiver.pairs} held-out pairs.{of_embedding}{framed}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
             columns=(*map(str, range(heads)), "MLP"),
@@ -238,8 +242,9 @@ class PathPatchingTrace(TaskWorkflow):
         random = [sender["random"] for sender in listed]
         return Bars(
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption=f"95 % intervals over {receiver.pairs} held-out pairs; grey: random changes of the same "
-            "norm, median and 95 % of them",
+            caption="Change of the right minus the wrong answer when a sender's output is corrupted on its "
+            f"paths to {receiver.receiver}; lines: 95 % intervals over {receiver.pairs} held-out pairs. "
+            "Grey: control, random changes of the sender's output of the same norm, median and 95 % of them.",
             x=tuple(sender["sender"] for sender in listed),
             x_name="sender",
             y_name="change of right minus wrong answer",
@@ -273,11 +278,14 @@ class PathPatchingTrace(TaskWorkflow):
             *(CONTROL_COLUMNS if receiver.has_controls else ()),
             strong=lambda sender: sender["is_beyond_chance"],
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption=f"Change of the difference of right and wrong answer in {receiver.unit}, which is "
-            f"{receiver.clean:+.3g} in the clean run; chosen among {receiver.senders} senders, "
-            f"{receiver.heads} of them heads, on other pairs. Random: changes of the same norm, on the same "
-            "path. Excess: effect, signed as on the other pairs, minus the mean absolute effect of random "
-            "changes; p: null distribution of random signs in each pair. Bold: beyond chance.",
+            caption="One row per sender whose output is corrupted on its paths to the receiver. On other "
+            f"pairs, held out: change of the right minus the wrong answer in {receiver.unit}, which is "
+            f"{receiver.clean:+.3g} in the clean run, on the pairs that senders were chosen on and on "
+            f"held-out pairs, with its 95 % interval. Chosen among {receiver.senders} senders, "
+            f"{receiver.heads} of them heads. Random: the same for random changes of the sender's output of "
+            "the same norm. Excess: effect, signed as on the other pairs, minus the mean absolute effect of "
+            "random changes; p: with random signs of the excess in each pair as the null. Bold: beyond "
+            f"chance. {NAMES}",
             sources=(receiver.node,),
         )
 

@@ -42,7 +42,9 @@ FACTS = "facts"
 """Name of the task made of pairs of facts: shipped facts of one relation, or those of `data`."""
 RANDOM = "random"
 """Suffix of the name of the result with random circuits, after the name of the task."""
-NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: inputs of its queries, keys, values; m3: the MLP."
+NAMES = (
+    "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: inputs of its queries, keys, values; m3: MLP of layer 3."
+)
 """Caption that explains the names of nodes of the graph."""
 
 
@@ -216,9 +218,10 @@ class CircuitWorkflow(TaskWorkflow):
         """Caption of the claims: how circuits were chosen and scored, and names of nodes."""
         count = self.settings.pairs
         return (
-            f"{self.not_done} Edges were chosen by {self.settings.method} on {count} pairs of each task; "
-            f"circuits were run on {count} held-out pairs. Random circuits are grown from the logits down, "
-            f"so that each of their edges has a path to the logits. {NAMES}"
+            f"{self.not_done} A circuit is a set of edges between heads, MLPs, input and logits; all other "
+            f"edges are ablated. Edges were chosen by {self.settings.method} on {count} pairs of prompts of "
+            f"each task; circuits were run on {count} held-out pairs. Control: random circuits of the same "
+            f"size, grown from the logits down so that each of their edges has a path to the logits. {NAMES}"
         ).strip()
 
 

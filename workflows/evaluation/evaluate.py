@@ -329,10 +329,10 @@ class Evaluate(ModelWorkflow):
         mixed_up = ""
         if self.orders is not None and not self.orders["is_sound"]:
             mixed_up = (
-                "the model does better with layers {} and {} exchanged: its layers are not in the order of "
-                "training; check how the checkpoint was converted"
+                "The model does better with layers {} and {} exchanged: its layers are not in the order of "
+                "training. Check how the checkpoint was converted."
             ).format(*self.orders["exchanged"])
-        return "; ".join(filter(None, (self._too_few(), mixed_up)))
+        return " ".join(filter(None, (self._too_few(), mixed_up)))
 
     def _measures(self, prefix: str = "", **draw: int) -> dict[str, float]:
         """All measures of the unchanged model, or with an intervention.
@@ -432,15 +432,15 @@ class Evaluate(ModelWorkflow):
         n_controls = len(self.control_measures)
         if self.settings.draws == n_controls:
             return (
-                f"{n_controls} draws cannot give a p-value of {CHANCE:g}: nothing is claimed of the cost; "
-                f"set draws to {LEAST} or more"
+                f"{n_controls} control interventions cannot give a p-value of {CHANCE:g}, so that nothing is "
+                f"claimed about the cost of the intervention; set draws to {LEAST} or more."
             )
         choices = (
             f"are {n_controls} other choices" if n_controls > 1 else f"is {n_controls or 'no'} other choice"
         )
         return (
-            f"there {choices} of layers to compare the intervention with, and a p-value of {CHANCE:g} needs "
-            f"at least {LEAST}: nothing is claimed of its cost"
+            f"There {choices} of layers to compare the intervention with, and a p-value of {CHANCE:g} needs "
+            f"at least {LEAST}, so that nothing is claimed about its cost."
         )
 
     def views(self) -> Iterator[View]:
@@ -459,9 +459,11 @@ class Evaluate(ModelWorkflow):
             (model, "value", ".3f"),
             *columns,
             title=f"Evaluation of {model}{f', unchanged and with {changed} changed' if changed else ''}",
-            caption=f"for comparison, the loss of uniform guessing is {uniform:.3f} nats, that on text with "
-            f"shuffled tokens {mixed:.3f} nats; said: the correct token is the most likely one; induction "
-            f"loss: on the repetition of random tokens{controls_note}",
+            caption="One row per measure; losses are means per token. Said: share of tokens or answers that "
+            "are the model's most likely next token; induction loss: on the second occurrence of a block of "
+            "random tokens; answers: the objects of facts, after their prompts. For comparison, the loss of "
+            f"uniform guessing is {uniform:.3f} nats, and that on the text with shuffled tokens "
+            f"{mixed:.3f} nats.{controls_note}",
             json={
                 **self.subject.about,
                 "measures": records,
@@ -494,7 +496,7 @@ class Evaluate(ModelWorkflow):
             ("95 % from", "others_low_95", ".3f"),
             ("to", "others_high_95", ".3f"),
         ]
-        return columns, f"; controls: median of {len(self.control_measures)} {self.change.null}"
+        return columns, f" Controls: median of {len(self.control_measures)} {self.change.null}."
 
     def _costs_table(self) -> Table:
         """Table of the costs of the intervention (bold) and of each control, largest cost on text first."""
@@ -505,7 +507,9 @@ class Evaluate(ModelWorkflow):
             *((f"on {cost}", cost, "+.3f") for cost, _ in COSTS.values()),
             strong=lambda row: row is costs[0],
             title="Cost of the intervention and of its controls",
-            caption="increase of the loss over that of the unchanged model, in nats; bold: the intervention",
+            caption="One row per intervention. Increase of the mean loss per token over that of the "
+            "unchanged model, in nats, on text, on repetitions of random tokens and on answers of facts. "
+            "Bold: the intervention; other rows: controls of equal size.",
         )
 
     def _by_position(self, name: str, control: str, title: str) -> Lines:
@@ -522,7 +526,10 @@ class Evaluate(ModelWorkflow):
         # No token is predicted at position 0.
         loss = loss.assign_coords(position=np.arange(loss.sizes["position"])).isel(position=slice(1, None))
         loss = loss.assign_attrs(units="nats", long_name="loss")
-        caption = "mean over prompts; shuffled: the same tokens in random order"
+        caption = (
+            "Loss in nats by position in the prompt, mean over prompts. Shuffled: control, the same tokens "
+            "in random order."
+        )
         return Lines.of(
             loss.transpose("model", "position"),
             title,

@@ -246,7 +246,10 @@ class AttributionGraphs(Workflow):
             logits,
             ("next token", lambda row: format_token(row["token"])),
             ("probability", "probability", format_probability),
-            title=f"{self.subject.name} explained by {self.dictionary.name}: {format_text(graph.prompt)}",
+            title=f"Next tokens that the graph explains, in {self.subject.name} with {self.dictionary.name}: "
+            f"'{format_text(graph.prompt)}'",
+            caption="The most likely next tokens, or those set by the user, whose logits are the targets of "
+            "the attribution graph.",
             sources=("graph",),
             json={"logits": logits},
         )
@@ -269,12 +272,13 @@ class AttributionGraphs(Workflow):
             f"Direct effects on {_listed(graph.logit_tokens)} in {self.subject.name}",
             net,
             # In circuit-tracer's order of nodes, which this graph keeps, features come first.
-            caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {n_kept[FEATURE]:,} kept "
-            f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {n_kept[ERROR]:,} kept "
-            f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence "
-            "on the logits that comes from tokens through features, without error nodes; completeness score "
-            f"{self.scores['completeness_score']:.2f}: share of the nodes' input that comes from tokens and "
-            "features",
+            caption="Direct effects between tokens (bottom), features of the dictionary by layer, and logits "
+            f"(top). Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of the {n_kept[FEATURE]:,} "
+            f"features and {len(drawn_edges)} of the {edges:,} edges that pruning kept, without its "
+            f"{n_kept[ERROR]:,} error nodes. Replacement score {self.scores['replacement_score']:.2f}: share "
+            "of the influence on the logits that comes from tokens through features, not from error nodes. "
+            f"Completeness score {self.scores['completeness_score']:.2f}: share of the input of all nodes "
+            "that comes from tokens and features.",
         )
         yield strongest
 

@@ -152,11 +152,14 @@ class CltProbe(PromptFeaturesWorkflow):
         yield Table.of(
             rows[:ROWS],
             ("feature", _feature, str),
-            ("", "label"),
+            ("label", "label"),
             ("activation", "activation", ".4f"),
-            title=f"{self.dictionary.name} in {self.subject.name} at {token}",
-            caption=f"{len(rows)} of {len(layers) * self.dictionary.n_features} features are active at this "
-            f"token; proposed to suppress: {self.labels.several(self.candidates) or 'none'}",
+            title=f"Features of {self.dictionary.name} active in {self.subject.name} at {token}",
+            caption=f"The features with the largest activations; {len(rows)} of "
+            f"{len(layers) * self.dictionary.n_features} features are active at this token. feature: "
+            "layer:index; writes: token whose logit it raises most; fires on: token of the prompt with its "
+            f"largest activation. Candidates for suppression, the strongest feature of each of up to "
+            f"{CANDIDATES} layers: {self.labels.several(self.candidates) or 'none'}.",
         )
         if self.word:
             columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
@@ -164,17 +167,20 @@ class CltProbe(PromptFeaturesWorkflow):
             yield Table.of(
                 matches[:ROWS],
                 ("feature", _feature, str),
-                ("", "label"),
+                ("label", "label"),
                 ("cosine", "cosine", "+.4f"),
                 title=f"Features whose decoders point towards {self.word!r}",
-                caption="Cosine of a feature's decoder vector with the word's embedding, the largest over "
-                "the layers that the feature writes to. No feature is injected.",
+                caption="One row per feature. Cosine: between its decoder vector and the embedding of the "
+                "word, the largest over the layers that the feature writes to. Writes: token whose logit the "
+                "decoder raises most; fires on: token of the prompt with its largest activation. No feature "
+                "is injected.",
                 json={"search_word": self.word, "token_id": self.token, "features": matches},
             )
         counts = Heatmap.of(
             self._counts(),
             "Number of active features by layer and token",
-            f"framed: {token}, the probed token",
+            f"Each cell: number of features of one layer that are active at one token of the prompt. Framed: "
+            f"{token}, the probed token.",
             low=0.0,
             framed=((0, self.position, len(layers) - 1, self.position),),
             frame_name="the probed token",

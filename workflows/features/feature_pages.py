@@ -268,19 +268,22 @@ class FeaturePages(ModelWorkflow):
         yield Table.of(
             features,
             ("feature", lambda row: FeatureId(row["layer"], row["index"]), str),
-            ("", "label"),
+            ("label", "label"),
             ("share of tokens", "frequency", lambda share: f"{100 * share:.2f} %"),
             ("largest activation", "max_activation", ".3f"),
             ("mean where active", "mean_activation", ".3f"),
-            title=f"Features active at most tokens at {self.hook} of {self.subject.name}",
-            caption=f"{alive:,} of {len(count):,} features are active at one or more of {n_tokens:,} tokens"
-            f"{self._without_sinks}. `mizarr features pages` writes a page for every feature.",
+            title=f"Features that are active at the most tokens, at {self.hook} of {self.subject.name}",
+            caption="One row per feature. Writes: token whose logit its decoder raises most; fires on: token "
+            f"of its largest activation. {alive:,} of {len(count):,} features are active at one or more of "
+            f"{n_tokens:,} tokens of the corpus{self._without_sinks}. `mizarr features pages` writes a page "
+            "for every feature.",
             json={"features": features},
         )
         histogram = Lines.of(
             self._frequencies(count, n_tokens),
             "Number of features by the share of tokens at which they are active",
-            f"The {alive:,} features that are active at one or more tokens.",
+            f"Histogram of the {alive:,} features that are active at one or more tokens of the corpus, in "
+            "bins of equal width on the logarithmic axis.",
             log_x=True,
         )
         yield from together(

@@ -54,8 +54,9 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
         ("mean norm", "mean_norm", ".3f"),
         ("features with their largest norm here", "strongest", "d"),
         title=f"Decoder norms of {name} by place",
-        caption="Decoder norms after scaling the states of all places to a common size; only features that "
-        "are active somewhere in the corpus.",
+        caption="One row per place: a hook point of a model that the crosscoder reads and writes. Decoder "
+        "norms are those after scaling the states of all places to a common size; features that are active "
+        "nowhere in the corpus are left out.",
         json={"places": rows},
     )
     if "relative_norm" not in norms:
@@ -66,7 +67,9 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     histogram = Lines.of(
         _histogram(relative),
         "Relative norm: the second model's share of a feature's decoder norms",
-        f"Of {len(relative):,} active features, {counts['first_alone']:,} are written to the first model "
+        "Number of features by the second model's share of their decoder norms (0: only the first model has "
+        f"the feature; 1: only the second). Of {len(relative):,} active features, "
+        f"{counts['first_alone']:,} are written to the first model "
         f"alone (relative norm up to {EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from "
         f"{1 - EXCLUSIVE:g}), {counts['shared']:,} to both. No control is run here; a crosscoder of a model "
         "against itself is one.",

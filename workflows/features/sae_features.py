@@ -136,15 +136,17 @@ class SaeFeatures(PromptFeaturesWorkflow):
         yield Table.of(
             positions[self.position]["top"],
             ("feature", lambda row: FeatureId(row["layer"], row["index"]), str),
-            ("", "label"),
+            ("label", "label"),
             ("activation", "activation", ".4f"),
             ("norm of decoder", "decoder_norm", ".4f"),
-            title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
+            title=f"Features of {self.dictionary.name} active at {self.hook} of {self.subject.name}: "
             f"{self.at_position(self.position)}",
-            caption=f"{counts[self.position]} features are active at this token, "
-            f"{counts[n_skipped:].mean():.1f} per token on average. Reconstruction over {where}: MSE "
-            f"{about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % of the variance "
-            "unexplained",
+            caption="One row per feature, largest activation first. Writes: token whose logit it raises "
+            "most; fires on: token of the prompt with its largest activation. "
+            f"{counts[self.position]} features are active at this token, {counts[n_skipped:].mean():.1f} per "
+            f"token on average. Reconstruction of the activations over {where}: mean squared error "
+            f"{about['mse']:.4g}; {100 * about['fraction_of_variance_unexplained']:.1f} % of their variance "
+            "is not explained.",
             json={"positions": positions},
         )
         # The first token, an attention sink, would fill the rows with features of its own.
@@ -152,8 +154,9 @@ class SaeFeatures(PromptFeaturesWorkflow):
         grid = Heatmap.of(
             self._grid({row["index"] for position in shown_positions for row in position["top"][:3]}),
             "Activations of the strongest features, by token",
-            "Features among the three strongest of any token but the first, which is an attention sink; "
-            "ordered by the token of their largest activation.",
+            "Each cell: activation of one feature at one token. Features shown are among the three strongest "
+            "of any token but the first, which is an attention sink; they are ordered by the token of their "
+            "largest activation.",
             low=0.0,
         ).without_first_token()
         title = f"Features active at {self.hook} of {self.subject.name}"

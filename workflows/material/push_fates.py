@@ -77,8 +77,8 @@ class PushFates:
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
         text = (
-            f"{self.text} after {after}, at strength {times}, keep this share of their largest distance from "
-            "the undisturbed run until the last layer"
+            f"{self.text}, added after {after} at strength {times}: share of their largest distance from the "
+            "undisturbed run that is left at the last layer"
         )
         # Absorbed pushes keep less of their distance than random ones (stages/causal/absorption.py).
         return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")

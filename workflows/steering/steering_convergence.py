@@ -62,7 +62,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "PushedStatesSettings", "PushedStatesCases"]
 
-ABSORBED = f"at most {RETURNED:.0%} of its largest distance is left, from that layer to the last"
+ABSORBED = (
+    f"at most {RETURNED:.0%} of its largest distance from the undisturbed run is left, from that layer to "
+    "the last"
+)
 """Definition of absorbed, for captions."""
 
 
@@ -369,7 +372,13 @@ class PushedStatesCases(ModelWorkflow):
         matrices = [self._matrix(i, document["label"]) for i, document in enumerate(documents)]
         yield matrices[0]
         kl = self.push_effects()["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
-        yield Lines.of(kl, "Effect on the next-token distribution", low=0.0)
+        yield Lines.of(
+            kl,
+            "Effect on the next-token distribution",
+            "KL(undisturbed run || pushed run) of the next-token distribution, by strength of the push; one "
+            "curve per layer after which the push is added.",
+            low=0.0,
+        )
         for i, (case, matrix) in enumerate(zip(self.cases, matrices, strict=True)):
             yield Figure(
                 name="steering_convergence" + (f"_{i}" if self.settings.batch_file else ""),
@@ -383,10 +392,14 @@ class PushedStatesCases(ModelWorkflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: cases without a verdict, and why."""
-        return "; ".join(
-            f"no verdict on {fates.text}: {' or '.join(fates.words)}"
+        unclaimed = (
+            f" No verdict on {fates.text}: {' or '.join(fates.words)}."
             for fates in self.fates
             if fates.claim is None
+        )
+        return (
+            "A push adds a vector to the residual stream at one position after one layer. The claim compares "
+            f"how much of its effect is left at the last layer with control pushes.{''.join(unclaimed)}"
         )
 
     def _pushed(self, case: Case, suffix: str = "") -> str:
@@ -420,8 +433,9 @@ class PushedStatesCases(ModelWorkflow):
             grid,
             start=1.0,
             title="How far from the undisturbed run is a state after a push?",
-            caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it; "
-            f"{label}. Framed: absorbed, {ABSORBED}.",
+            caption="Each cell: cosine between the residual states of the pushed and of the undisturbed run, "
+            "for a push after one layer (row) read after a later layer (column). Outcome of all pushes: "
+            f"{label}. Framed: the push is absorbed, i.e. {ABSORBED}.",
         )
 
     def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
@@ -431,11 +445,21 @@ class PushedStatesCases(ModelWorkflow):
             self.settings.threshold,
         )
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
-        caption = f"dashed: {threshold:g}, least cosine of a state near the undisturbed one"
-        cosines = Lines.of(above, f"A push at layer {best}, by strength", caption, y_name="cosine")
+        caption = (
+            f"Cosine between pushed and undisturbed states after each layer from {best} on; one curve per "
+            f"strength of the push. Dashed: {threshold:g}, above which a state counts as near the "
+            "undisturbed one."
+        )
+        cosines = Lines.of(above, f"A push after layer {best}, by strength", caption, y_name="cosine")
         near = Line(f"near, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
         title, kl = "Effect on the next-token distribution", row["kl"].expand_dims("layer")
-        answer = Lines.of(kl, title, f"at layer {best}", low=0.0)
+        answer = Lines.of(
+            kl,
+            title,
+            f"KL(undisturbed run || run with a push after layer {best}) of the next-token distribution, by "
+            "strength of the push.",
+            low=0.0,
+        )
         return replace(cosines, lines=(*cosines.lines, near)), answer
 
     def _tables(self, document: dict[str, Any]) -> Iterator[Table]:
@@ -462,8 +486,11 @@ class PushedStatesCases(ModelWorkflow):
             ("norm of the push", at_layer("vector_norm"), ".2f"),
             ("norm of the state", at_layer("state_norm"), ".2f"),
             title=self._pushed(case, f" ({case.position})"),
-            caption=f"{document['label']}; absorbed: {ABSORBED}; p(target) of the undisturbed run "
-            f"{dash(document['baseline_p_target'], format_probability)}",
+            caption="One row per layer after which the vector is added, at strength 1. Cosine at the end: "
+            "between the last layer's states of the pushed and of the undisturbed run; KL: of the next-token "
+            f"distributions, in nats. Outcome of all pushes: {document['label']}. Absorbed: {ABSORBED}. "
+            "p(target) in the undisturbed run: "
+            f"{dash(document['baseline_p_target'], format_probability)}.",
         )
         yield Table.of(
             document["strength_sweep"],
@@ -471,9 +498,11 @@ class PushedStatesCases(ModelWorkflow):
             ("outcome", outcome, str),
             ("KL", "kl_divergence", ".4f"),
             ("p(target)", target, str),
-            title=f"Strength of the push at layer {document['best_injection_layer']}",
-            caption="the deepest layer whose push of strength 1 is followed by a state with a cosine of at "
-            f"least {self.settings.threshold:g}, else the layer with the smallest KL",
+            title=f"Pushes after layer {document['best_injection_layer']}, by strength",
+            caption="One row per strength, the factor of the added vector. KL: of the next-token "
+            "distribution from that of the undisturbed run, in nats. The layer is the deepest one whose push "
+            "of strength 1 is followed by a state with a cosine with the undisturbed run of at least "
+            f"{self.settings.threshold:g}; without such a layer, the one with the smallest KL.",
         )
 
     def _batch_table(self, documents: list[dict[str, Any]]) -> Table:
@@ -492,7 +521,9 @@ class PushedStatesCases(ModelWorkflow):
             ("outcome", "label"),
             ("layers absorbed", absorbed),
             ("best layer", "best_injection_layer"),
-            title=f"{len(self.cases)} experiments",
-            caption="left out: " + "; ".join(left_out) if left_out else "none left out",
+            title=f"{len(self.cases)} experiments of the batch file",
+            caption="One row per experiment. Layers absorbed: number of layers after which a push is "
+            f"absorbed, i.e. {ABSORBED}. Best layer: the one of the figure by strength. "
+            + ("Left out: " + "; ".join(left_out) if left_out else "No experiment was left out."),
             json={"results": results, "skipped": self.skipped},
         )

@@ -218,12 +218,20 @@ class SteeringDoseResponse(EdgeWorkflow):
         weights = Lines.of(
             attention,
             f"Attention of {reads} to {is_read} by dose",
-            f"thick: layer {self.layer}; dashed: its weight without renormalisation",
+            "Attention weight of the edge, mean over heads, when it is multiplied by a dose; one curve per "
+            f"layer, thick: layer {self.layer}. Dashed: that layer's weight times the dose, without "
+            "renormalisation of the attention row.",
             **shared,
         )
         linear = Line("without renormalisation", baseline * np.array(weights.x), control=True)
         weights = replace(weights, lines=(*weights.lines, linear))
-        answer = Lines.of(kl, "Effect on the next-token distribution", f"thick: layer {self.layer}", **shared)
+        answer = Lines.of(
+            kl,
+            "Effect on the next-token distribution",
+            "KL(unchanged run || steered run) of the next-token distribution, by dose; one curve per layer, "
+            f"thick: layer {self.layer}.",
+            **shared,
+        )
         query, key = map(repr, self.subject.token_labels(self.encoding.ids[place] for place in self.edge))
         title = f"{self.subject.name}: attention of {query} to {key} scaled in '{format_text(self.prompt)}'"
         beside = [self.findings]
@@ -272,9 +280,13 @@ class SteeringDoseResponse(EdgeWorkflow):
             ("p(target)", lambda point: dash(point["p_target"], ".4f"), str),
             ("changed most", most_changed),
             title=f"{self.subject.name}, layer {self.layer}: {edge}",
-            caption=f"factor that reaches a weight of {aim:.3f}: {calibration.scale_factor_to_source():.3g}x "
-            f"if doses were linear, {_or(interpolated, 'outside these doses')} interpolated, "
-            f"{_or(exact, 'out of reach')} exactly (rows are renormalised)",
+            caption="One row per dose: the attention weight of the edge is multiplied by it in all heads, "
+            "and the attention row renormalised. Attention: resulting weight; if linear: without "
+            "renormalisation; KL: of the next-token distribution from the unchanged run, in nats; logit "
+            "diff: target logit of the unchanged run minus that of the steered run. The dose that reaches a "
+            f"weight of {aim:.3f} is {calibration.scale_factor_to_source():.3g}x if weights were linear in "
+            f"the dose, {_or(interpolated, 'outside these doses')} interpolated between the rows, and "
+            f"{_or(exact, 'out of reach')} exactly.",
             json={
                 "points": rows,
                 "calibration": {

@@ -120,7 +120,10 @@ class Composition(ModelWorkflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: a limit of scores computed from weights."""
-        return "computed from the weights alone: aligned matrices do not show that heads interact on text"
+        return (
+            "Composition score: how much of the earlier head's output subspace the later head reads. Scores "
+            "are computed from the weights alone; they do not show that the heads interact on any text."
+        )
 
     def views(self) -> Iterator[View]:
         """Table of the best pairs of each mode, and heatmaps of all pairs."""
@@ -143,9 +146,7 @@ class Composition(ModelWorkflow):
                 else ()
             ),
             title=f"Composition scores of heads of {model}",
-            caption=f"rotated: mean score with {settings.controls} random rotations of the writing head; p, "
-            "one pair: share of these, and of the pair itself, with a score as large, not corrected for the "
-            "number of pairs",
+            caption=self._table_caption(),
             json={
                 **self.subject.about,
                 "modes": list(self.modes),
@@ -159,6 +160,20 @@ class Composition(ModelWorkflow):
         panels = [self._heatmap(mode) for mode in self.modes]
         title = f"Composition of heads of {model}: scores minus those of random heads"
         yield from together("composition", title, *panels, columns=len(panels))
+
+    def _table_caption(self) -> str:
+        """Caption of the table of the best pairs; names the control columns if there are controls."""
+        caption = (
+            "One row per pair of heads, largest scores first. Score: how much of the output subspace of the "
+            "writing head the reading head takes in, as query, key or value. L3H1: head 1 of layer 3."
+        )
+        if not self.settings.controls:
+            return caption
+        return (
+            f"{caption} Rotated: mean score with {self.settings.controls} random rotations of the writing "
+            "head; p, one pair: share of these rotations (and of the pair itself) with a score as large, not "
+            "corrected for the number of pairs."
+        )
 
     def _heatmap(self, mode: str) -> Heatmap:
         """Heatmap of scores minus those of randomly rotated heads: of all pairs of heads, or of the best pair
@@ -175,7 +190,9 @@ class Composition(ModelWorkflow):
             return Heatmap.of(
                 by_layer.transpose("source_layer", "layer"),
                 title,
-                "largest difference of any pair of heads of the two layers",
+                "Each cell: the largest value of any pair of heads of two layers, one that writes (row) and "
+                "one that reads (column). Value: composition score minus its mean with random rotations of "
+                "the writing head.",
                 **options,
             )
         writes, reads = (
@@ -187,7 +204,8 @@ class Composition(ModelWorkflow):
         values = below.transpose("source_layer", "source_head", "layer", "head").values
         return Heatmap(
             title=title,
-            caption="rows write, columns read; composition score minus the mean of random rotations",
+            caption="Each cell: a head that writes (row) and a later head that reads its output (column). "
+            "Value: composition score minus its mean with random rotations of the writing head.",
             values=values.reshape(len(writes), len(reads)),
             rows=writes,
             columns=reads,

@@ -232,8 +232,9 @@ class InspectWeights(Workflow):
             ("layer", "low_layer", "d"),
             ("largest", "high", ".3g"),
             ("layer", "high_layer", "d"),
-            title=f"{name}: {total:,} parameters, {config.num_layers} layers, each with",
-            caption=sizes_text.replace("_", " "),
+            title=f"Weights of {name}: {total:,} parameters, {config.num_layers} layers",
+            caption="One row per kind of tensor that layers have: its shape, its smallest and largest "
+            f"Frobenius norm, and the layers with them. Sizes of the model: {sizes_text.replace('_', ' ')}.",
         )
         broken = [fact.name for *_, fact in facts if fact.finite is False]
         more = " …" if len(broken) > 3 else ""
@@ -242,7 +243,8 @@ class InspectWeights(Workflow):
             ("layer", "layer", lambda layer: bold(str(layer))),
             *((short, lambda row, i=i: dash(row[i], ".3g"), str) for i, short in enumerate(self.short)),
             title="Frobenius norm by layer",
-            caption=f"tensors with NaN or infinite entries: {', '.join(broken[:3])}{more}" if broken else "",
+            caption="One row per layer, one column per kind of tensor; – where a layer has none."
+            + (f" Tensors with NaN or infinite entries: {', '.join(broken[:3])}{more}." if broken else ""),
         )
         unit = "root mean square" if self.settings.rms else "Frobenius norm"
         norms = self.norms(rms=self.settings.rms)
@@ -251,7 +253,7 @@ class InspectWeights(Workflow):
         # Norms grow with the number of entries: beside matrices, curves of vectors would lie at 0.
         is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
         kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
-        caption = f"{unit} of the weights as they are stored"
+        caption = f"One curve per kind of tensor: {unit} in each layer, of the weights as they are stored."
         curves = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
         panels = list(map(self._in_families, curves))
         if panels:
@@ -263,8 +265,9 @@ class InspectWeights(Workflow):
             ("shape", lambda fact: _shape(fact["shape"])),
             ("dtype", "dtype"),
             *((key, lambda fact, key=key: dash(fact[key], ".3g"), str) for key in ("norm", "mean", "std")),
-            title="Tensors of no layer",
-            caption="the embedding is also the unembedding (tied)" if config.tie_word_embeddings else "",
+            title="Tensors outside the layers",
+            caption="Norm: Frobenius norm; mean, std: mean and standard deviation of the entries."
+            + (" The embedding is also the unembedding (tied)." if config.tie_word_embeddings else ""),
         )
 
     def _in_families(self, curves: Lines) -> Lines:

@@ -137,8 +137,10 @@ class OvQk(ModelWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: the definition and a limit of copying scores."""
         return (
-            "copying score: sum of the eigenvalues of the full OV circuit divided by the sum of their "
-            "absolute values, from the weights alone; which tokens heads attend to is not measured"
+            "Copying score of a head: sum of the eigenvalues of its full OV circuit (embedding to "
+            "unembedding) divided by the sum of their absolute values. 1: attended tokens raise their own "
+            "logits; -1: they lower them. It is computed from the weights alone; which tokens a head attends "
+            "to is not measured."
         )
 
     def heads(self) -> list[dict[str, Any]]:
@@ -170,15 +172,14 @@ class OvQk(ModelWorkflow):
             ("norm of OV", "ov_norm", ".3g"),
             ("first direction", "top_share", ".0%"),
             title=f"Heads of {model} with the largest and smallest copying scores",
-            caption=f"random: 95 % of {settings.controls} draws of the same head writing into random "
-            "directions; quantile: of the head's score among these; first direction: share of OV's squared "
-            "norm in its largest singular value",
+            caption=self._heads_caption(),
             json={**self.subject.about, "heads": rows},
         )
         by_head = Heatmap.of(
             self.copying["copying"].transpose("layer", "head"),
             "Copying score",
-            "1: attending to a token raises its logit; -1: lowers it",
+            "Each cell: copying score of one head, from the weights alone. 1: attending to a token raises "
+            "its own logit; -1: lowers it.",
             sources=("copying",),
             diverging=True,
             low=-1.0,
@@ -190,6 +191,20 @@ class OvQk(ModelWorkflow):
             yield self._directions("qk", "QK", ("query tokens", "key tokens"))
         if "positions" in self.nodes:
             yield self._positions()
+
+    def _heads_caption(self) -> str:
+        """Caption of the table of heads; names the control columns if there are controls."""
+        controls = (
+            f" Random: range of 95 % of {self.settings.controls} draws in which the same head writes into "
+            "random directions; quantile: of the head's score among these draws."
+            if self.settings.controls
+            else ""
+        )
+        return (
+            "One row per head. Copying: copying score, from -1 (attended tokens lower their own logits) to 1 "
+            f"(they raise them).{controls} Norm of OV: Frobenius norm; first direction: share of OV's "
+            "squared norm in its largest singular value."
+        )
 
     def _directions(self, node: str, circuit: str, sides: tuple[str, str]) -> Table:
         """Table of the singular directions of a circuit of one head.
@@ -215,8 +230,9 @@ class OvQk(ModelWorkflow):
             (sides[0], lambda row: " ".join(format_token(token) for token in row["read"])),
             (sides[1], lambda row: " ".join(format_token(token) for token in row["written"])),
             title=f"Singular directions of {circuit} of L{layer}H{head}{apart}",
-            caption="tokens with the largest projections on each side of a singular direction; share: of the "
-            "squared Frobenius norm",
+            caption=f"One row per singular direction of the head's {circuit} circuit, largest first: the "
+            "tokens with the largest projections on each of its two sides. Share: part of the circuit's "
+            "squared Frobenius norm that the direction holds.",
             sources=(node,),
             json={node: {"layer": layer, "head": head, "directions": directions}},
         )
@@ -235,8 +251,9 @@ class OvQk(ModelWorkflow):
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
             *((f"{k} back" if k >= 0 else f"{-k} ahead", weight_at(k), ".2f") for k in offsets),
             title="Attention by position alone",
-            caption="mean attention weight by distance from query to key, if every token had the mean token "
-            "embedding; sorted by the weight on the previous position",
+            caption="One row per head. Columns: mean attention weight at a distance from query to key, "
+            "computed from the weights as if every token had the mean token embedding. Sorted by the weight "
+            "on the previous position.",
             sources=("positions",),
             json={"positions": heads},
         )

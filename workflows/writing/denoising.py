@@ -56,7 +56,9 @@ def denoising_views(
         )
     ]
     yield Tokens(
-        title="Probability of each token",
+        title="Probability of each token that was filled in",
+        caption="Each text is a prompt with its masks filled in; shade: probability of a token in the "
+        "forward pass that filled it in.",
         texts=tuple(shown),
         value_name="probability of the token when it was filled in",
         low=0.0,
@@ -75,8 +77,9 @@ def denoising_views(
             format_probability,
         ),
         title=f"Masks filled in by {subject.name}{without}",
-        caption="mean probability: geometric mean, over the filled-in tokens, of the probability that each "
-        "had in the pass that filled it in",
+        caption="One row per prompt. Passes: number of forward passes, each of which fills in one or more "
+        "masks. Mean probability: geometric mean, over the filled-in tokens, of the probability that each "
+        "had in the pass that filled it in.",
         json={"results": documents},
     )
     yield Table.of(
@@ -86,6 +89,8 @@ def denoising_views(
         ("token", lambda row: bold(format_token(row["token"]))),
         ("probability", "probability", format_probability),
         title=f"Order in which masks were filled in: {_short(texts[0])!r}",
+        caption="One row per mask of the first prompt: the forward pass that filled it in, its position, and "
+        "the probability of the token in that pass.",
         sources=("generation",),
     )
     yield _trace(subject, _of_prompt(denoised, 0), without)
@@ -119,7 +124,8 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
     return Figure(
         name="denoising",
         title=f"Most likely token of {subject.name} at each mask, by pass{without}",
-        caption=f"Most likely token at every remaining mask, shaded by its probability.{shown_part}",
+        caption="Each cell: the most likely token at one mask (row) in one forward pass (column), as long as "
+        f"the mask is not filled in; shade: its probability.{shown_part}",
         panels=(panel,),
     )
 

@@ -213,7 +213,9 @@ class Generate(ModelWorkflow):
         documents = [self._document(row) for row in range(len(self.texts))]
         texts = [text for row in range(len(self.texts)) for text in self._generated_texts(row)]
         yield Tokens(
-            title="Probability of each token",
+            title="Probability of each generated token",
+            caption="Each text continues one prompt; shade: probability that the model gave to a token when "
+            "it was generated.",
             texts=tuple(texts),
             value_name="probability of the token when it was generated",
             low=0.0,
@@ -233,7 +235,8 @@ class Generate(ModelWorkflow):
             ),
             ("ends by", "finish_reason", str),
             title=f"Continuations by {self.subject.name}{without}",
-            caption="mean probability: geometric mean over the generated tokens",
+            caption="One row per prompt. Mean probability: geometric mean, over the generated tokens, of the "
+            "probability that the model gave to each.",
             json={"results": documents},
         )
         yield self._figure(texts, without)
@@ -259,8 +262,13 @@ class Generate(ModelWorkflow):
             high=1.0,
             texts=tuple((*text.tokens[:steps], *[""] * n) for text, n in zip(shown, n_missing, strict=True)),
         )
-        shown_part = f" The first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
-        caption = f"Generated tokens, shaded by the probability that the model gave them.{shown_part}"
+        shown_part = (
+            f" Shown: the first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
+        )
+        caption = (
+            "One row per prompt, one cell per generated token, shaded by the probability that the model gave "
+            f"it.{shown_part}"
+        )
         title = f"Continuations by {self.subject.name}{without}"
         return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 

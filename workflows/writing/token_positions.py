@@ -122,7 +122,9 @@ class TokenPositions(Workflow):
             ("characters", lambda row: "–" if row["is_special"] else f"{row['start']}-{row['end']}"),
             ("label", lambda row: format_text(row["label"])),
             title=f"Tokens of '{format_text(text)}' by the tokenizer of {name}",
-            caption="characters: half-open range start-end; special tokens that were added cover none",
+            caption="One row per token. Piece: the token as the tokenizer's vocabulary writes it; "
+            "characters: half-open range start-end of the text that the token covers, none for special "
+            "tokens that were added; label: name of the range that the token belongs to.",
             json={"tokens": tokens},
         )
         characters = [
@@ -143,10 +145,12 @@ class TokenPositions(Workflow):
             ("nearest", lambda row: dash(row["fuzzy"]), str),
             ("first at or after", lambda row: dash(row["starts_at_or_after"]), str),
             title="Character to token",
-            caption="exact: the token that covers the character; nearest: that token or, if there is none, "
-            "the nearest one; first at or after: the first token that starts at the character or later. "
-            "Characters that the first tokens cover: "
-            + ", ".join(f"{i}: {a}-{b}" for i, (a, b) in enumerate(char_ranges)),
+            caption="One row per character of the text; other columns are token positions. Exact: the token "
+            "that covers the character; nearest: that token or, if there is none, the nearest one; first at "
+            "or after: the first token that starts at the character or later. Characters that the first "
+            f"{REVERSED} tokens cover: "
+            + ", ".join(f"{a}-{b} (token {i})" for i, (a, b) in enumerate(char_ranges))
+            + ".",
             json={"characters": characters},
         )
         ranges = [
@@ -165,7 +169,8 @@ class TokenPositions(Workflow):
             ("characters", lambda row: f"{row['start']}-{row['end']}"),
             ("tokens", lambda row: ", ".join(map(str, row["tokens"]))),
             title="Tokens of each range",
-            caption="all tokens that overlap the range; the last token of a range has the label NAME_final",
+            caption="One row per named range of characters. Tokens: positions of all tokens that overlap it; "
+            "the last one has the label NAME_final in the table of tokens.",
             json={"ranges": ranges},
         )
         converted = [asdict(position) for position in encoding.convert_positions(self.converted)]
@@ -175,7 +180,9 @@ class TokenPositions(Workflow):
             ("position", lambda row: dash(row["token_idx"]), str),
             ("piece", lambda row: format_token(row["token"] or "–")),
             ("exact", lambda row: "yes" if row["exact_match"] else "nearest", str),
-            title="Characters converted to positions",
+            title="Characters converted to token positions",
+            caption="One row per character index. Position: of the token that covers the character or, if no "
+            "token does, of the nearest one; piece: that token.",
             json={"converted": converted},
         )
         # The last token of a range has a label of its own, but the colour of the range.
@@ -187,7 +194,8 @@ class TokenPositions(Workflow):
         yield Figure(
             name="token_positions",
             title=f"{len(encoding)} tokens of {name}",
-            caption=f"Numbers are token positions.{note}" + (f" Coloured: {coloured}." if coloured else ""),
+            caption=f"The text with the extent of each token; numbers are token positions.{note}"
+            + (f" Coloured: the named ranges {coloured}." if coloured else ""),
             panels=(Strip(text=text, offsets=tuple(encoding.offsets), spans=spans),),
         )
 
