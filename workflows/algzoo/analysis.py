@@ -245,10 +245,22 @@ class StoicheiaAnalysis(AlgZooWorkflow):
                 (
                     recurrent,
                     "Recurrent weights",
-                    "in units of each neuron's input; the sign after a neuron is that of its input weight",
+                    (
+                        "Each cell: weight from one neuron (column) to another (row), with every neuron "
+                        "scaled so that its input weight is 1 or -1. The sign after a neuron is that of its "
+                        "input weight."
+                    ),
                     "to neuron",
                 ),
-                (readout, "Readout", "rows are outputs", "output"),
+                (
+                    readout,
+                    "Readout weights",
+                    (
+                        "Each cell: weight from one neuron (column) to one output (row), with every neuron "
+                        "scaled so that its input weight is 1 or -1."
+                    ),
+                    "output",
+                ),
             )
         ]
         yield Data(
@@ -277,10 +289,11 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("inhibited by", "held_by"),
             strong=lambda card: card["neuron"] == self.neuron,
             title="Roles and ablations of neurons",
-            caption=f"role: most correlated function of the input, from a correlation of {THRESHOLD} on, "
-            f"which is no evidence of a cause; change of {self.measure}: by ablating the neuron; excited, "
-            "inhibited by: neurons with the two largest positive and negative recurrent weights; bold: "
-            "selected neuron",
+            caption="One row per neuron of the RNN. Role: the function of the input that its final state is "
+            f"most correlated with, if the correlation is {THRESHOLD} or more; this is no evidence of a "
+            f"cause. Change of {self.measure}: by ablating the neuron. Excited, inhibited by: neurons with "
+            "the two largest positive and negative recurrent weights into it. Bold: the neuron of the claim, "
+            "whose ablation costs most on other samples.",
             sources=("roles", "ablation"),
             json={"neurons": cards, "baseline": float(ablation["baseline"])},
         )
@@ -294,6 +307,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         }
         single = Bars(
             title="Ablation of one neuron",
+            caption=f"Change of {self.measure} when one neuron of the RNN is ablated. Line: median over "
+            "random bases of the state, each with the direction whose ablation costs most.",
             x=tuple(labels),
             lines=(Line("delta", ablation["delta"].values),),
             x_name="neuron",
@@ -306,15 +321,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             Heatmap.of(
                 pair_delta,
                 "Ablation of two neurons",
-                f"change of {self.measure}",
+                f"Each cell: change of {self.measure} when two neurons are ablated together.",
                 **options,
                 sources=("ablation",),
             ),
             Heatmap.of(
                 interaction,
                 "Interaction of two neurons",
-                "change by ablating both, minus the changes by ablating each; below 0: each can replace the "
-                "other",
+                f"Each cell: change of {self.measure} by ablating both neurons, minus the changes by "
+                "ablating each alone; below 0, each can replace the other.",
                 **options,
                 sources=("ablation",),
             ),
@@ -332,7 +347,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         cards_view = Heatmap.of(
             by_time,
             "Correlation of final states with functions of the input",
-            "absolute correlation with the most correlated function of each role",
+            "Each cell: absolute correlation, over samples, of one neuron's final state with the most "
+            "correlated function of the input in one role.",
             row_name="neuron",
             column_name="role",
             value_name="correlation",
@@ -372,8 +388,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             curves,
             start=self.neuron,
             title="Correlation of states with functions of the input, by step",
-            caption="absolute correlation of a neuron's state after each number with the most correlated "
-            "function of each role of the numbers up to it",
+            caption="Absolute correlation, over samples, of one neuron's state after each number of the "
+            "input with functions of the numbers read so far; one curve per role, for its most correlated "
+            "function.",
             sources=("roles",),
             json={
                 "roles_by_time": {
@@ -406,8 +423,10 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("open gates", lambda row: f"{row['active']} of {gates}"),
             ("linear map in the region, a row per output", lambda row: _matrix(row["map"])),
             title=f"{regions.sizes['region']} linear regions in {n_samples:,} samples",
-            caption=f"of at most 2^{gates} regions; {100 * float(regions['active_fraction']):.1f} % of all "
-            "gates are open, mean over samples",
+            caption="One row per linear region: a set of inputs with the same open ReLUs (gates), one per "
+            "neuron and step, on which the network is one linear map. Share: of the samples. At most "
+            f"2^{gates} regions are possible; {100 * float(regions['active_fraction']):.1f} % of all gates "
+            "are open, mean over samples.",
             sources=("regions",),
             json={
                 "regions": {
@@ -449,9 +468,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=("exact",),
         )
         view_note = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
+        meaning = (
+            "number of open ReLUs"
+            if network.task.is_scalar
+            else "answer of the network, with wrong ones marked"
+        )
         caption = (
-            "white lines separate regions in which the network is one linear map; areas are "
-            f"probabilities{view_note}"
+            f"All inputs of {network.sequence} numbers, by direction. Colour: {meaning}. White lines "
+            "separate regions in which the network is one linear map. Areas are probabilities of normally "
+            f"distributed inputs{view_note}."
         )
         return Figure(
             name="stoicheia_regions",
@@ -487,10 +512,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
                 lambda answers: f"{answers:,.0f}" if np.isfinite(answers) else "any number",
             ),
             title="Surprise accounting",
-            caption=f"residual bits encode the network's answers to {n_samples:,} samples given the "
-            "explanation; the bound holds if explanation and residual bits together are at most the "
-            "selection bits; ratio: of both sides; holds up to: number of answers for which the bound would "
-            "hold",
+            caption="One row per explanation of the network and level of noise on its weights. Agreement: "
+            "share of samples on which explanation and network answer alike. Explanation bits: length of the "
+            f"explanation; residual bits: needed to encode the network's answers to {n_samples:,} samples "
+            "given the explanation; selection bits: those of all weights at that level of noise. The "
+            "bound holds if explanation and residual bits together are at most the selection bits. Ratio: of "
+            "both sides; holds up to: number of answers for which the bound would hold.",
             sources=("surprise",),
             json={"surprise": _account(surprise)},
         )
@@ -510,7 +537,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
         view = Lines(
             title="Error of an accuracy estimated from samples",
-            caption="of the network, and of explanations in its place, whose error ends at their bias",
+            caption="Mean squared error of the accuracy when it is estimated from a number of samples: of "
+            "the network's answers (expected and measured), and of the answers of each explanation in its "
+            "place, whose error does not fall below the explanation's bias.",
             x=tuple(rising["samples"].values.tolist()),
             lines=tuple(lines),
             x_name="samples",

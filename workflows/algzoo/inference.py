@@ -155,7 +155,8 @@ class StoicheiaInference(AlgZooWorkflow):
             # wrong.
             strong=lambda row: not is_scalar and row["answer"] != row["target"],
             title="Answers to the first inputs",
-            caption="" if is_scalar else "bold: wrong answers",
+            caption="One row per input of the network: its outputs, the answer read from them, and the "
+            f"correct answer of the task.{'' if is_scalar else ' Bold: wrong answers.'}",
             sources=("states",),
             json={"results": rows},
         )
@@ -173,7 +174,8 @@ class StoicheiaInference(AlgZooWorkflow):
                 Heatmap.of(
                     shares.assign_coords(target=labels, output=labels),
                     "Confusion matrix",
-                    "share of the inputs with each correct answer",
+                    "Each cell: share of the inputs with one correct answer (row) to which the network gives "
+                    "one answer (column).",
                     row_name="correct",
                     column_name="answer",
                     value_name="share",
@@ -193,7 +195,8 @@ class StoicheiaInference(AlgZooWorkflow):
                 Heatmap.of(
                     pre_activation.assign_coords(time=steps, neuron=neurons),
                     f"Pre-activations of the ReLUs, input {shown}",
-                    "below 0 the ReLU is closed",
+                    "Each cell: input of one neuron's ReLU (row) after one number (column). Below 0 the ReLU "
+                    "is closed, and the neuron's state is 0.",
                     row_name="neuron",
                     column_name="time step: number read",
                     value_name="pre-activation",
@@ -211,7 +214,8 @@ class StoicheiaInference(AlgZooWorkflow):
                         Heatmap.of(
                             pattern.assign_coords(query_position=tokens, key_position=tokens),
                             f"Attention of layer {layer}, head {head}, input {shown}",
-                            "rows are queries, columns are keys",
+                            "Each cell: attention weight of one query position (row) on one key position "
+                            "(column).",
                             row_name="query position",
                             column_name="key position",
                             value_name="weight",

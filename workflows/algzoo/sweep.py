@@ -255,7 +255,8 @@ class StoicheiaSweep(Workflow):
         grid = Heatmap.of(
             labelled,
             f"{name} of the best seed",
-            "",
+            f"Each cell: best {name} of {len(self.settings.seeds)} networks of one width (row) that read one "
+            "number of inputs (column); they differ by the seed of their training.",
             row_name="width",
             column_name="numbers",
             low=0.0,
@@ -264,7 +265,8 @@ class StoicheiaSweep(Workflow):
         )
         all_seeds = Lines(
             title=f"{name} of the best seed (line) and of every seed (dots)",
-            caption="seeds of one size differ where training ends in different local minima",
+            caption=f"{name} of networks by width, one line per length of the input. Seeds of one size "
+            "differ where training ends in different local minima.",
             x=tuple(str(hidden) for hidden in self.settings.hidden),
             lines=tuple(
                 Line(f"{n} numbers", best.sel(sequence=n).values, dots=last.sel(sequence=n).values)
@@ -285,12 +287,12 @@ class StoicheiaSweep(Workflow):
         is_log = min(self.trained) > 0  # the untrained network, at 0, is not on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
-            caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint; the checkpoints of "
-            "a seed are of one training"
+            caption=f"Best {name} of {len(self.settings.seeds)} seeds by number of training sequences; one "
+            "curve per width and length of the input. All checkpoints of a seed are of one training"
             + (
-                ""
+                "."
                 if self.settings.zoo
-                else f", whose learning rate schedule is that of {self.trained[-1]:,} sequences"
+                else f", whose learning rate schedule is that of {self.trained[-1]:,} sequences."
             ),
             x=self.trained if is_log else tuple(f"{trained:,}" for trained in self.trained),
             lines=tuple(
@@ -315,14 +317,13 @@ class StoicheiaSweep(Workflow):
         """Caption: origin of the networks, number of samples, and number of missing networks."""
         settings = self.settings
         origin = (
-            f"networks of {settings.zoo}"
-            if settings.zoo
-            else f"trained on {self.trained[-1]:,} sequences each"
+            f"read from {settings.zoo}" if settings.zoo else f"trained on {self.trained[-1]:,} sequences each"
         )
         n_missing = len(self.places) - len(self.nodes)
-        return f"{origin}; {settings.samples:,} samples each" + (
-            f"; {n_missing} networks are missing" if n_missing else ""
-        )
+        return (
+            "One row per width (number of neurons), one column per length of the input. Networks are "
+            f"{origin} and scored on {settings.samples:,} random samples each."
+        ) + (f" {n_missing} networks are missing." if n_missing else "")
 
 
 def _number(value: Any) -> float | None:

@@ -116,6 +116,6 @@ class AlgZooWorkflow(Workflow):
         network = self.network
         kind = "RNN" if network.is_rnn else "transformer"
         return (
-            f"{kind} with {network.parameters} parameters, width {network.shape.hidden}, {network.sequence} "
-            f"steps; {network.task.meaning}"
+            f"{kind} with {network.parameters} parameters and {network.shape.hidden} neurons, which reads "
+            f"{network.sequence} numbers. Task: {network.task.meaning}."
         )

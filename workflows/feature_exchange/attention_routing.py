@@ -86,12 +86,16 @@ class AttentionRouting(ExchangeWorkflow):
             ("change", "delta", "+.4f"),
             title=f"{exchange.heading}: attention of {query} to {key} with {injected} injected there, "
             f"strength {strength:g}",
-            caption=f"sum of |change| over all heads and layers: {float(total.sel(strength=strength)):.4f}",
+            caption="The heads with the largest change. Baseline, steered: attention weight of the last "
+            "token on the position of the exchange, without and with the exchange of features there. Sum of "
+            f"|change| over all heads and layers: {float(total.sel(strength=strength)):.4f}.",
         )
         by_head = Heatmap.of(
             change.sel(strength=strength),
             "Change of the attention weight by head",
-            f"strength {strength:g}; framed: layer {layer}, head {head}, {rows[0]['delta']:+.4f}",
+            "Each cell: change of one head's attention from the last token to the position of the exchange, "
+            f"by an exchange of strength {strength:g}. Framed: the largest change, {rows[0]['delta']:+.4f} "
+            f"in layer {layer}, head {head}.",
             diverging=True,
             framed=((layer, head) * 2,),
             frame_name="largest change",
@@ -106,7 +110,12 @@ class AttentionRouting(ExchangeWorkflow):
             for strength, shift, top in zip(self.range, *by_heads.values, strict=True)
         ]
         by_strength = Lines.of(
-            by_heads, "Change by strength", y_name="change of weight", json={"strength_sweep": points}
+            by_heads,
+            "Change of attention by strength",
+            "Change of the last token's attention weight on the position of the exchange, by strength of the "
+            "exchange: absolute values summed over all heads, and the head with the largest change.",
+            y_name="change of weight",
+            json={"strength_sweep": points},
         )
         query, key = (format_token(exchange.tokens[i]) for i in (exchange.last, exchange.required_site))
         title = f"Attention of {query!r} to {key!r} with features injected, in {self.subject.name}"

@@ -174,7 +174,11 @@ class CorrectionTest(ExchangeWorkflow):
             ("change of attention", "total_routing_shift", ".4f"),
             title=f"{exchange.heading}: {labels.short(exchange.inject)} injected at {exchange.site_label}, "
             f"then {labels.short(exchange.correct)} into layers from {preset.correct_from_layer} on",
-            caption=f"without any injection {before['p_commit_word']:.3e} and {before['p_correct_word']:.3e}",
+            caption="One row per strength of the correction, which is injected into later layers after the "
+            "commitment. p: probability of a word at the end of the prompt; change of attention: sum over "
+            "all heads of |change| of the last token's attention to the position of the exchange. Without "
+            f"any injection the probabilities are {before['p_commit_word']:.3e} and "
+            f"{before['p_correct_word']:.3e}.",
             json={"correction_sweep": points},
         )
         axis: dict[str, Any] = {
@@ -187,7 +191,9 @@ class CorrectionTest(ExchangeWorkflow):
 
         probability = Lines(
             title="Probability of both words",
-            caption="dashed: without any injection",
+            caption=f"Probability of {words[0]!r}, whose feature the commitment injects, and of "
+            f"{words[1]!r}, whose feature the correction injects into later layers, at the end of the "
+            "prompt. Dashed: without any injection.",
             y_name="probability at the end",
             lines=tuple(
                 line(repr(word), field, before[field])
@@ -198,6 +204,8 @@ class CorrectionTest(ExchangeWorkflow):
         )
         attention = Lines(
             title="Change of attention to the site",
+            caption="Attention weight from the last token to the position of the exchange, minus that "
+            "without any injection; absolute values summed over all heads.",
             y_name="sum of |change of weight|, all heads",
             lines=(line("all heads", "total_routing_shift"),),
             low=0.0,

@@ -427,9 +427,12 @@ class PlanningPairs(Workflow):
             strong=lambda row: row["works"],
             title=f"{len(rows)} pairs on {self.subject.name}, features of {self.preset.dictionary}, strength "
             f"{self.preset.strength:g}",
-            caption="probability of the injected word at the end, before and with the exchange at the site; "
-            f"random: median over {self.settings.controls} other features of its layer with the same write "
-            "norm, at the site; a pair works if the change is largest at the site and beyond chance there",
+            caption="One row per pair: a prompt, its expected last word, whose features are suppressed, and "
+            "another word, whose feature is injected. Probability of the injected word at the end of the "
+            "prompt, before and with the exchange at the site, the position at which the word is assumed to "
+            f"be decided. Random, p: control, {self.settings.controls} other features of the same layer with "
+            "the same write norm. Largest at: position with the highest probability. A pair works if the "
+            "change is largest at the site and beyond chance there.",
             json={"pairs": rows},
         )
 
@@ -450,6 +453,9 @@ class PlanningPairs(Workflow):
         names = [f"{row['suppress_word']} → {row['inject_word']} ({i})" for i, row in enumerate(self.records)]
         grid = Heatmap(
             title="Change of the injected word by position of the exchange",
+            caption="Each cell: change of the probability of the injected word at the end of the prompt, "
+            "when one pair's features are exchanged at one position. 0: the site, the position at which the "
+            "word is assumed to be decided.",
             values=exchange,
             rows=tuple(names),
             columns=tuple(map(str, offsets)),
@@ -465,6 +471,8 @@ class PlanningPairs(Workflow):
 
         lines = Lines(
             title="Mean over the pairs",
+            caption="Change of the probability of the injected word, mean over the pairs that have the "
+            "position. Dashed: control, random features of the same layer with the same write norm.",
             x=offsets,
             x_name="position relative to the site",
             y_name="change of the probability",
@@ -496,9 +504,10 @@ class PlanningPairs(Workflow):
             ("mean probability", "mean_prob", format_probability),
             title=f"MLPs of {width} ablated: prompts of {count} in which the expected word is still "
             "likeliest",
-            caption=f"without ablation it is the likeliest in {untouched}; MLP outputs are replaced by their "
-            "mean over these prompts; layers are described, not claimed: there are too few for a null "
-            "distribution",
+            caption="One row per layer whose MLP output is replaced by its mean over these prompts. Still "
+            "likeliest: number of prompts whose expected word stays the most likely next token (without "
+            f"ablation: {untouched}). Nothing is claimed about layers: there are too few for a null "
+            "distribution.",
             sources=("layers",),
             json={"layer_suppression": rows, "prompts": count, "said_untouched": untouched},
         )

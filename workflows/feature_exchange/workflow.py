@@ -178,9 +178,9 @@ class ExchangeWorkflow(Workflow):
             ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
             title="Exchanged features",
-            caption="promotes: the token whose logit the feature's decoder raises most through the "
-            "unembedding, without effects of later layers; fires on: the token of this prompt at which the "
-            "feature is most active, if it is active",
+            caption="One row per feature (layer:index) that the exchange suppresses or injects. Promotes: "
+            "the token whose logit its decoder raises most through the unembedding, without effects of later "
+            "layers. Fires on: the token of this prompt at which it is most active, if it is active.",
         )
 
     def parts_table(self) -> Table:
@@ -191,12 +191,13 @@ class ExchangeWorkflow(Workflow):
             ("intervention", "done"),
             (f"P({format_token(self.exchange.words[0])})", "prob", format_probability),
             ("change", "change", "+.4f"),
-            ("largest", "largest", "+.4f"),
-            ("of", "draws", "d"),
+            ("largest change", "largest", "+.4f"),
+            ("runs", "draws", "d"),
             strong=lambda row: row["done"] == "both",
             title=f"Effect of each part of the exchange at {self.exchange.site_label}",
-            caption="of several draws: medians of P and of its change, and the largest change; of: number of "
-            "draws",
+            caption=f"One row per intervention. P({format_token(self.exchange.words[0])}): probability of "
+            "the word at the end of the prompt; change: from the run without intervention. Rows with several "
+            "runs give the median of P and of its change, and the largest change; runs: their number.",
             json={"parts": rows},
         )
 

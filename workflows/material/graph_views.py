@@ -48,9 +48,9 @@ def graph_views(
     counts = pruned.graph.counts
     values = Values(
         title="How much of the output the features explain",
-        caption="Replacement: share of the influence that comes from tokens rather than from errors. "
-        "Completeness: share of what enters nodes, weighted by their influence, that does not come from "
-        "errors.",
+        caption="Replacement score: share of the influence on the explained logits that comes from tokens "
+        "through features rather than from error nodes. Completeness score: share of the input of all nodes, "
+        "weighted by their influence, that does not come from error nodes. Kept: after pruning.",
         sources=sources,
         pairs=(
             ("replacement score", f"{scores['replacement_score']:.3f}"),
@@ -136,9 +136,14 @@ def _table(
         ("influence", lambda strong: strong.influence, ".4f"),
         *(effects if is_known else ()),
         title="Features with most influence",
-        caption="tokens raised and lowered by what the feature writes itself, whatever the prompt"
-        if is_known
-        else "",
+        caption="One row per feature, the largest influence on the explained logits first; token: the "
+        "position in the prompt at which it is active."
+        + (
+            " Raises, lowers: tokens whose logits the feature's own decoder changes most, whatever the "
+            "prompt."
+            if is_known
+            else ""
+        ),
         sources=sources,
         json={
             "features": [

@@ -166,9 +166,9 @@ class CoupletPlanning(ModelWorkflow):
         pairs = len(self.patches.choice), len(self.patches.scored)
         return (
             f"{self.subject.name} ends both couplets on words that rhyme in {counts[0]} of {pairs[0]} pairs "
-            f"to choose on and {counts[1]} of {pairs[1]} to score on; {KNOWN} and {self.fewest} are needed. "
-            f"P(rhymes with line 1) is {self.rhymes.effect:+.1f} pp above that after another line 1: nothing "
-            "is claimed."
+            f"to choose on and in {counts[1]} of {pairs[1]} pairs to score on; a claim needs {KNOWN} and "
+            f"{self.fewest}. The probability that line 2 rhymes with line 1 is {self.rhymes.effect:+.1f} "
+            "percentage points above that after another line 1: nothing is claimed."
         )
 
     def _finding(self, text: str, effects: Floats, controls: Floats, of: str, unit: str = UNIT) -> Claim:
@@ -268,11 +268,11 @@ class CoupletPlanning(ModelWorkflow):
         position."""
         chosen_on, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
         return (
-            "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
-            f"points of P(rhymes with it) at the end of line 2. Scored on {scored} of "
-            f"{len(self.patches.scored)} pairs, those whose two couplets the model ends on their rhymes; "
-            f"layer and position were chosen on {chosen_on} other pairs, among "
-            f"{len(PLAN) * self.subject.config.num_layers}."
+            "The other couplet has the same words, except for another rhyme at the end of line 1. pp: "
+            "percentage points of the probability that line 2 ends on a word that rhymes with the other "
+            f"couplet. Claims are about {scored} of {len(self.patches.scored)} pairs of couplets, those that "
+            "the model ends on their own rhymes. Layer and position were chosen on "
+            f"{chosen_on} other pairs, among {len(PLAN) * self.subject.config.num_layers} combinations."
         )
 
     def views(self) -> Iterator[View]:
@@ -283,11 +283,19 @@ class CoupletPlanning(ModelWorkflow):
             return
         yield Note(title="Plan or improvisation?", text=self.verdict, json={"verdict": self.verdict})
         maps = (
-            self._map("scored", "States of the other couplet", "mean over pairs"),
-            self._map("third", "Control: states with a third rhyme", "mean over pairs and donors"),
+            self._map("scored", "States of the other couplet", "the other couplet, mean over pairs"),
+            self._map(
+                "third",
+                "Control: states with a third rhyme",
+                "a couplet with a third rhyme, mean over pairs and such couplets",
+            ),
         )
         title = f"Positions and layers of {self.subject.name} that change the rhyme of a couplet"
-        caption = "Effect of patching one state on the rhyme at the end of line 2"
+        caption = (
+            "Change, in percentage points (pp), of the probability that line 2 ends on a rhyme of the other "
+            "couplet, when one residual state is patched. The other couplet differs in the last word of line "
+            "1 only."
+        )
         yield from together("couplet_planning", title, *maps, caption=caption)
         yield from self._roles_tables()
         yield self._ways_table()
@@ -313,13 +321,21 @@ class CoupletPlanning(ModelWorkflow):
             )
         ]
 
-    def _map(self, name: str, title: str, caption: str) -> Heatmap:
-        """Heatmap of mean effects in one result, [layer, role]; "scored" and "third" share one scale."""
+    def _map(self, name: str, title: str, donor: str) -> Heatmap:
+        """Heatmap of mean effects in pp, [layer, role].
+
+        Arguments:
+            name: "scored" or "third", which share one colour scale.
+            title: title of the heatmap.
+            donor: the couplet that the patched states are from, for the caption.
+        """
         means = {result: self._mean(result) for result in ("scored", "third")}
         layer, role = self.site
         return Heatmap(
             title=title,
-            caption=f"change of P(rhymes with the other couplet), {caption}",
+            caption="Each cell: change of the probability that line 2 ends on a rhyme of the other couplet "
+            f"(pp), when the state after one layer at one position is patched from {donor}. Framed: the "
+            "place before line 2 that was chosen on other pairs.",
             values=means[name],
             rows=tuple(map(str, range(len(means[name])))),
             columns=ROLES,
@@ -388,11 +404,13 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
             title="Rhyme at the end of line 2, by patched state of the other couplet",
-            caption="change: of P(rhymes with the other couplet), in pp, by patching its state; own rhyme: "
-            "change of P(rhymes with its own line 1); third rhyme, same rhyme, random: the change by control "
-            "states of couplets with such an end of line 1, or by random changes of the same norm; p: the "
-            "largest of the three controls, not corrected for the number of rows; layers were chosen on "
-            "other pairs; bold: beyond chance",
+            caption="One row per position whose residual state is patched, after the layer chosen on other "
+            "pairs. Change: of the probability that line 2 ends on a rhyme of the other couplet, in "
+            "percentage points (pp), by patching that couplet's state. Own rhyme: change of the probability "
+            "of a rhyme with its own line 1. Third rhyme, same rhyme, random: controls, the change by states "
+            "of couplets whose line 1 ends on a third rhyme or on another word of the same rhyme, and by "
+            "random changes of the same norm. p: the largest p-value of the three controls, not corrected "
+            "for the number of rows. Bold: beyond chance.",
             sources=tuple(self.nodes),
             json={"roles": records},
         )
@@ -404,9 +422,11 @@ class CoupletPlanning(ModelWorkflow):
             *((head, lambda record, kind=kind: record["kl"][kind], ".4f") for head, kind in heads.items()),
             ("p", lambda record: record["kl"]["p"], ".2g"),
             title="Next tokens within line 2, by the same patches",
-            caption="KL of next-token distributions in nats, mean from the patched position to the last "
-            "token but one; words of one rhyme often have one part of speech (she, we, he), so that an "
-            "effect larger than that of the same rhyme does not show planning by itself",
+            caption="One row per position whose residual state is patched. KL(unpatched run || patched run) "
+            "of next-token distributions in nats, mean over positions from the patched one to the last but "
+            "one of line 2, by states of the other couplet, of couplets with the same rhyme, and by random "
+            "changes of the same norm. Words of one rhyme often have one part of speech (she, we, he), so "
+            "that an effect larger than that of the same rhyme does not show planning by itself.",
             sources=tuple(self.nodes),
         )
 
@@ -421,9 +441,13 @@ class CoupletPlanning(ModelWorkflow):
             ("patched at", "heard_by"),
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
-            title="Effect of patching in every layer",
-            caption="columns as above; only these positions have states of the other couplet, or read the "
-            f"end of its line 1, in every layer; if all positions have, the change is {self.total:+.1f} pp",
+            title="Rhyme at the end of line 2, by positions patched in every layer",
+            caption="One row per set of positions; only these have states of the other couplet, or read the "
+            "end of its line 1, in every layer. Change: of the probability that line 2 ends on a rhyme of "
+            "the other couplet, in percentage points (pp); own rhyme: the same for a rhyme with its own line "
+            "1; third rhyme, same rhyme, random: the change with control states. With all positions patched, "
+            f"the change is {self.total:+.1f} pp. p: the largest p-value of the three controls; bold: beyond "
+            "chance.",
             sources=tuple(self.nodes),
             json={"ways": records, "total": self.total},
         )
@@ -445,10 +469,12 @@ class CoupletPlanning(ModelWorkflow):
         ends = {"own": own_end, "other": other_end, "patched": patched}
         return Tokens(
             title=f"One couplet, token by token: {placed.pair.end!r} becomes {placed.pair.other!r}",
-            caption="Effect of patching the state of each token, by layer; tokens between are patched "
-            f"together. The model ends this couplet on {own_end!r}, the other couplet on {other_end!r}, and "
-            f"this couplet with the other's state at the {ROLES[role]} after layer {layer} on {patched!r}. "
-            "Shown is the pair whose effect of the whole other couplet is nearest to the mean.",
+            caption="Each row shows the couplet once per layer; shade: change of the probability that it "
+            "ends on a rhyme of the other couplet (pp) when the state of that token is patched from the "
+            "other couplet. The tokens in the middle of line 2 are patched together. The model ends this "
+            f"couplet on {own_end!r}, the other couplet on {other_end!r}, and this couplet with the other's "
+            f"state at the {ROLES[role]} after layer {layer} on {patched!r}. Shown is the pair whose effect "
+            "of the whole other couplet is nearest to the mean.",
             texts=tuple(Text(tokens, values, f"layer {layer}") for layer, values in enumerate(shown)),
             value_name="change of P(rhymes)",
             unit=UNIT,

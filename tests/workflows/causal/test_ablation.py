@@ -83,7 +83,7 @@ def test_the_heads_that_count_are_listed_from_the_largest_loss(tiny_model: Path,
     assert first["probability_change"] == pytest.approx(change)
     (path,) = done.render(Console(width=120), tmp_path)
     assert path.name == "ablation.png"
-    assert "KL(unchanged || head ablated)" in capsys.readouterr().out
+    assert "KL(unchanged run || ablated run)" in capsys.readouterr().out
 
 
 def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(tiny_model: Path, tmp_path: Path):
