@@ -136,7 +136,7 @@ def _named(
 
     if model is None:
         option = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
-        raise ConfigError(f"expected the model {option} is about, found none; name it with model=…")
+        raise ConfigError(f"expected a model together with {option}, found none; name it: model=…")
     reference = ModelRef(
         model, revision=revision, trust_layout=trust_layout, backend=backend, adapter=adapter
     )

@@ -46,7 +46,10 @@ def several_revisions(setting: Any) -> tuple[str, ...]:
     else:
         revisions = tuple(map(str, setting)) if isinstance(setting, list | tuple) else ()
     if revisions and (len(set(revisions)) < len(revisions) or not all(revisions)):
-        raise ConfigError(f"expected revisions that differ, such as step1000,step2000, found {setting!r}")
+        raise ConfigError(
+            f"expected different revisions, such as revision=step1000,step2000, found {setting!r}; name each "
+            "once"
+        )
     return revisions
 
 

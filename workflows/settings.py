@@ -243,7 +243,8 @@ class AnswerSettings(ModelSettings):
         """
         if words and len(words) not in (1, len(self.prompts)):
             raise ConfigError(
-                f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
+                f"expected one {name} for all prompts, or one per prompt ({len(self.prompts)}), found "
+                f"{len(words)}; give as many as there are prompts"
             )
 
 
@@ -383,7 +384,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
             as_text(item, key)
         # Settings are part of keys, which are JSON: readers of JSON are exact up to 2**53.
         elif isinstance(item, int) and abs(item) > LARGEST:
-            raise ConfigError(f"expected {key} to hold numbers up to {LARGEST}, found {item}")
+            raise ConfigError(f"expected {key} of at most {LARGEST}, found {item}; set a smaller number")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:

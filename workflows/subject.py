@@ -38,23 +38,23 @@ Need = Literal["any model", "attention", "weights", "states", "state of RWKV", "
 effective attention of a recurrence. "states": a recurrent state in every layer."""
 _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
     "any model": ("any model", lambda config: True),
-    "attention": ("a model that attends", lambda config: config.attention_kind == "pattern"),
+    "attention": ("a model with query-key attention", lambda config: config.attention_kind == "pattern"),
     "weights": (
-        "a model that shows how much each position reads of each other one",
+        "a model with attention weights between positions",
         lambda config: config.attention_kind is not None,
     ),
     "states": (
-        "a recurrent model whose tokens write to a state in every layer",
+        "a recurrent model with a state in every layer",
         lambda config: any(
             len(config.layers_with(f"{room}_write")) == config.num_layers for room in STATE_ROOMS
         ),
     ),
     "experts": (
-        "a mixture of experts",
+        "a mixture-of-experts model",
         lambda config: bool(config.layers_with("expert_weights")),
     ),
     "state of RWKV": (
-        "a recurrent model whose tokens write to a state of matrices (RWKV-5 to 7)",
+        "an RWKV model with matrix-valued states (RWKV-5 to 7)",
         lambda config: any(point.kind == "rwkv_write" for point in config.hook_points),
     ),
 }
@@ -134,7 +134,7 @@ class Subject:
         if not is_met(self.config):
             raise ConfigError(
                 f"{question}: expected {expected}, found {self.name} ({self.config.model_type}); name "
-                "another: model=…"
+                "another model: model=…"
             )
 
     @property
@@ -247,9 +247,9 @@ class Subject:
 
         if self.config.looks_ahead:
             raise ConfigError(
-                "expected a model whose positions see no later ones, as questions about attention look back, "
-                f"found {self.name}; capture {BY_NAME[self.attention_kind].path.format('*')!r} and read it "
-                "with ds.mi.attn"
+                "expected a model with a causal mask, which workflows on attention assume, found "
+                f"{self.name}, whose positions attend to later ones too; capture "
+                f"{BY_NAME[self.attention_kind].path.format('*')!r} and read it with ds.mi.attn"
             )
         path = BY_NAME[self.attention_kind].path
         return self.capture(tokens, *(path.format(layer) for layer in (["*"] if layers is None else layers)))
@@ -293,8 +293,8 @@ class Subject:
         """
         if self.mask is None:
             raise ConfigError(
-                f"expected a tokenizer with a mask to fill in, found none in that of {self.name}; name it in "
-                "tokenizer_config.json: mask_token"
+                f"expected a mask token in the tokenizer of {self.name}, found none; name it as mask_token "
+                "in its tokenizer_config.json"
             )
         if self.mask in prompt.ids:
             return list(prompt.ids)
@@ -313,8 +313,8 @@ class Subject:
         masks = [position for position, token in enumerate(ids) if token == self.mask]
         if len(masks) > 1:
             raise ConfigError(
-                f"expected one mask in a prompt to {self.name}, found {len(masks)}; ask for one token at a "
-                "time"
+                f"expected a prompt with one mask token for {self.name}, found {len(masks)}; leave one and "
+                "write the other words out"
             )
         return masks[0] if masks else len(ids) - 1
 
@@ -438,8 +438,11 @@ def read_texts(path: str) -> list[str]:
     for file in Corpus(path).files:
         for document in read_documents(file, Reading(whole=True)):
             if not isinstance(document.content, str):
-                raise PromptError(f"expected texts in {str(file)!r}, found token ids; give their texts")
+                raise PromptError(
+                    f"expected texts in {str(file)!r}, found token ids; name a file of texts, which the "
+                    "workflow tokenizes itself"
+                )
             texts.append(document.content)
     if not texts:
-        raise PromptError(f"expected at least one text in {path!r}, found none")
+        raise PromptError(f"expected at least one text in {path!r}, found none; name another file or folder")
     return texts

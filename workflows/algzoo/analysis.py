@@ -79,7 +79,9 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
 
     def __post_init__(self) -> None:
         if any(budget % CHUNK for budget in self.budgets):
-            raise ConfigError(f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}")
+            raise ConfigError(
+                f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}; round them"
+            )
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):

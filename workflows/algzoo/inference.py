@@ -74,10 +74,13 @@ class StoicheiaInference(AlgZooWorkflow):
         network, settings = self.network, self.settings
         task, sequence = network.task, network.sequence
         if settings.end_token and network.is_rnn:
-            raise ConfigError(f"expected a transformer for end_token, found the RNN {network.title}")
+            raise ConfigError(
+                f"expected end_token only for a transformer, found the RNN {network.title}; leave it out"
+            )
         if settings.source == "lcg" and not network.is_rnn:
             raise ConfigError(
-                "expected source=task for a transformer, whose inputs are integers, found 'lcg'"
+                "expected source=task for a transformer, whose inputs are integers, found source=lcg, which "
+                "draws real numbers; leave source out"
             )
         x = (
             # Seed 0 starts the generator as candle-mi does, so that numbers compare.

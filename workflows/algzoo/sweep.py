@@ -65,7 +65,9 @@ class StoicheiaSweepSettings:
         for name in ("hidden", "sequences", "seeds", "trained"):
             values = getattr(self, name)
             if (not values and name != "trained") or len(set(values)) < len(values):
-                raise ConfigError(f"expected different {name}, found {list(values)}")
+                raise ConfigError(
+                    f"expected different values of {name}, found {list(values)}; name each once"
+                )
 
 
 class StoicheiaSweep(Workflow):
@@ -81,7 +83,8 @@ class StoicheiaSweep(Workflow):
         super().__init__(settings)
         if model is not None:
             raise ConfigError(
-                f"{self.name}: expected no model, as it compares many networks, found {model!r:.60}"
+                f"{self.name}: expected no model, as it compares many networks, found {model!r:.60}; name a "
+                "folder of networks instead: zoo=FOLDER"
             )
         self.task = task_named(settings.task)
         self.places: list[Place] = [
@@ -147,7 +150,10 @@ class StoicheiaSweep(Workflow):
         Raises ConfigError for a folder that does not exist, or has no matching file.
         """
         if not folder.is_dir():
-            raise ConfigError(f"expected a folder of AlgZoo networks, found none at {folder}")
+            raise ConfigError(
+                f"expected a folder of AlgZoo networks at {folder}, found none; check zoo, or leave it out "
+                "to train networks"
+            )
         sizes, longest = {place[:3] for place in self.places}, dict[Place, tuple[int, Path]]()
         for path in sorted(folder.iterdir()):
             metadata = metadata_of_name(path.stem)

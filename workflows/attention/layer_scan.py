@@ -125,8 +125,8 @@ class LayerScan(ModelWorkflow):
         layers = [layer for layer in attention_layers if start <= layer <= end]
         if not layers:
             raise ConfigError(
-                f"expected a layer with attention in {start}..{end}, found them at {attention_layers}; set "
-                "start_layer and end_layer"
+                f"expected a layer with attention in {start}..{end}, found attention in layers "
+                f"{attention_layers} only; set start_layer and end_layer"
             )
         return layers
 
@@ -149,8 +149,9 @@ class LayerScan(ModelWorkflow):
                     condition.append(i)
         if not placed:
             raise PromptError(
-                f"expected samples whose marker and targets are tokens, found none among "
-                f"{self.conversion.total_samples} of {' and '.join(self.conditions)}"
+                "expected samples whose marker and targets are covered by tokens, found none among the "
+                f"{self.conversion.total_samples} samples of {' and '.join(self.conditions)}; check the "
+                "positions in the corpus, and whether unit is characters or bytes"
             )
         return placed, condition
 

@@ -90,8 +90,8 @@ class AblationOfEachSettings(DataSettings, FactSettings):
     def __post_init__(self) -> None:
         if self.how != "mean" and self.references:
             raise ConfigError(
-                f"expected references for how=mean alone, found {len(self.references)} for how={self.how}; "
-                "leave them out"
+                f"expected references only with how=mean, found {len(self.references)} with how={self.how}; "
+                "leave references out"
             )
 
 

@@ -107,9 +107,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         chosen_on, held_out = other_pairs[:half], other_pairs[half : half + settings.others]
         if not chosen_on:
             raise ConfigError(
-                "expected further pairs of prompts to choose a layer and position on, found none that can be "
-                "used: not shown, both prompts of as many tokens, within the context of the model; give more "
-                "pairs in data=…, or set controls=0 to make no claims"
+                "expected pairs of prompts, besides those shown, on which to choose a layer and position, "
+                "found none with equally many tokens in both prompts that fit into the model's context; give "
+                "more pairs: data=FILE, or set controls=0 to make no claims"
             )
         self.scored = self.traced + ([] if settings.prompt else held_out)
         self.num_donors = settings.controls if settings.prompt else settings.donors

@@ -193,7 +193,8 @@ class CausalTrace(KnownWorkflow):
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(facts) == n_facts:
                 break
-        return enough(list(facts.values()), default_data(self.subject, settings.data), n_facts, "a place")
+        data = default_data(self.subject, settings.data)
+        return enough(list(facts.values()), data, n_facts, "a layer and position")
 
     def window_of(self, kind: str) -> int:
         """Number of layers whose activations of a kind are restored together."""

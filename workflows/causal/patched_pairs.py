@@ -95,14 +95,19 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted")
         if self.answer and not self.prompt:
-            raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
+            raise ConfigError(
+                f"expected a prompt together with answer={self.answer!r}, found none; set prompt and "
+                "corrupted"
+            )
         if self.wrong and not self.answer:
-            raise ConfigError(f"expected an answer beside wrong={self.wrong!r}, found none")
+            raise ConfigError(
+                f"expected an answer together with wrong={self.wrong!r}, found none; set answer=…"
+            )
         needed = {"logit_difference": ("answer", "wrong"), "probability": ("answer",)}.get(self.metric, ())
         missing = [name for name in needed if self.prompt and not getattr(self, name)]
         if missing:
             raise ConfigError(
-                f"metric={self.metric}: expected {' and '.join(needed)} of the prompt, found no "
+                f"expected {' and '.join(needed)} together with metric={self.metric}, found no "
                 f"{' and no '.join(missing)}; set {'=… and '.join(missing)}=…"
             )
         check_kinds(self.kinds, KINDS)
@@ -201,8 +206,8 @@ class PatchedPairs:
         clean, corrupted = map(self.subject.read_at, (pair.clean_ids, pair.corrupted_ids))
         if clean != corrupted:
             raise ConfigError(
-                f"expected the mask at the same position of both prompts, found {clean} and {corrupted}; "
-                "choose other prompts"
+                "expected the mask at the same position in the clean and in the corrupted prompt, found it "
+                f"at {clean} and {corrupted}; choose other prompts"
             )
         return clean
 
@@ -251,11 +256,12 @@ class PatchedPairs:
             lengths = ", ".join(f"{text!r} has {len(other_ids)}" for text, other_ids in ids_of.items())
             raise ConfigError(
                 f"expected a corrupted prompt of {len(ids)} tokens, as {clean!r} has, found none "
-                f"({lengths}); choose another"
+                f"({lengths}); choose another: corrupted=…"
             )
         if ids_of[corrupted] == ids:
             raise ConfigError(
-                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
+                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice; change "
+                "the words that the answer depends on"
             )
         pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
         if len(pieces) > 1 and self.settings.answer_piece == "only":
@@ -267,8 +273,8 @@ class PatchedPairs:
         wrong_pieces = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]
         if self.settings.metric == "logit_difference" and pieces[:1] == wrong_pieces:
             raise ConfigError(
-                f"metric=logit_difference: expected answers that begin with different tokens, found "
-                f"{answer!r} and {wrong!r}; choose others, or another metric"
+                "expected answers that begin with different tokens, as metric=logit_difference compares "
+                f"these, found {answer!r} and {wrong!r}; choose other answers, or another metric"
             )
         return PatchedPair(
             clean,

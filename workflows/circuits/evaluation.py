@@ -72,10 +72,14 @@ class CircuitEvaluationSettings(CircuitSettings):
 
     def __post_init__(self) -> None:
         if len(self.shares) < 2 or list(self.shares) != sorted(set(self.shares)) or self.shares[0] == 0:
-            raise ConfigError(f"expected two or more ascending shares above 0, found {self.shares}")
+            raise ConfigError(
+                f"expected shares to be two or more ascending numbers above 0, found {self.shares}; set for "
+                "example shares=0.01,0.1,1"
+            )
         if self.share == 0:
             raise ConfigError(
-                "expected a share above 0 for the circuit that is run without each edge, found 0"
+                "expected share, the size of the circuit that is run without each of its edges, above 0, "
+                "found 0; set for example share=0.02"
             )
 
 
@@ -102,7 +106,8 @@ class CircuitEvaluation(CircuitWorkflow):
         """Per task: runs of circuits and of random circuits by size, and of one circuit without each edge."""
         if len(self.sizes) < 2:
             raise ConfigError(
-                f"expected shares that give two sizes or more of {self.num_edges} edges, found {self.sizes}"
+                f"expected shares that give circuits of two or more sizes in a graph of {self.num_edges} "
+                f"edges, found the sizes {self.sizes}; add larger shares"
             )
         nodes: Nodes = {}
         for task in self.tasks:

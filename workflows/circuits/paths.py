@@ -89,7 +89,7 @@ class PathPatchingTrace(TaskWorkflow):
         """Per task: paths to the receivers, and to those one step back."""
         settings = self.settings
         if not settings.receivers:
-            raise ConfigError(f"expected at least one receiver, such as {LOGITS!r}, found none")
+            raise ConfigError(f"expected at least one receiver, found none; set receivers={LOGITS}")
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]

@@ -66,10 +66,11 @@ class TaskWorkflow(ModelWorkflow):
         tasks = settings.tasks or default
         if settings.data and FACTS not in tasks:
             raise ConfigError(
-                f"expected {FACTS} among the tasks, as data names facts, found {', '.join(tasks)}"
+                f"expected {FACTS} among the tasks, as data names files of facts, found {', '.join(tasks)}; "
+                f"add {FACTS} to tasks, or leave data out"
             )
         if len(set(tasks)) < len(tasks):
-            raise ConfigError(f"expected tasks that differ, found {', '.join(tasks)}")
+            raise ConfigError(f"expected different tasks, found {', '.join(tasks)}; name each once")
         for task in tasks:
             if task not in (FACTS, *TASKS):
                 raise ConfigError(f"no task {task!r}; there are {', '.join((FACTS, *TASKS))}")
@@ -105,8 +106,9 @@ class TaskWorkflow(ModelWorkflow):
                 pairs.append(Pair(clean, corrupted, LogitDifference(right_token, wrong_token)))
         if len(pairs) < count:
             raise ConfigError(
-                f"facts: expected {count} pairs of equal length whose answers begin differently, found "
-                f"{len(pairs)} with this tokenizer; ask for fewer: pairs={len(pairs) // 2}"
+                f"expected {count} pairs of facts with equally many tokens in both prompts and answers that "
+                f"begin with different tokens, found {len(pairs)} with this tokenizer; ask for fewer: "
+                f"pairs={len(pairs) // 2}"
             )
         return pairs
 

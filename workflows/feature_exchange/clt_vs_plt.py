@@ -96,8 +96,8 @@ class CltVsPlt(ExchangeWorkflow):
         """See `ExchangeWorkflow`: the preset needs per-layer transcoders."""
         if not preset.per_layer:
             raise ConfigError(
-                f"the preset {self.settings.preset!r} names no per-layer transcoders; set per_layer= a "
-                "directory or org/repo"
+                f"expected a preset with per-layer transcoders, found {self.settings.preset!r}; name some: "
+                "per_layer=DIRECTORY or ORG/REPO"
             )
         return preset
 

@@ -71,8 +71,8 @@ class Correction(FeatureExchange):
         correct, from_layer = self.dictionary.feature(self.preset.correct), self.preset.correct_from_layer
         if from_layer < correct.layer:
             raise ConfigError(
-                f"expected correct_from_layer to be at least {correct.layer}, the layer of {correct}, found "
-                f"{from_layer}"
+                f"expected correct_from_layer of at least {correct.layer}, the layer of the feature "
+                f"{correct}, found {from_layer}; raise it"
             )
         return correct
 
@@ -114,8 +114,8 @@ class CorrectionTest(ExchangeWorkflow):
         """See `ExchangeWorkflow`: the preset needs a correction."""
         if not preset.correct:
             raise ConfigError(
-                f"the preset {self.settings.preset!r} has no correction; set correct, correct_word and "
-                "correct_from_layer, or use preset gemma2-2b-426k"
+                f"expected a preset with a correcting feature, found {self.settings.preset!r}; set correct, "
+                "correct_word and correct_from_layer, or use preset=gemma2-2b-426k"
             )
         return preset
 
@@ -151,8 +151,8 @@ class CorrectionTest(ExchangeWorkflow):
             return int(layer), int(head)
         if self.settings.head:
             raise ConfigError(
-                f"expected a head of {config.num_layers} layers and {config.axis_sizes['head']} heads, found "
-                f"{text}"
+                f"expected head as layer:head, in a model of {config.num_layers} layers with "
+                f"{config.axis_sizes['head']} heads each, found {text}; choose another head"
             )
         return None
 

@@ -292,12 +292,15 @@ def position_of(site: str, tokens: Sequence[str]) -> int:
     if site.lstrip("-").isdecimal():
         position = int(site)
         if not -len(tokens) <= position < len(tokens):
-            raise ConfigError(f"expected a site in 0..{len(tokens) - 1}, found {site}")
+            raise ConfigError(
+                f"expected the site as a position in 0..{len(tokens) - 1}, found {site}; choose another"
+            )
         return position % len(tokens)
     matches = [i for i, token in enumerate(tokens) if token.strip().lower() == site.strip().lower()]
     if not matches:
         raise ConfigError(
-            f"expected a token {site!r} in the prompt as the site, found {' '.join(map(repr, tokens))}"
+            f"expected the site to be a token of the prompt, found {site!r}; choose one of "
+            f"{' '.join(map(repr, tokens))}"
         )
     return matches[0]
 

@@ -102,7 +102,10 @@ class PairExchange(FeatureExchange):
     def every_position_node(self) -> ResultNode:
         """The node that runs all doses, the suppression alone and each random feature, at every position."""
         if not self.suppress:
-            raise ConfigError(f"expected features to suppress in {self.preset.prompt[-40:]!r}, found none")
+            raise ConfigError(
+                f"expected features to suppress in the pair with the prompt {self.preset.prompt[-40:]!r}, "
+                "found none; name some in its field suppress"
+            )
         return self.node(self.every_position, self.tried, words=self.word_ids)
 
 
@@ -261,9 +264,9 @@ class PlanningPairs(Workflow):
         by_name = {pair_name(pair): pair for pair in preset.pairs}
         if missing := [pair for pair in self.own.pairs if pair_name(pair) not in by_name]:
             raise ConfigError(
-                f"expected {name} to have the pairs of this preset, found none that ends "
-                f"{missing[0].prompt!r} on {missing[0].inject_word!r}; compare with another preset: "
-                "against=…, or with none: against=none"
+                f"expected the preset {name} to have the same pairs, found none with the prompt "
+                f"{missing[0].prompt!r} and the injected word {missing[0].inject_word!r}; compare with "
+                "another preset: against=…, or with none: against=none"
             )
         pairs = [by_name[pair_name(pair)] for pair in self.own.pairs]
         # A revision is a commit of the repository of the first model.

@@ -389,7 +389,9 @@ def read_pairs(path: Path) -> tuple[ExchangePair, ...]:
         form = (
             '[{"prompt", "suppress": ["layer:index"], "suppress_word", "inject", "inject_word", "site"}, …]'
         )
-        raise ConfigError(f"expected a JSON file {form} at {str(path)!r}, found: {error}") from error
+        raise ConfigError(
+            f"expected a JSON file of the form {form} at {str(path)!r}, found {error}; correct the file"
+        ) from error
     if not pairs:
-        raise ConfigError(f"expected pairs in {str(path)!r}, found an empty list")
+        raise ConfigError(f"expected pairs in {str(path)!r}, found an empty list; add some")
     return pairs

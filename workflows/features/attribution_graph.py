@@ -294,8 +294,11 @@ def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
     # Transcoders of one model mean nothing for another, so the preset's are never used with a new model.
     if model != preset.model and not settings.dictionary:
         matching = [name for name, candidate in PRESETS.items() if candidate.model == model]
-        hint = f"or preset={matching[0]}" if matching else "a directory or org/repo"
-        raise ConfigError(f"expected transcoders made for {model}, found none; set dictionary=, {hint}")
+        hint = f", or set preset={matching[0]}" if matching else ""
+        raise ConfigError(
+            f"expected transcoders that were trained on {model}, found none; name them: dictionary=DIRECTORY "
+            f"or ORG/REPO{hint}"
+        )
     return GraphPreset(model, settings.dictionary or preset.dictionary, settings.prompt or preset.prompt)
 
 

@@ -207,7 +207,8 @@ class CltProbe(PromptFeaturesWorkflow):
             if token.strip().lower() == word:
                 return position
         raise ConfigError(
-            f"expected a token {self.settings.word!r} in the prompt, found {' '.join(map(repr, self.tokens))}"
+            f"expected word to be a token of the prompt, found {self.settings.word!r}; choose one of "
+            f"{' '.join(map(repr, self.tokens))}"
         )
 
 

@@ -123,8 +123,8 @@ class FeaturePages(ModelWorkflow):
         texts = corpus_texts(settings.corpus, settings.model)
         if not texts:
             raise ConfigError(
-                f"expected a corpus to search examples of features of {settings.model} in, found none; set "
-                "corpus= a file, folder or glob of texts"
+                f"expected a corpus to search for examples of features of {settings.model}, found none; name "
+                "a file, folder or glob of texts: corpus=…"
             )
         self.tokens = passages(self.subject, texts, settings.corpus_tokens)
         if any(
@@ -132,9 +132,9 @@ class FeaturePages(ModelWorkflow):
             for model in models[1:]
         ):
             raise ConfigError(
-                f"expected the same token ids of the corpus from the tokenizers of {settings.model} and "
-                f"{settings.against}, found different ones; features of two models are compared on the same "
-                "tokens"
+                f"expected tokenizers of {settings.model} and {settings.against} that give the corpus the "
+                "same token ids, as features of two models are compared on the same tokens, found different "
+                "ones; name another model: against=…"
             )
         captures = [
             model.capture(self.tokens, *map(str, hooks)) for model, hooks in zip(models, reads, strict=True)

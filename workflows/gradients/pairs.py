@@ -117,8 +117,9 @@ class AttributedPairs(KnownWorkflow):
                 break
         if not pairs:
             raise ConfigError(
-                "expected pairs of facts that fit the model, of as many tokens and with answers that begin "
-                "differently, found none; give others in data=…, or name a prompt"
+                "expected pairs of facts with equally many tokens in both prompts and answers that begin "
+                "with different tokens, found none for this model; give others: data=FILE, or set prompt, "
+                "corrupted and answer"
             )
         return tuple(pairs)
 

@@ -90,8 +90,8 @@ def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
         if candidate != prompt and len(subject.tokenizer.encode(candidate)) == length:
             return candidate
     raise ConfigError(
-        f"expected a counterpart of {length} tokens for {prompt!r}, found none by default; "
-        "name one: contrastive=…"
+        f"expected a contrasting prompt with as many tokens as {prompt!r} ({length}), found none among the "
+        "default ones; name one: contrastive=…"
     )
 
 
@@ -139,8 +139,8 @@ def require_next(subject: Subject) -> None:
     answer."""
     if subject.mask is not None:
         raise ConfigError(
-            f"expected a model that says what comes next, found {subject.name}, which fills in masks; of "
-            "such models logit_lens and activation_patching are asked at the mask"
+            f"expected a model that predicts the next token, found {subject.name}, which fills in masks; use "
+            "logit_lens or activation_patching, which read such models at the mask"
         )
     subject.config.require_next_token()
 

@@ -29,7 +29,8 @@ def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
     """
     if not name and model != "specimen":
         raise ConfigError(
-            f"expected a dictionary for {model}, found none; set dictionary= a directory or org/repo"
+            f"expected a dictionary of features for {model}, found none; name one: dictionary=DIRECTORY or "
+            "dictionary=ORG/REPO"
         )
     return Dictionary.from_pretrained(name or f"specimen/{shipped}")
 

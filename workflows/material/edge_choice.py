@@ -146,8 +146,10 @@ class PlaceWorkflow(KnownWorkflow):
             )
         last = config.num_layers - window
         if settings.layer is not None and not 0 <= settings.layer <= last:
-            wide = f" (with a window of {window})" if window > 1 else ""
-            raise ConfigError(f"expected a layer in 0..{last}{wide}, found {settings.layer}")
+            wide = f", the first of a window of {window}," if window > 1 else ""
+            raise ConfigError(
+                f"expected a layer{wide} in 0..{last}, found {settings.layer}; set layer to one of these"
+            )
         self.last_layer = last
         return {"tokens": tuple(self.encoding.ids), "target": self.pieces, "top_k": settings.top_k}
 

@@ -88,7 +88,9 @@ def passages(subject: Subject, texts: Sequence[str], most: int) -> PackedTokens:
     length = min(PASSAGE, subject.config.context_length)
     rows = [e.ids[:length] for e in subject.tokenizer.encode_batch([part for part in paragraphs if part])]
     if not rows:
-        raise ConfigError("expected a corpus with at least one paragraph of text, found none")
+        raise ConfigError(
+            "expected a corpus with at least one paragraph of text, found none; name other files: corpus=…"
+        )
     # Every n-th paragraph, so that the end of a corpus is searched as well as its beginning.
     step = math.ceil(sum(map(len, rows)) / most)
     return PackedTokens.from_lists(rows[::step])

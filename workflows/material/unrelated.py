@@ -66,7 +66,8 @@ class Unrelated:
             prompts[window] = None
         if len(prompts) < count:
             raise ConfigError(
-                f"expected {count} other prompts of {size} tokens to take states from, found {len(prompts)}: "
-                "the tokenizer reads most of what ships with mizarr alike; ask for fewer"
+                f"expected {count} unrelated prompts of {size} tokens as controls, found {len(prompts)}, as "
+                "the tokenizer gives most shipped texts the same tokens; ask for fewer controls: controls=… "
+                "or donors=…"
             )
         return list(prompts)

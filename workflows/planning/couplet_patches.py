@@ -132,7 +132,8 @@ class CoupletPatches:
         half = len(COUPLETS) // 2
         if pairs > half:
             raise ConfigError(
-                f"expected at most {half} pairs to choose on and as many to score, found pairs={pairs}"
+                f"expected pairs of at most {half}, half of the shipped pairs of couplets, found {pairs}; "
+                f"set pairs={half}"
             )
         self._subject, self._seed, self._donors = subject, seed, donors
         self.choice, self.scored = (
@@ -142,9 +143,9 @@ class CoupletPatches:
         )
         if min(len(self.choice), len(self.scored)) < FEWEST:
             raise ConfigError(
-                f"expected a model whose tokens are the ends of couplets, found {subject.name}, with which "
-                f"{len(self.choice)} of {pairs} pairs to choose on and {len(self.scored)} to score can be "
-                "asked; give more pairs, or name another model: model=…"
+                "expected a tokenizer in which the last words of couplets are single tokens, found that of "
+                f"{subject.name}, which allows {len(self.choice)} of {pairs} pairs to choose on and "
+                f"{len(self.scored)} to score on; ask for more pairs, or name another model: model=…"
             )
         # The same number for every pair, as results are reshaped to [pair, donor].
         counts = {kind: min(len(getattr(pair, kind)) for pair in self.scored) for kind in ("third", "same")}

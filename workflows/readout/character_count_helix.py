@@ -132,7 +132,10 @@ class CharacterCountHelix(ModelWorkflow):
         """Nodes of the analysis of all layers. Raises ConfigError if `jsonl` is a file."""
         settings = self.settings
         if settings.jsonl and Path(settings.jsonl).expanduser().is_file():
-            raise ConfigError(f"expected a folder for the lines of layers, found the file {settings.jsonl!r}")
+            raise ConfigError(
+                f"expected jsonl to be a folder, for one file per layer, found the file {settings.jsonl!r}; "
+                "name a folder: jsonl=FOLDER"
+            )
         self.max_count = settings.max_count or max(settings.widths)
         context = settings.context or min(self.subject.config.context_length, 4096)
         default_length = 0 if settings.text else CHARACTERS

@@ -76,7 +76,9 @@ class LogitAttributionSettings(AnswerSettings):
         super().__post_init__()
         self.one_each("word in against", self.against)
         if self.against and not self.difference:
-            raise ConfigError("expected difference=true with against, found false; leave one of them out")
+            raise ConfigError(
+                "expected against only with difference=true, found difference=false; leave one of them out"
+            )
 
 
 class LogitAttribution(ModelWorkflow):

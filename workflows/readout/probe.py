@@ -88,7 +88,9 @@ class ProbeSettings(ModelSettings):
                 hint = f"; did you mean {near!r}?" if near else "; your own labels are read from labels=FILE"
                 raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
         if not self.targets and not self.labels:
-            raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
+            raise ConfigError(
+                f"expected targets to predict, found none; set targets ({', '.join(TARGETS)}) or labels=FILE"
+            )
 
 
 class Probe(ModelWorkflow):
@@ -119,8 +121,9 @@ class Probe(ModelWorkflow):
             n_prompts = len(np.unique(prompt.values[~np.isnan(target.values)]))
             if n_prompts < FEWEST:
                 raise PromptError(
-                    f"expected {target.name!r} in at least {FEWEST} prompts, to be split into train, "
-                    f"validation and test, found {n_prompts}; give more or longer texts"
+                    f"expected tokens with the target {target.name!r} in at least {FEWEST} prompts, which "
+                    f"are split into train, validation and test set, found {n_prompts}; give more or longer "
+                    "texts"
                 )
         layers = settings.layers or range(self.subject.config.num_layers)
         captured = self.subject.capture(

@@ -98,11 +98,16 @@ class PushedStatesSettings(ControlSettings, FactSettings):
 
     def __post_init__(self) -> None:
         if self.feature and (self.contrastive or self.batch_file):
-            raise ConfigError("expected either a feature or counterparts to push along, found both")
+            raise ConfigError(
+                "expected either feature, or contrastive or batch_file, as the direction of pushes, found "
+                "both; leave one out"
+            )
         if self.dictionary and not self.feature:
             raise ConfigError("expected a feature of the dictionary, found none; name it: feature=0:128")
         if self.batch_file and (self.prompt or self.contrastive or self.target):
-            raise ConfigError("expected either a batch_file or a prompt with its counterpart, found both")
+            raise ConfigError(
+                "expected either batch_file, or prompt, contrastive and target, found both; leave one out"
+            )
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,8 @@ class PushedStatesCases(ModelWorkflow):
         settings, encoding = self.settings, encoded(self.subject, prompt)
         if settings.inject_position == "auto":
             raise ConfigError(
-                "expected a position or a phrase to push at, found 'auto', which needs a counterpart"
+                "expected inject_position to be a position or a phrase of the prompt, found 'auto', which "
+                "needs a counterpart prompt instead of a feature; set inject_position=last"
             )
         ids, feature = tuple(encoding.ids), self.dictionary.feature(settings.feature)
         position = position_of(encoding, settings.inject_position)

@@ -74,14 +74,15 @@ class Composition(ModelWorkflow):
         if len(attending(config)) < 2:
             raise ConfigError(
                 f"expected at least two attention layers, found {len(attending(config))} in "
-                f"{self.subject.name}; composition is between heads of different layers"
+                f"{self.subject.name}; name another model, as composition is between heads of different "
+                "layers"
             )
         # Normalised queries and keys make scores a nonlinear function of the stream, with no QK matrix.
         self.modes = settings.modes or (MODES if has_scores(config) else ("V",))
         if set(self.modes) - {"V"} and not has_scores(config):
             raise ConfigError(
-                f"expected modes=V of {self.subject.name}, whose queries and keys are normed, found "
-                f"{', '.join(self.modes)}; such a model has no QK matrix"
+                f"expected modes=V for {self.subject.name}, which has no QK matrix as its queries and keys "
+                f"are normalised, found {', '.join(self.modes)}; set modes=V"
             )
         weights = StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=settings.folded)
         return {

@@ -93,7 +93,8 @@ class OvQk(ModelWorkflow):
             count = heads_in(config, settings.layer).num_attention_heads
             if settings.head >= count:
                 raise ConfigError(
-                    f"expected a head in 0..{count - 1} of layer {settings.layer}, found {settings.head}"
+                    f"expected a head in 0..{count - 1} of layer {settings.layer}, found {settings.head}; "
+                    "set head to one of these"
                 )
             selection |= {"layer": settings.layer, "head": settings.head}
         nodes: Nodes = {

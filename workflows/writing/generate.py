@@ -149,8 +149,8 @@ class Generate(ModelWorkflow):
         if names := [name for name in unsupported if getattr(settings, name) not in (None, ())]:
             kind = "predicts the next token" if predicts else "fills in masks"
             raise ConfigError(
-                f"expected no {' and no '.join(names)} of {self.subject.name}, which {kind}, found "
-                f"{names[0]}={getattr(settings, names[0])!r}; leave it out"
+                f"expected no {' and no '.join(names)} for {self.subject.name}, which {kind}, found "
+                f"{names[0]}={getattr(settings, names[0])!r}; leave {' and '.join(names)} out"
             )
 
     def _denoising_nodes(self) -> Nodes:

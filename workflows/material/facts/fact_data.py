@@ -129,14 +129,14 @@ def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
         missing = [name for name in fields if not isinstance(record, dict) or name not in record]
         if missing:
             raise ConfigError(
-                f"record {i} of {path!r}: expected the fields {', '.join(fields)}, it lacks "
-                f"{', '.join(missing)}"
+                f"record {i} of {path!r}: expected the fields {', '.join(fields)}, found a record without "
+                f"{', '.join(missing)}; add what is missing"
             )
         wrong = next((name for name in fields if not _is_text(record[name])), None)
         if wrong is not None:
             raise ConfigError(
-                f"record {i} of {path!r}: expected {wrong} to be a text that is not empty, found "
-                f"{record[wrong]!r}"
+                f"record {i} of {path!r}: expected the field {wrong} to be a text that is not empty, found "
+                f"{record[wrong]!r}; correct it"
             )
     if not listed:
         raise ConfigError(f"expected at least one pair of facts in {path!r}, found none; add a record")
@@ -163,8 +163,8 @@ def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list
     if tuple(data) == (GENERAL,):
         source, more = "general facts", ", or give others: data=FILE"
     raise ConfigError(
-        f"expected {2 if data else count} {source} to choose {choice} on, found {len(facts)} that fit the "
-        f"model; ask for fewer: facts=…{more}, or set controls=0 to make no claims"
+        f"expected {2 if data else count} {source} on which to choose and score {choice}, found {len(facts)} "
+        f"that fit the model; ask for fewer: facts=…{more}, or set controls=0 to make no claims"
     )
 
 

@@ -196,8 +196,8 @@ class PairWorkflow(KnownWorkflow):
         chosen_on = [pair for pair in candidates if pair.tokens.original not in shown][: settings.others]
         if not chosen_on:
             raise ConfigError(
-                "expected other pairs of facts to choose the block on, found none that fit the model; give "
-                "more in data=…, or set controls=0 to make no claims"
+                "expected pairs of facts, besides those shown, on which to choose a block of layers, found "
+                "none that fit the model; give more pairs: data=FILE, or set controls=0 to make no claims"
             )
         unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
         for number, fact_pair in enumerate(self.pairs):

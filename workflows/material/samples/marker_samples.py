@@ -127,8 +127,8 @@ def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample
     sentences = [part for part in sentences if SENTENCE[0] <= len(part.split()) <= SENTENCE[1]]
     if len(sentences) < 3 * samples:
         raise PromptError(
-            f"expected {3 * samples} sentences of {SENTENCE[0]} to {SENTENCE[1]} words, found "
-            f"{len(sentences)}; ask for fewer samples"
+            f"expected {3 * samples} sentences of {SENTENCE[0]} to {SENTENCE[1]} words in the prose, found "
+            f"{len(sentences)}; ask for fewer samples: samples={len(sentences) // 3}"
         )
     # Every third sentence, so that both lists come from the whole text.
     repeated, control, before_control = (sentences[start : 3 * samples : 3] for start in range(3))
@@ -186,7 +186,7 @@ def _read(record: Any, condition: str, unit: str) -> Sample:
     if outside := [position for position in positions if not 0 <= position < size]:
         raise PromptError(
             f"sample {name!r} of {condition!r}: expected positions in 0..{size - 1}, found {outside[0]} "
-            f"({unit}); is it of another text?"
+            f"({unit}); correct it, or set unit to what positions count: characters or bytes"
         )
     if unit == "bytes":
         positions = [byte_to_char(code, position) for position in positions]

@@ -87,8 +87,8 @@ def repeated_tokens(
     """
     if len(candidates) < length:
         raise PromptError(
-            f"expected a block of at most {len(candidates)} different tokens, found length {length}; make "
-            "the block shorter"
+            f"expected length of at most {len(candidates)}, the number of different tokens to draw a block "
+            f"from, found {length}; set a smaller length"
         )
     rng = np.random.default_rng(seed)
     blocks = [rng.permutation(candidates)[:length].tolist() for _ in range(sequences)]

@@ -114,7 +114,7 @@ def block_of(text: str) -> tuple[int, int]:
     order."""
     first, _, last = text.partition("-")
     if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise ConfigError(f"expected a block of layers such as '8-15', first and last, found {text!r}")
+        raise ConfigError(f"expected a block of layers as first-last, such as '8-15', found {text!r}")
     return int(first), int(last)
 
 
