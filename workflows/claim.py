@@ -284,8 +284,8 @@ class Claim:
         reach = f"{count or 'none'} {'reach' if count > 1 else 'reaches'} this effect"
         many = f", corrected for the choice among {null.looked_at}" if null.looked_at > 1 else ""
         return (
-            f"{len(null.values)} {null.of}: median {self._number(null.median)}, 95 % of them between "
-            f"{self._number(low)} and {self._number(high)}; {reach} (p = {self.p_value:.2g}{many})."
+            f"Control: {len(null.values)} {null.of}; median {self._number(null.median)}, 95 % of them "
+            f"between {self._number(low)} and {self._number(high)}; {reach} (p = {self.p_value:.2g}{many})."
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -520,7 +520,7 @@ def test_a_truncated_file_is_told(write, tmp_path):
     ("name", "content", "says"),
     [
         ("a.safetensors", None, "found none; check the path"),
-        ("a.pt", b"", "expected a .safetensors or .npz"),
+        ("a.pt", b"", "expected files that end in .safetensors or .npz"),
         ("a.npz", b"no zip", "expected an npz file"),
     ],
 )

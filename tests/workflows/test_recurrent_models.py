@@ -33,11 +33,11 @@ PROMPT, OTHER, LONGER = (
 )
 PAIR = {"prompt": PROMPT, "corrupted": [OTHER], "answer": "French", "answer_piece": "first"}
 FEW_PAIRS = {"limit": 2, "others": 2}
-ATTENDS = r"expected a model that attends, found \w+ \(rwkv6\)"
+ATTENDS = r"expected a model with query-key attention, found \w+ \(rwkv6\)"
 MADE_FOR = "has features of layer 5, rwkv6 has layers 0 to 1; it was made for specimen"
 KNOWS_NONE = "The model knows the answer of 0 of 2 pairs to choose on"
 NO_FILE = "expected a file of AlgZoo, .safetensors or .pth, found a folder"
-NO_DICTIONARY = "expected a dictionary for .*rwkv6, found none"
+NO_DICTIONARY = "expected a dictionary of features for .*rwkv6, found none"
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "logit_lens": ({"prompts": [PROMPT]}, ""),
     "logit_attribution": ({"limit": 2}, ""),
@@ -58,7 +58,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "attention_patterns": ({}, ""),
     "head_detection": ({"sequences": 2, "length": 12}, ""),
     "layer_scan": ({"samples": 4}, ""),
-    "expert_routing": ({}, r"expected a mixture of experts, found \w+ \(rwkv6\)"),
+    "expert_routing": ({}, r"expected a mixture-of-experts model, found \w+ \(rwkv6\)"),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
     "inspect_weights": ({}, ""),
     "ov_qk": ({}, r"expected a model with heads that have queries, keys and values .* found rwkv6"),
@@ -85,7 +85,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "feature_pages": ({}, NO_DICTIONARY),
     "clt_probe": ({}, NO_DICTIONARY),
     "clt_vs_plt": ({}, MADE_FOR),
-    "attribution_graph": ({}, "expected transcoders made for .*rwkv6, found none"),
+    "attribution_graph": ({}, "expected transcoders that were trained on .*rwkv6, found none"),
     "stoicheia_inference": ({}, NO_FILE),
     "stoicheia_analysis": ({}, NO_FILE),
     "stoicheia_sweep": ({}, "stoicheia_sweep' has no setting 'model'"),
@@ -128,7 +128,7 @@ def test_every_workflow_answers_or_says_in_one_line_why_not(name, rwkv6, store, 
 def test_rwkv_4_shows_no_weights_and_is_refused(name, tmp_path):
     config = draw_config("rwkv", 0) | {"vocab_size": CONFIG["vocab_size"]}
     model = save(tmp_path / "dove", draw_tensors(config, 0), config)
-    with pytest.raises(ConfigError, match=r"how much each position reads .*, found dove \(rwkv\)"):
+    with pytest.raises(ConfigError, match=r"attention weights between positions, found dove \(rwkv\)"):
         build(name, model=str(model))
 
 
@@ -173,9 +173,7 @@ def test_other_recurrences_answer_them_too(store, tmp_path):
 @pytest.mark.parametrize("family", ["bamba", "nemotron_h"])
 def test_a_hybrid_that_has_states_in_some_layers_only_is_told_so(family, tmp_path):
     save_random_hybrid(tmp_path / "model", family, 3)
-    with pytest.raises(
-        ConfigError, match="expected a recurrent model whose tokens write to a state in every"
-    ):
+    with pytest.raises(ConfigError, match="expected a recurrent model with a state in every"):
         build("state_patching", model=str(tmp_path / "model"))
 
 

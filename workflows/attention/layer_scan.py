@@ -188,8 +188,8 @@ class LayerScan(ModelWorkflow):
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
         condition_a, condition_b = self.conditions
         text = (
-            f"in layer {self.layers[int(t.argmax())]}, the layer of the largest Welch's t of {len(t)}, "
-            f"markers attend to their targets more in {condition_a!r} than in {condition_b!r}, t"
+            f"in layer {self.layers[int(t.argmax())]}, markers attend to their targets more in "
+            f"{condition_a!r} than in {condition_b!r} (Welch's t, the largest of {len(t)} layers)"
         )
         of = f"random assignments of samples to conditions, each with the largest t of {len(t)} layers"
         yield Claim.against(text, t.max(), drawn, of)

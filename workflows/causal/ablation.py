@@ -350,7 +350,7 @@ class AblationOfEach(KnownWorkflow):
         if self.pieces:
             change = units["probability"] - self.clean
             units, names = units.assign(probability_change=change), [*names, "probability_change"]
-            columns.append((repr(self.word), "probability_change", points))
+            columns.append((f"change of P({self.word!r})", "probability_change", points))
         top_units = largest(units, units["kl"].transpose("layer", self.unit), self.settings.top, *names)
         return Table.of(
             top_units,

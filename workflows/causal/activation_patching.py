@@ -225,10 +225,10 @@ class ActivationPatchingTrace(KnownWorkflow):
         there."""
         (layer, role), name = place, "state" if _is_recurrent_state(kind) else kind
         text = (
-            f"{before}patching in the clean {name} of layer {layer} at {self._role_names[role]} recovers "
-            f"{MEASURES[self.settings.metric]}"
+            f"{before}patching the clean {name} of layer {layer} at {self._role_names[role]} into the "
+            f"corrupted run recovers {MEASURES[self.settings.metric]}"
         )
-        of = "an activation of an unrelated prompt of the same length"
+        of = "patching an activation of an unrelated prompt of the same length"
         return candidates.claim(text, place, of, self.settings, unit="%")
 
     def _experiment(self, pair: PatchedPair, kinds: Sequence[str], over: str) -> ActivationPatching:

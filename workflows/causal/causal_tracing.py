@@ -57,7 +57,7 @@ __all__ = ["CausalTrace", "CausalTraceSettings"]
 IN_WINDOWS = ("attn_out", "mlp_out")
 """Kinds that are restored in a window of layers, as the output of a single layer carries little."""
 
-ROLES = ("the subject's last token", "the token after it", "the last token")
+ROLES = ("the subject's last token", "the token after the subject", "the last token")
 """Token roles of every fact: a (layer, role) selected on some facts is scored on held-out facts."""
 OTHERS = 3
 """Number of further positions of each other fact, drawn at random among those that the noise reaches."""

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
-TYPES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
-"""Token types in captions: inside the fact, last token of the fact, text after the fact."""
+TYPES = {"fact": "inside the fact", "fact_final": "last of the fact", "other": "after the fact"}
+"""Token types in tables and captions, by their label: where the patched token is."""
 PAIRS = 12
 """Largest number of pairs that a page offers to select from."""
 
@@ -100,11 +100,11 @@ class CounterFactPatches(PairWorkflow):
         weakest = len(shares) - 1 - int(shares[::-1].argmin())
         for block, before in ((self.candidates.best[0], ""), (weakest, "for comparison, ")):
             text = (
-                f"{before}patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-                f"{layers_label(self.blocks[block])} makes the model predict the counterfactual prompt's "
-                "next token, as a share of pairs"
+                f"{before}share of pairs in which patching the counterfactual "
+                f"{SUBJECTS[self.settings.subject]} into layers {layers_label(self.blocks[block])} makes the "
+                "model predict the counterfactual prompt's next token"
             )
-            of = "the states of an unrelated prompt of the same length"
+            of = "patching states of an unrelated prompt of the same length"
             yield self.candidates.claim(text, (block,), of, self.settings)
 
     def claims_caption(self) -> str:
@@ -201,7 +201,8 @@ class CounterFactPatches(PairWorkflow):
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),
-            *((name, name, _share_cell) for name in ("any token", *TYPES)),
+            ("any token", "any token", _share_cell),
+            *((name, token_type, _share_cell) for token_type, name in TYPES.items()),
             ("mean KL", "kl", ".3f"),
             title=f"{model}: how often patching one position changes the next token, {total} pairs",
             caption=caption,
@@ -222,7 +223,7 @@ class CounterFactPatches(PairWorkflow):
             options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
         )
         # If prompts end with their fact, patching its last token patches the prediction itself.
-        names = TYPES | ({"fact_final": "its last token,\nwhich predicts"} if self.predicts else {})
+        names = TYPES | ({"fact_final": "last of the fact,\nwhich predicts"} if self.predicts else {})
         often = Bars(
             title="How often the next token changes",
             caption=f"Share of patches that change the most likely next token, over {total} pairs of facts. "

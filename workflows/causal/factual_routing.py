@@ -79,7 +79,7 @@ class Routing(PairWorkflow):
         """Claims about attention to the fact: its change summed over heads, for the most effective block of
         layers; then its change in that block's most effective head and, for comparison, in its least
         effective one."""
-        heads, of = self.candidates, "the states of an unrelated prompt of the same length"
+        heads, of = self.candidates, "patching states of an unrelated prompt of the same length"
         assert heads.controls is not None  # by_donor gives them
         blocks = CandidateEffects(
             *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
@@ -95,11 +95,11 @@ class Routing(PairWorkflow):
             f"patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
             f"{layers_label(self.blocks[block])} changes the last token's attention to the fact"
         )
-        text = f"{cause}, absolute change summed over heads"
+        text = f"{cause} (absolute change, summed over all heads)"
         yield blocks.claim(text, (block,), of, self.settings)
         for before, place in (("", best), ("for comparison, ", weakest)):
             _, layer, head = place
-            text = f"{before}{cause} in head {head} of layer {layer}"
+            text = f"{before}{cause} in head {head} of layer {layer} (absolute change)"
             yield heads.claim(text, place, of, self.settings)
 
     def claims_caption(self) -> str:

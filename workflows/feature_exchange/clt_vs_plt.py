@@ -244,7 +244,7 @@ class CltVsPlt(ExchangeWorkflow):
             effects = changes(self.opened[f"{arm}_controls"]).max(axis=0)
             text = (
                 f"{arm}: suppressing the five features that write most along {word!r} and injecting the "
-                f"first of them at {self.exchange.site_label} changes P({word!r}) at the end"
+                f"first of them at {self.exchange.site_label} changes P({word!r}) at the end of the prompt"
             )
             of = "sets of other features with the same write norms"
             yield Claim.against(text, effects[0], effects[1:], of)

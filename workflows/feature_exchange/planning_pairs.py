@@ -344,22 +344,27 @@ class PlanningPairs(Workflow):
         # The runs give `controls` features per pair; their combinations over pairs give far more means.
         draws = Controls(1000, settings.seed)
         controls = "another feature of the same layer in each pair, with the same write norm"
-        over = f"over {len(results)} pairs of {self.subject.name}"
+        pairs = f"{len(results)} pairs of {self.subject.name}"
         effects_at_site = np.array([result.effect for result in results])
         for text, effects, random_effects in (
             (
-                "the exchange at the site changes the probability of the injected word",
+                (
+                    f"over {pairs}, exchanging features at the site, where the word is assumed to be "
+                    "decided, changes the probability of the injected word"
+                ),
                 effects_at_site,
                 np.array([result.null.values for result in results]),
             ),
-            ("the share with the largest change at the site", peaks[:, 0], peaks[:, 1:]),
+            (
+                f"share of {pairs} in which the probability of the injected word changes most at the site",
+                peaks[:, 0],
+                peaks[:, 1:],
+            ),
         ):
-            yield Claim.over(
-                f"{over}, {text}", effects, random_effects, controls, draws, held_out=is_held_out
-            )
+            yield Claim.over(text, effects, random_effects, controls, draws, held_out=is_held_out)
         if self.other is not None and np.isfinite(self.overlap[0]):
             text, of = (
-                f"pairs that work in {self._both} overlap (Jaccard index)",
+                f"pairs that work with {self._both} overlap (Jaccard index)",
                 "random sets of as many pairs",
             )
             yield Claim.against(text, *self.overlap, of)
@@ -369,7 +374,10 @@ class PlanningPairs(Workflow):
         dictionary."""
         if self.other is None or np.isfinite(self.overlap[0]):
             return self.preset.selection
-        return f"{self.preset.selection} No pair works in {self._both}: no claim is made about their overlap."
+        return (
+            f"{self.preset.selection} No pair works with {self._both}, so that no claim is made about their "
+            "overlap."
+        )
 
     @property
     def _both(self) -> str:

@@ -29,7 +29,10 @@ __all__ = [
     "read_pairs",
 ]
 
-AS_PUBLISHED = "As published; the number of features tried before is not given."
+AS_PUBLISHED = (
+    "Features are those of the published experiment, which does not say how many were tried before; p-values "
+    "are not corrected for that choice."
+)
 
 LLAMA_POEM = (
     "The birds were singing in the tree,\nAnd everything was wild and free.\n"
@@ -159,10 +162,11 @@ PRESETS = {
         kind=COUPLET,
         looked_at=211,
         correct_looked_at=960,
-        selection="Chosen on this couplet: the suppressed features have the largest influence in its "
-        "attribution graph; the injected one raises ' run' most among the 211 features that fire at the end "
-        "of the line if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the "
-        "correcting feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
+        selection="Features and strength were chosen on this couplet. The suppressed features have the "
+        "largest influence in its attribution graph. The injected one raises ' run' most among the 211 "
+        "features that are active at the end of the first line if that is 'sun'. The strength is the "
+        "smallest that makes ' run' the likeliest next token. The correcting feature restores a rhyme of "
+        "'night' most among the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
@@ -232,15 +236,15 @@ ENDS_ON = {
 `COUPLETS`, in frames that the specimen's training text never combined; no feature below was chosen on
 them."""
 ON_OTHERS = (
-    "Features were chosen greedily on twelve other couplets: of all features of layer 0 and words, the pair "
-    "with the largest mean rise of the word when the feature is injected at the end of the first line, "
-    "couplets that rhyme with the word left out; then the next feature and the next family of rhymes, six in "
-    "all; the larger of two strengths tried there. Nothing was chosen on the couplets shown."
+    "Six words, each with a feature of layer 0, were chosen one after another on twelve other couplets: each "
+    "time the word and the feature that raises its probability most, in the mean over couplets that do not "
+    "rhyme with it, when it is injected at the end of the first line; one word per rhyme family. The "
+    "strength is the larger of two that were tried there. Nothing was chosen on the couplets shown."
 )
 """How the features of the preset "specimen" were chosen."""
 THE_SAME_WORDS = (
-    "For each word of the preset that this one is compared with, in order, the feature of layer 0 that "
-    "raises it most by the same rule; no feature is used twice."
+    "The words are those of the preset that this one is compared with. For each of them, in order, the "
+    "feature of layer 0 was chosen that raises it most by the same rule; no feature is used twice."
 )
 """How the features of the preset "specimen-plt" were chosen."""
 

@@ -113,7 +113,7 @@ class ExchangeWorkflow(Workflow):
         return (
             f"injecting {self.labels.short(self.exchange.inject)}"
             f"{f' and suppressing {suppressed}' if suppressed else ''} at {self.exchange.site_label} changes "
-            f"P({self.exchange.words[0]!r}) at the end"
+            f"P({self.exchange.words[0]!r}) at the end of the prompt"
         )
 
     def claims(self) -> Iterator[Claim]:
@@ -122,7 +122,8 @@ class ExchangeWorkflow(Workflow):
         yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
             held_out = self.effects(self.result("held_out"))
-            yield self.held_out_claim(held_out, f"the same exchange in {self.exchange.kin.where}")
+            text = f"the same exchange in {self.exchange.kin.where}, changes P({self.exchange.words[0]!r})"
+            yield self.held_out_claim(held_out, text)
 
     def claims_caption(self) -> str:
         """Caption of the claims: how the features were chosen."""

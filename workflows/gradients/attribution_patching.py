@@ -123,10 +123,11 @@ class AttributionPatchingTrace(AttributedPairs):
             )
             # Cell 0 has the largest |estimate|, of either sign, so exact effects are compared by size too.
             largest, controls = np.abs(exact[:, 0]), np.abs(exact[:, is_random])
-            of = f"a random {self._cell_name} of each pair"
+            of = f"patching a random {self._cell_name} of each pair"
             yield Claim.over(text, largest, controls, of, settings, unit="%")
-        text = "estimates rank cells as exact patches do (Spearman correlation)"
-        yield Claim.ranking(text, list(zip(estimate, exact, strict=True)), "cells of each pair", settings)
+        text = "gradient estimates rank activations as exact patches do (Spearman correlation)"
+        pairs = list(zip(estimate, exact, strict=True))
+        yield Claim.ranking(text, pairs, "patched activations of each pair", settings)
 
     def claims_caption(self) -> str:
         """Caption of the claims: pairs that count, cells that were patched, and the largest error of an

@@ -143,8 +143,9 @@ class FeatureAttributionTrace(AttributedPairs):
         )
         of = "the feature selected likewise among random features of the same layers and write norms"
         yield Claim.over(text, exact[:, 0], exact[:, 1:], of, self.settings, unit="%")
-        text = "estimates rank cells as exact patches do (Spearman correlation)"
-        yield Claim.ranking(text, list(map(self._checked, self.counted)), "cells of each pair", self.settings)
+        text = "gradient estimates rank features as exact patches do (Spearman correlation)"
+        pairs = list(map(self._checked, self.counted))
+        yield Claim.ranking(text, pairs, "patched features of each pair", self.settings)
 
     def claims_caption(self) -> str:
         """Caption of the claims: pairs that count, the largest error of an estimate, and why no pairs are

@@ -112,7 +112,9 @@ class IntegratedGradientsTrace(AttributedPairs):
             "replacing the token with the largest attribution by the baseline's lowers the log-probability "
             "of the answer"
         )
-        yield Claim.over(text, largest, drawn, "another token of each prompt", settings, unit="nats")
+        yield Claim.over(
+            text, largest, drawn, "replacing another token of each prompt", settings, unit="nats"
+        )
         text = "attributions rank tokens as exact replacements do (Spearman correlation)"
         pairs = [(fact["attribution"].values, fact["removed"].values) for fact in self.counted]
         yield Claim.ranking(text, pairs, "tokens of each prompt", settings)

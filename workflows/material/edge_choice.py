@@ -63,6 +63,8 @@ ROLES: Mapping[str, str] = {
 """Role of a key position -> its description."""
 OTHERS = 3
 """Number of random keys per other fact, in addition to the roles."""
+CHANGES = "changes the next-token distribution (KL)"
+"""Effect on the prediction, as claims name it."""
 TRIED = 400
 """Number of shipped facts that are searched for other facts."""
 
@@ -384,7 +386,7 @@ class PlaceWorkflow(KnownWorkflow):
         place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
         if self.chosen is not None:
             index = self.chosen.layer, list(ROLES).index(self.chosen.role)
-            text = f"{self.cause_elsewhere(self.chosen.layer, self.chosen.role)} changes the next token"
+            text = f"{self.cause_elsewhere(self.chosen.layer, self.chosen.role)} {CHANGES}"
             yield self.candidates.claim(text, index, self.beside, self.settings, unit="nats")
 
         def here(place: tuple[int, int], measure: str, effect: str, before: str = "") -> Claim:
@@ -392,12 +394,12 @@ class PlaceWorkflow(KnownWorkflow):
             text = f"{before}{self.cause(*place)} {effect}"
             return self.claim_here(*place, measure, text, side=side, unit=unit, held_out=is_held_out)
 
-        yield here(place, "kl", "changes the next token")
+        yield here(place, "kl", CHANGES)
         if self.pieces:
             yield here(place, "logit_diff", f"lowers the logit of {format_token(self.target)!r}")
         if self.quiet is not None:
             quiet = (self.quiet.layer, self.roles[self.quiet.role])
-            yield here(quiet, "kl", "changes the next token", "for comparison, ")
+            yield here(quiet, "kl", CHANGES, "for comparison, ")
 
     def claims_caption(self) -> str:
         """Caption of the claims: selection of layer and position, or the reason why nothing is claimed."""

@@ -256,8 +256,8 @@ class RecurrentFeedback(ModelWorkflow):
         foreign, random = self.control_ends
         condition = self.condition.description
         yield self._claim(
-            f"feedback of the line's rhyme ({condition}) changes the share of second lines that end on "
-            "another rhyming word",
+            f"feedback of the line's rhyme into earlier layers ({condition}) changes the share of second "
+            "lines that end on another rhyming word",
             # Not score 1: a line that copies the first one ends on the same word, without any rhyme.
             (fed == 2).astype(float) - (base == 2),
             [
@@ -271,8 +271,8 @@ class RecurrentFeedback(ModelWorkflow):
             [source.rhymes(word) for source, word in zip(sources, self.ends[self.baseline], strict=True)]
         )
         yield self._claim(
-            f"feedback of another line's rhyme ({condition}) changes the share of second lines that end on "
-            "that rhyme",
+            f"feedback of another line's rhyme into earlier layers ({condition}) changes the share of second "
+            "lines that end on that rhyme",
             np.array([source.rhymes(word) for source, word in zip(sources, foreign, strict=True)], float)
             - plain,
             [[source.rhymes(word) for word in words] for source, words in zip(sources, random, strict=True)],
@@ -286,8 +286,8 @@ class RecurrentFeedback(ModelWorkflow):
         n_unfinished = n_lines - self.records[self.row]["ended"]
         choice = self.preset.selection if self._is_presets else "set by the user"
         return (
-            f"The selected condition: {choice}. {n_unfinished} of its {n_lines} second lines run on for "
-            f"{self.settings.max_tokens} tokens; they are cut there, and the word at the cut is scored."
+            f"How the condition was selected: {choice}. {n_unfinished} of its {n_lines} second lines run on "
+            f"for {self.settings.max_tokens} tokens; they are cut there, and the word at the cut is scored."
         )
 
     @property

@@ -494,7 +494,8 @@ class PushedStatesCases(ModelWorkflow):
             title=self._pushed(case, f" ({case.position})"),
             caption="One row per layer after which the vector is added, at strength 1. Cosine at the end: "
             "between the last layer's states of the pushed and of the undisturbed run; KL: of the next-token "
-            f"distributions, in nats. Outcome of all pushes: {document['label']}. Absorbed: {ABSORBED}. "
+            f"distributions, in nats. Outcome of all pushes: {document['label']}. Absorbed: {ABSORBED}; "
+            "nothing follows: there is no later layer that could absorb the push. "
             "p(target) in the undisturbed run: "
             f"{dash(document['baseline_p_target'], format_probability)}.",
         )

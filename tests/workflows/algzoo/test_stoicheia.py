@@ -82,7 +82,7 @@ def test_with_an_end_token_every_input_shown_and_counted_has_one(store):
     done = compute("stoicheia_inference", end_token=True, **about)
     assert (done.states["x"][:, -1] == 3).all() and (done.states["x"][:, :-1] < 3).all()
     assert not done.is_exhaustive and int(done.counted["samples"].sum()) == 500
-    with pytest.raises(ConfigError, match="expected a transformer for end_token"):
+    with pytest.raises(ConfigError, match="expected end_token only for a transformer"):
         build("stoicheia_inference", end_token=True)
 
 
@@ -258,7 +258,7 @@ def test_checkpoints_of_a_folder_are_an_axis_with_gaps(store, tmp_path):
 def test_checkpoints_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="whole batches of 1024, up to 2048, found 1500"):
         build("stoicheia_sweep", trained=[1500, 2048])
-    with pytest.raises(ConfigError, match="expected different trained"):
+    with pytest.raises(ConfigError, match="expected different values of trained"):
         build("stoicheia_sweep", trained=[1024, 1024])
 
 

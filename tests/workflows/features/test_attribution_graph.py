@@ -152,7 +152,7 @@ def test_settings_are_those_of_the_graph(given: dict[str, Any], tmp_path: Path):
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"dictionary": None}, "expected transcoders made for .*; set dictionary="),
+    ({"dictionary": None}, "expected transcoders that were trained on .*; name them: dictionary="),
     ({"preset": "gemma2-2b"}, "did you mean 'gemma2-2b-"),
     ({"node_threshold": 1.2}, "node_threshold to be float of at least 0 and at most 1"),
     ({"corpus_tokens": 0}, "expected corpus_tokens to be int of at least 1"),

@@ -88,5 +88,7 @@ def test_what_does_not_fit_is_told(changed, said: str, clt: Path):
 
 
 def test_another_model_needs_a_dictionary(tiny_model: Path):
-    with pytest.raises(mizarr.MizarrError, match=r"expected a dictionary for .*set dictionary="):
+    with pytest.raises(
+        mizarr.MizarrError, match=r"expected a dictionary of features for .*name one: dictionary="
+    ):
         build("clt_probe", model=str(tiny_model), prompt="it was")

@@ -463,7 +463,11 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     ("name", "given", "message"),
     [
         ("steering_dose_response", {"layer": 3}, r"layer in 0\.\.2"),
-        ("steering_dose_response", {"layer": 2, "window": 2}, r"layer in 0\.\.1 \(with a window of 2\)"),
+        (
+            "steering_dose_response",
+            {"layer": 2, "window": 2},
+            r"layer, the first of a window of 2, in 0\.\.1",
+        ),
         ("steering_dose_response", {"doses": []}, "expected doses that is not empty"),
         ("steering_dose_response", {"doses": [-1.0]}, "factor >= 0"),
         ("steering_dose_response", {"ratio": 0.0}, "ratio to be float of more than 0"),

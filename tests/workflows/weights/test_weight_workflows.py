@@ -81,7 +81,7 @@ def test_heads_that_are_no_matrices_are_refused_when_the_question_is_asked(tmp_p
     asked = {"model": str(tmp_path / "qwen3")}
     assert build("composition", **asked).modes == ("V",)
     assert "qk" not in build("ov_qk", **asked).nodes
-    with pytest.raises(ConfigError, match="expected modes=V of qwen3, whose queries and keys are normed"):
+    with pytest.raises(ConfigError, match="expected modes=V for qwen3, which has no QK matrix"):
         build("composition", modes=["K"], **asked)
     with pytest.raises(ConfigError, match=r"expected a head in 0\.\.5 of layer 1, found 6"):
         build("ov_qk", layer=1, head=6)

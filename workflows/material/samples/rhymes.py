@@ -216,7 +216,8 @@ PRESETS: Mapping[str, RhymePreset] = {
         sustained=("4-5", (50.0, 100.0)),
         condition="sustained_4-5_s=100.0",
         looked_at=1,
-        selection="block and strength were chosen on other lines, for what the rhyme of another line does",
+        selection="its block and strength were chosen on other lines, by the effect of feeding another "
+        "line's rhyme",
     ),
     "anacrousis": RhymePreset(
         "meta-llama/Llama-3.2-1B",
@@ -226,6 +227,7 @@ PRESETS: Mapping[str, RhymePreset] = {
         sustained=("14-15", (0.5, 1.0, 2.0)),
         condition="unembed_8-15_s=2.0",
         looked_at=27,
-        selection="published as the best of 27 conditions on these very lines, which the share counts",
+        selection="published as the best of 27 conditions on these very lines; p-values are corrected for "
+        "that choice",
     ),
 }
