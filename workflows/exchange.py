@@ -37,11 +37,11 @@ __all__ = ["import_activations"]
 
 
 TOKEN_IDS = ("token_id", "token_ids", "input_ids", "tokens")
-"""Names of arrays that are read as token ids."""
+"""Names of arrays in files that are read as token ids."""
 LABELS = ("row_size", "char_start", "char_end", "position", "text", "attention_mask")
-"""Names of arrays that are read as labels of tokens or prompts."""
+"""Names of arrays in files that are read as labels of tokens or prompts."""
 DERIVED = ("layer", "prompt", "prompt_id", "row_start", "pair_start", "token_string")
-"""Labels that an export writes for other readers, and that an import recomputes."""
+"""Names of labels that an export writes for other readers; an import ignores and recomputes them."""
 SIZES = ("hidden", "head", "kv_head", "d_head", "mlp")
 """Axes of activations besides token, prompt and position."""
 
@@ -142,7 +142,8 @@ def import_activations(
 
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """All arrays of the files by name, without skipped ones, and the note that a mizarr export contains."""
+    """All arrays of the files by name, without skipped ones, and the metadata that an export of mizarr
+    contains."""
     arrays_by_name: dict[str, Array] = {}
     note: dict[str, Any] = {}
     for path in paths:
@@ -177,7 +178,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def _split_arrays(
     file_arrays: Mapping[str, Array], names: Mapping[str, str], dtype: str | None
 ) -> tuple[list[Imported], dict[str, Array]]:
-    """(activations at hook points, labels by name)."""
+    """Arrays of the files, split into activations with their hook points, and labels by name."""
     if dtype not in (None, "bfloat16"):
         raise ConfigError(
             f"expected dtype='bfloat16' or no dtype, found {dtype!r}; leave it out, as other dtypes are "
@@ -218,7 +219,8 @@ def _is_label(name: str) -> bool:
 
 
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """(hook point of an array, pattern that maps it), with "" if the array is named after the hook point."""
+    """Hook point of an array, and the pattern of `names` that maps it; the array's own name and "" if no
+    pattern does."""
     for pattern, target in names.items():
         # At most 18 digits, which fit in int64.
         expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d{1,18})")
@@ -260,8 +262,8 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
 
 
 def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array | None:
-    """Tokens per prompt from the label row_size, or from attention_mask; PromptError for padding on the
-    left."""
+    """Number of tokens of each prompt, [prompt], from the label row_size or from attention_mask; None if
+    neither exists. Raises PromptError for padding on the left."""
     if "row_size" in labels or "attention_mask" not in labels:
         return labels.get("row_size")
     mask = np.asarray(labels["attention_mask"], bool)
@@ -281,7 +283,8 @@ def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array 
 
 
 def _texts(labels: Mapping[str, Array]) -> list[str] | None:
-    """Texts of prompts, from an array, or from JSON: a list, or the text of a single prompt."""
+    """Text of each prompt, from an array, or from JSON with a list or a single text; None if the files have
+    none."""
     if "text" in labels:
         return [str(text) for text in np.ravel(labels["text"])]
     raw = labels.get(f"text{TEXT_SUFFIX}")
@@ -302,7 +305,8 @@ def _note(text: str | bytes, path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str | bytes, where: object) -> Any:
-    """Parse JSON; ConfigError if it is invalid."""
+    """Value of a JSON text. Raises ConfigError if it is not valid. where: source of the text, for the
+    message."""
     try:
         return json_value(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
@@ -310,7 +314,8 @@ def _parsed(text: str | bytes, where: object) -> Any:
 
 
 def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:
-    """Raise PromptError if tokens of prompts are missing: a run contains every token."""
+    """Raise PromptError if an array `position` shows that tokens of a prompt are missing, as a run contains
+    every token."""
     if "position" in labels and not np.array_equal(labels["position"], positions):
         raise PromptError(
             "expected all tokens of every prompt, found gaps in the array 'position'; export the whole run, "

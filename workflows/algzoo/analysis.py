@@ -48,13 +48,13 @@ __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
 """Variables of surprise accounting that have one value for each explanation and noise level."""
 FITTED = 1
-"""Seed offset of the samples that neurons are selected and explanations are fitted on; scores use other
-samples."""
+"""Offset added to the seed for the samples on which neurons are selected and explanations fitted; scores use
+samples of the seed itself."""
 
 
 @dataclass(frozen=True)
 class StoicheiaAnalysisSettings(AlgZooSettings):
-    """Settings of `stoicheia_analysis`.
+    """Settings of the workflow `stoicheia_analysis`, which analyses the weights of one AlgZoo RNN.
 
     Raises:
         ConfigError: for a budget that is no multiple of `CHUNK`.
@@ -85,7 +85,8 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):
-    """Analyses of the weights of one RNN. Raises ConfigError for a transformer."""
+    """Workflow that explains one AlgZoo RNN by its weights: ablations, roles of neurons, linear regions and
+    surprise accounting. Raises ConfigError for a transformer."""
 
     name = "stoicheia_analysis"
     question = "How does a tiny RNN do its task, and how much of it is explained?"
@@ -147,7 +148,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @cached_property
     def neuron(self) -> int:
-        """Index of the neuron whose ablation costs most on the samples that nothing is scored on."""
+        """Index of the neuron of the claim: its ablation costs most on samples that are used for nothing
+        else."""
         return int(self.result("chosen")["order"][0])
 
     @property
@@ -157,7 +159,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @cached_property
     def cards(self) -> list[dict[str, Any]]:
-        """A record per neuron: role, most correlated function, effect of its ablation, and weights."""
+        """A record per neuron: its role, the input function its state is most correlated with, the effect of
+        its ablation, and its weights."""
         network, roles = self.network, self.roles
         ih, hh = network.weights["weight_ih"].values[:, 0], network.weights["weight_hh"].values
         return [
@@ -176,7 +179,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """Accuracy; weights; ablations and roles of neurons; linear regions; surprise accounting."""
+        """Views in reading order: accuracy, weights, ablations and roles of neurons, linear regions, surprise
+        accounting."""
         yield self._accuracy()
         yield from self._weights()
         yield from self._neurons()
@@ -208,7 +212,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield Claim.against(claim, effect, -self.null, of, unit=unit)
 
     def _accuracy(self) -> View:
-        """Accuracy on samples and, for two and three numbers, the exact one."""
+        """View of the accuracy on samples and, for sequences of two or three numbers, of the exact
+        accuracy."""
         view, is_scalar = self.accuracy(self.counted), self.network.task.is_scalar
         if "exact" not in self.nodes:
             return view
@@ -219,7 +224,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         return replace(view, pairs=(*view.pairs, pair), json={**view.json, f"exact_{name}": value})
 
     def _weights(self) -> Iterator[View]:
-        """Heatmaps of the standardised weights."""
+        """Heatmaps of recurrent and readout weights, scaled so that every neuron has an input weight of 1 or
+        -1; none if an input weight is 0."""
         if "standardized" not in self.nodes:
             return
         standardized = self.result("standardized").load()
@@ -526,7 +532,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield from self._curve(curve)
 
     def _curve(self, curve: xr.Dataset) -> Iterator[View]:
-        """Mean squared error of estimates of the accuracy by number of samples. curve: of `compute_curve`."""
+        """Curves of the mean squared error of the estimated accuracy by number of samples. curve: result of
+        the stage `compute_curve`."""
         rising = curve.sortby("samples")
         lines = [
             Line("samples, expected", rising["baseline_expected"].values, control=True),
@@ -562,7 +569,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
 
 def _neurons(count: int) -> list[str]:
-    """Labels of the neurons: "0", "1", …"""
+    """Labels of `count` neurons for an axis: "0", "1", …"""
     return list(map(str, range(count)))
 
 

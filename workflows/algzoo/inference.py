@@ -34,7 +34,8 @@ ENUMERATED = 50_000
 
 @dataclass(frozen=True)
 class StoicheiaInferenceSettings(AlgZooSettings):
-    """Settings of `stoicheia_inference`. Raises ConfigError for `shown` not below `inputs`."""
+    """Settings of the workflow `stoicheia_inference`, which runs one AlgZoo network on random inputs. Raises
+    ConfigError if `shown` is not below `inputs`."""
 
     inputs: Count = setting(12, "number of random inputs listed with their answers")
     source: Literal["task", "lcg"] = setting(
@@ -56,7 +57,7 @@ class StoicheiaInferenceSettings(AlgZooSettings):
 
 
 class StoicheiaInference(AlgZooWorkflow):
-    """Answers, accuracy and hidden states of one AlgZoo network."""
+    """Workflow that shows answers, accuracy and hidden states of one AlgZoo network."""
 
     name = "stoicheia_inference"
     question = "What does a tiny network predict, and what are its hidden states?"
@@ -66,7 +67,7 @@ class StoicheiaInference(AlgZooWorkflow):
     states, counted = loaded("states"), loaded("accuracy")
 
     def plan(self) -> Nodes:
-        """Nodes of all activations on the listed inputs, and of the accuracy.
+        """Nodes that compute all activations of the network on the listed inputs, and its accuracy.
 
         Raises:
             ConfigError: for `end_token` with an RNN, or source "lcg" with a transformer.
@@ -117,7 +118,7 @@ class StoicheiaInference(AlgZooWorkflow):
         yield from self._drawn()
 
     def _accuracy(self) -> View:
-        """Accuracy with the length of the training."""
+        """View of the accuracy, with the number of sequences that the network was trained on."""
         counted, metadata = self.counted, self.network.metadata
         samples = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
         measured = self.accuracy(counted, samples, with_error=False)
@@ -131,7 +132,7 @@ class StoicheiaInference(AlgZooWorkflow):
         return replace(measured, pairs=(*measured.pairs, *trained), json=about)
 
     def _answers(self) -> View:
-        """Table of the listed inputs with outputs, answers and correct answers."""
+        """Table with a row per listed input: the network's outputs, its answer and the correct answer."""
         x, outputs = self.states["x"].values, self.states["logits"].values
         answers, targets = classes_or_numbers(outputs), self.network.task.targets(x)
         is_scalar = self.network.task.is_scalar
@@ -233,6 +234,6 @@ class StoicheiaInference(AlgZooWorkflow):
 
 
 def _numbers(values: list[Any]) -> str:
-    """The first eight numbers, separated by spaces."""
+    """The first eight numbers as text, separated by spaces; "…" for the others."""
     shown = [str(value) if isinstance(value, int) else f"{value:+.3g}" for value in values[:8]]
     return " ".join(shown) + (" …" if len(values) > 8 else "")

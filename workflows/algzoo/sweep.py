@@ -37,16 +37,18 @@ if TYPE_CHECKING:
 __all__ = ["StoicheiaSweep", "StoicheiaSweepSettings"]
 
 SEQUENCES = 2**20
-"""Default number of sequences of a training, which takes about a second."""
+"""Default number of sequences that a network is trained on, which takes about a second."""
 LAST = -1
-"""Number of training sequences that stands for the longest training of each size and seed in a folder."""
+"""Placeholder for the number of training sequences: of each size and seed in a folder, the network that was
+trained longest."""
 Place = tuple[int, int, int, int]
 """(width, sequence length, seed, number of training sequences) of one network."""
 
 
 @dataclass(frozen=True)
 class StoicheiaSweepSettings:
-    """Settings of `stoicheia_sweep`. Raises ConfigError for a width, length or seed given twice, or none."""
+    """Settings of the workflow `stoicheia_sweep`, which compares AlgZoo networks of several sizes. Raises
+    ConfigError for a width, length or seed that is missing or given twice."""
 
     task: str = setting("2nd_argmax", "task of the networks")
     zoo: str = setting("", "folder of AlgZoo networks; none: networks are trained")
@@ -71,7 +73,8 @@ class StoicheiaSweepSettings:
 
 
 class StoicheiaSweep(Workflow):
-    """Accuracy of many networks of one task, by width, sequence length and training seed."""
+    """Workflow that measures the accuracy of many networks of one task, by width, sequence length and
+    training seed."""
 
     name = "stoicheia_sweep"
     question = "How wide must a tiny network be for sequences of each length?"
@@ -106,8 +109,8 @@ class StoicheiaSweep(Workflow):
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Numbers of training sequences, ascending; without the setting `SEQUENCES`, or `LAST` for a
-        folder."""
+        """Numbers of training sequences, ascending; if the setting is empty, `SEQUENCES`, or `LAST` for
+        networks of a folder."""
         return tuple(sorted(self.settings.trained)) or (LAST if self.settings.zoo else SEQUENCES,)
 
     def _trained_weights(self) -> dict[Place, ResultNode]:
@@ -141,11 +144,13 @@ class StoicheiaSweep(Workflow):
 
     @property
     def _has_several(self) -> bool:
-        """Whether results have an axis of several checkpoints, `trained`."""
+        """Whether several checkpoints of each training are scored, so that results have the axis
+        `trained`."""
         return len(self.trained) > 1
 
     def _folder_weights(self, folder: Path) -> dict[Place, ResultNode]:
-        """Nodes of the networks that the folder has; for `LAST` the one trained longest.
+        """Weight nodes of the networks in a folder that have the sizes, seeds and checkpoints of the
+        settings.
 
         Raises ConfigError for a folder that does not exist, or has no matching file.
         """
@@ -176,8 +181,8 @@ class StoicheiaSweep(Workflow):
 
     @cached_property
     def table(self) -> xr.Dataset:
-        """Accuracy, or RMSE for a scalar task, [hidden, sequence, seed], with several checkpoints [hidden,
-        sequence, seed, trained]; NaN for missing networks."""
+        """Score of each network: accuracy, or RMSE for a scalar task, [hidden, sequence, seed], and a last
+        axis `trained` for several checkpoints; NaN for missing networks."""
         import xarray as xr
 
         settings = self.settings
@@ -205,8 +210,8 @@ class StoicheiaSweep(Workflow):
         return table.isel(trained=0, drop=True).assign_attrs(trained_sequences=self.trained[0])
 
     def views(self) -> Iterator[View]:
-        """Accuracy of the best seed of each size, of every seed and, with several checkpoints, in the course
-        of training."""
+        """Views in reading order: scores by number of training sequences (for several checkpoints), of the
+        best seed of each size, and of every seed."""
         (name,) = map(str, self.table.data_vars)
         scores = self.table[name]
         dims = list(map(str, scores.dims))
@@ -288,8 +293,8 @@ class StoicheiaSweep(Workflow):
         yield Data(json={"dims": dims, name: scores})
 
     def _course(self, name: str, best: xr.DataArray) -> Lines:
-        """Curves of the best seed's score by number of training sequences. best: [hidden, sequence,
-        trained]."""
+        """Curves of the best seed's score by number of training sequences. name: "accuracy" or "rmse". best:
+        the scores, [hidden, sequence, trained]."""
         is_log = min(self.trained) > 0  # the untrained network, at 0, is not on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
@@ -314,7 +319,7 @@ class StoicheiaSweep(Workflow):
         )
 
     def _label(self, place: Place) -> str:
-        """Name of the result of a network, such as "h4_n3_seed0"."""
+        """Name of the result node of one network, such as "h4_n3_seed0" for width 4 and three numbers."""
         hidden, sequence, seed, trained = place
         return f"h{hidden}_n{sequence}_seed{seed}" + (f"_after{trained}" if self._has_several else "")
 
@@ -333,6 +338,6 @@ class StoicheiaSweep(Workflow):
 
 
 def _number(value: Any) -> float | None:
-    """A number for JSON; None for NaN."""
+    """The value as a float for JSON; None for NaN."""
     number = float(value)
     return number if np.isfinite(number) else None

@@ -25,7 +25,8 @@ __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 
 @dataclass(frozen=True)
 class AlgZooSettings:
-    """Settings that all workflows about one AlgZoo network share."""
+    """Settings that all workflows about one AlgZoo network share: the network, its task, and the samples it
+    is scored on."""
 
     model: str = setting(
         SHIPPED[1],
@@ -41,7 +42,7 @@ class AlgZooSettings:
 
 
 class AlgZooWorkflow(Workflow):
-    """Base of workflows about one AlgZoo network; `plan` returns the nodes to compute."""
+    """Base class of workflows about one AlgZoo network; subclasses define the computed nodes in `plan`."""
 
     settings: AlgZooSettings
 

@@ -43,13 +43,14 @@ __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
 @dataclass(frozen=True)
 class AttentionPatternsSettings(EdgeSettings, PromptSettings):
-    """Settings of `attention_patterns`."""
+    """Settings of the workflow `attention_patterns`, which shows the attention weights of one prompt."""
 
     top_k: Count = setting(5, "number of most attended positions listed per layer")
 
 
 class AttentionPatterns(ModelWorkflow):
-    """Attention weights of one prompt: means over heads, and one query and one key for each head."""
+    """Workflow that shows the attention weights of one prompt: means over heads, and the weights of one query
+    and one key in every head."""
 
     name = "attention_patterns"
     question = "Which positions does each head attend to?"
@@ -63,7 +64,8 @@ class AttentionPatterns(ModelWorkflow):
     [layer, head, key_position], largest, largest_head and entropy."""
 
     def plan(self) -> Nodes:
-        """Node of the prompt's attention weights, reduced to head means and the weights of one query.
+        """Node that captures the prompt's attention weights and reduces them to means over heads and the
+        weights of one query.
 
         Raises:
             ConfigError, PromptError: for a query or key outside the prompt, or a key after the query in a
@@ -85,8 +87,9 @@ class AttentionPatterns(ModelWorkflow):
 
     @cached_property
     def key(self) -> int:
-        """Key position: that of the settings, or else the one with the largest weight from the query, mean
-        over layers and heads, apart from the first token and the query; 0 if no other position exists."""
+        """Position of the attended key: the setting or, by default, the position with the largest weight from
+        the query, in the mean over layers and heads, without the first token and the query itself; 0 if there
+        is no other."""
         if self.settings.key is not None:
             return position_of(self.encoding, self.settings.key)
         weights = self.flow["from_query"].mean(("layer", "head")).values.copy()
@@ -100,7 +103,8 @@ class AttentionPatterns(ModelWorkflow):
         return self.subject.token_texts(self.encoding.ids)
 
     def views(self) -> Iterator[View]:
-        """Patterns of every head, weights of the edge by layer and head, and head means."""
+        """Views in reading order: patterns of every head, weight of the edge from query to key by layer and
+        head, and means over heads."""
         flow = self.flow.transpose("layer", "head", "query_position", "key_position")
         tokens, mean = tuple(self.subject.token_labels(self.encoding.ids)), flow["mean_pattern"]
         query_name, key_name = (f"{tokens[position]!r} ({position})" for position in (self.query, self.key))
@@ -177,7 +181,7 @@ class AttentionPatterns(ModelWorkflow):
         yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, all_queries))
 
     def _key_choice(self, query_name: str, key_name: str) -> str:
-        """Sentence on the choice of the key position; empty for a key from the settings."""
+        """Sentence for captions on how the key was chosen; empty if the settings name it."""
         if self.settings.key is not None or self.key == 0:
             return ""
         return (

@@ -71,7 +71,8 @@ COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORE
 
 @dataclass(frozen=True)
 class HeadDetectionSettings(ControlSettings, ModelSettings):
-    """Settings of `head_detection`."""
+    """Settings of the workflow `head_detection`, which scores heads on repeated random tokens or on
+    prompts."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
     sequences: Count = setting(16, "number of random sequences")
@@ -89,7 +90,8 @@ class HeadDetectionSettings(ControlSettings, ModelSettings):
 
 
 class HeadDetection(ModelWorkflow):
-    """Scores of every head as a previous-token, duplicate-token and induction head, and their controls."""
+    """Workflow that scores every head as a previous-token, duplicate-token and induction head, with a control
+    on shuffled tokens."""
 
     name = "head_detection"
     question = "Which heads are induction heads, and which attend to the previous token?"
@@ -125,8 +127,8 @@ class HeadDetection(ModelWorkflow):
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:
-        """Tokens of all prompts, the same tokens shuffled, and the first position of a prompt that is scored
-        as a query."""
+        """Tokens of all prompts, the same tokens with repetitions shuffled, and the first position of each
+        prompt whose attention is scored."""
         from ...store import PackedTokens
 
         settings, subject = self.settings, self.subject
@@ -157,8 +159,8 @@ class HeadDetection(ModelWorkflow):
 
     @cached_property
     def scores(self) -> xr.Dataset:
-        """In memory: score, spread over prompts and control [kind, layer, head], and statistics [layer,
-        head]."""
+        """Scores in memory: score, its spread over prompts and the control score, [kind, layer, head];
+        statistics of attention, [layer, head]."""
         scores = self.result("scores").assign(control=self.result("control")["score"])
         return scores.merge(self.result("statistics")).load()
 
@@ -171,8 +173,8 @@ class HeadDetection(ModelWorkflow):
         return largest(scores, scores["score"], self.settings.top, *SCORES, *STATISTICS)
 
     def _other_displacements(self, shortest: int) -> list[int]:
-        """Distances after an earlier occurrence, in tokens, for the null distribution: drawn at random from 2
-        on. shortest: number of tokens of the shortest prompt."""
+        """Distances after an earlier occurrence, in tokens from 2 on, drawn at random for the null
+        distribution. shortest: number of tokens of the shortest prompt."""
         settings = self.settings
         # A distance of a whole block would be the next occurrence, where induction heads attend again.
         longest = shortest - 1 if settings.prompts else settings.length - 1
@@ -184,8 +186,8 @@ class HeadDetection(ModelWorkflow):
 
     @cached_property
     def lead(self) -> xr.DataArray:
-        """Scores minus those on shuffled tokens, by distance after an earlier occurrence of the current
-        token, [displacement, layer, head]; displacement 1 is induction."""
+        """Attention scores minus those on shuffled tokens, [displacement, layer, head]. displacement: how
+        many tokens after an earlier occurrence of the current token the attended token is; 1 is induction."""
         score, shuffled_score = (
             self.result(name)["score"].load() for name in ("displaced", "displaced_control")
         )
@@ -193,7 +195,8 @@ class HeadDetection(ModelWorkflow):
 
     @property
     def not_claimed(self) -> str:
-        """Reason why prompts too short for a second distance give no claim; empty for longer ones."""
+        """Reason why nothing is claimed if prompts are too short to measure a second displacement; empty
+        otherwise."""
         is_short = self.lead.sizes["displacement"] == 1 and self.settings.controls
         return (
             "no verdict: the prompts are too short to measure attention at another distance"
@@ -202,8 +205,8 @@ class HeadDetection(ModelWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Induction score of the best head minus its score on shuffled tokens, compared with the best head at
-        other distances after an earlier occurrence."""
+        """Claim that the best induction head attends to tokens after earlier occurrences more than on
+        shuffled tokens, compared with the best head at other displacements."""
         lead = self.lead
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
@@ -230,7 +233,7 @@ class HeadDetection(ModelWorkflow):
 
     @property
     def measure(self) -> str:
-        """Name of the score, for captions and axes."""
+        """Name of the score in words, for captions and axes, by the setting `error_measure`."""
         if self.settings.error_measure == "abs":
             return "1 - mean absolute difference from the detection pattern"
         return "share of attention on the detection pattern"

@@ -46,14 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["LayerScan", "LayerScanSettings"]
 
 BUILT_IN = ("repeated", "unrepeated")
-"""Conditions A and B without a corpus."""
+"""Names of conditions A and B if samples are built from shipped prose."""
 PLIP = ("python_doctest", "rust_test")
-"""Default conditions A and B of a corpus, those of plip-rs."""
+"""Default names of conditions A and B in a corpus file, those of plip-rs."""
 
 
 @dataclass(frozen=True)
 class LayerScanSettings(ControlSettings, ModelSettings):
-    """Settings of `layer_scan`. Raises ConfigError for conditions without a corpus."""
+    """Settings of the workflow `layer_scan`, which compares attention under two conditions. Raises
+    ConfigError for conditions without a corpus."""
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
     condition_a: str = setting(
@@ -73,7 +74,7 @@ class LayerScanSettings(ControlSettings, ModelSettings):
 
 
 class LayerScan(ModelWorkflow):
-    """Attention from markers to targets under two conditions, compared in every layer."""
+    """Workflow that compares attention from a marker to its targets under two conditions, in every layer."""
 
     name = "layer_scan"
     question = "At which layer does a marker attend to its target?"
@@ -131,15 +132,16 @@ class LayerScan(ModelWorkflow):
         return layers
 
     def _samples(self) -> tuple[str, list[list[Sample]]]:
-        """Format version of the corpus, and the samples of conditions A and B."""
+        """Format version of the corpus, and the samples of conditions A and B: (version, [samples of A,
+        samples of B])."""
         settings = self.settings
         if settings.corpus:
             return read_samples(settings.corpus, self.conditions, unit=settings.unit)
         return "2.0", list(repeated_samples(shipped_prose(), settings.samples))
 
     def _placed(self, groups: list[list[Sample]]) -> tuple[list[Placed], list[int]]:
-        """Samples with token positions of marker and targets, those of condition A first, and the index of
-        each sample's condition. Samples whose characters are in no token are left out."""
+        """Samples with token positions of marker and targets, those of condition A first, and the condition
+        (0 or 1) of each sample. Samples whose characters are in no token are left out."""
         placed, condition = [], []
         for i, group in enumerate(groups):
             encodings = self.subject.tokenizer.encode_batch([sample.code for sample in group])
@@ -156,8 +158,8 @@ class LayerScan(ModelWorkflow):
         return placed, condition
 
     def _pairs(self, tokens: PackedTokens) -> tuple[Any, Any]:
-        """For every target, the index of (marker, target) on the pair axis and the index of its sample, both
-        int64 [target]."""
+        """For every target, int64 [target]: where its attention weight is on the flattened (query, key) axis,
+        UNSEEN if it comes after its marker; and the index of its sample."""
         starts = pair_starts(tokens)
         pair, sample = [], []
         for i, placed in enumerate(self.placed):
@@ -182,7 +184,8 @@ class LayerScan(ModelWorkflow):
         return "no verdict: a condition has fewer than two samples" if fewest < 2 else ""
 
     def claims(self) -> Iterator[Claim]:
-        """Largest t of any layer, compared with that of random assignments of samples to conditions."""
+        """Claim that attention is larger in condition A: the largest t of any layer, compared with that of
+        random assignments of samples to conditions."""
         weight, is_b = self.scan["weight"].transpose("layer", "sample").values, np.array(self.condition) == 1
         t = welch_t(weight, is_b)
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
@@ -279,7 +282,8 @@ class LayerScan(ModelWorkflow):
         yield from together("layer_scan", title, means, p_values)
 
     def _caption(self) -> str:
-        """Caption of the table: numbers of samples, the test, and samples or targets treated specially."""
+        """Caption of the table of layers: its columns, numbers of samples, and samples or targets that are
+        left out or moved."""
         counts = [int(n) for n in self.scan["n"].isel(layer=0)]
         conversion = self.conversion
         notes = [

@@ -54,11 +54,13 @@ __all__ = ["AblationOfEach", "AblationOfEachSettings"]
 PARTS = ("attn_out", "mlp_out")
 """Kinds of hook points of the ablation by layer: outputs of attention and of the MLP."""
 MANY = 50
-"""Number of shipped facts that the mean for the prompt shown is computed over by default."""
+"""Number of shipped facts over which the default mean activation is computed for ablations in the displayed
+prompt."""
 FEW = 8
-"""Number of shipped facts that the mean for each other fact is computed over."""
+"""Number of shipped facts over which the mean activation is computed for ablations in each other fact."""
 SAMPLES = 10
-"""Largest number of random prompts for how=resample; KL is the mean over them."""
+"""Largest number of random prompts that each output is resampled from for how=resample; KL is the mean over
+them."""
 INSTEAD = {
     "mean": "its mean over reference prompts",
     "zero": "zero",
@@ -71,7 +73,7 @@ KL_CAPTION = "KL(unchanged run || ablated run) of the next-token distribution, i
 
 @dataclass(frozen=True)
 class AblationOfEachSettings(DataSettings, FactSettings):
-    """Settings of `AblationOfEach`.
+    """Settings of the workflow `ablation`, which ablates one head, attention layer or MLP at a time.
 
     Raises:
         ConfigError: `references` are set and `how` is not "mean".
@@ -96,7 +98,7 @@ class AblationOfEachSettings(DataSettings, FactSettings):
 
 
 class AblationOfEach(KnownWorkflow):
-    """Single ablations: every head, and the attention and MLP output of every layer."""
+    """Workflow that ablates every head, and the attention and MLP output of every layer, one at a time."""
 
     name = "ablation"
     question = "Which heads and layers does the answer depend on?"
@@ -105,27 +107,30 @@ class AblationOfEach(KnownWorkflow):
     described: ClassVar[str] = (
         " Nothing is claimed about whole layers: a model has too few of them for a null distribution."
     )
-    """Last sentence of the caption of the claims: what is described without a claim."""
+    """Last sentence of the caption of the claims, on what nothing is claimed about."""
     unit: ClassVar[str] = "head"
-    """Unit that is ablated, "head" or "expert"; also the name of its axis."""
+    """What is ablated, "head" or "expert"; also the name of its axis in results."""
 
     layers = loaded("layers")
-    """Ablation of the attention and of the MLP of every layer, [kind, layer], in memory."""
+    """Result of ablating the attention and the MLP of every layer, [kind, layer], in memory."""
 
     @cached_property
     def units(self) -> xr.Dataset:
-        """Ablation of every unit in the prompt shown, [layer, unit], in memory."""
+        """Result of ablating every unit (head or expert) in the displayed prompt, [layer, unit], in
+        memory."""
         return self.result(f"{self.unit}s").load()
 
     def plan(self) -> Nodes:
-        """Ablations by head and by layer in the prompt shown, and by head in other facts for the claim."""
+        """Nodes of the ablations by head and by layer in the displayed prompt, and of ablations by head in
+        other facts for the claim."""
         shared = self._shared()
         parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
         units = self.on_model(Ablation(**self._grid, **shared))
         return {"heads": units, "layers": self.on_model(parts), **self._fact_nodes(shared["tokens"])}
 
     def _shared(self) -> dict[str, Any]:
-        """Arguments that the ablations by head and by layer in the prompt shown have in common."""
+        """Arguments of `Ablation` that the ablations by head and by layer in the displayed prompt have in
+        common."""
         settings = self.settings
         self.prompt, self.target = shown_fact(self.subject, settings)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
@@ -141,14 +146,13 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def _kind(self) -> str:
-        """Kind of hook point at which a unit is ablated; for heads their outputs before the output
-        projection."""
+        """Kind of hook point at which a head is ablated: its output before the output projection."""
         return self.subject.config.read_kind
 
     @property
     def _grid(self) -> dict[str, Any]:
-        """Arguments of an ablation of every unit, in the layers that have such units. Raises ConfigError
-        without."""
+        """Arguments of `Ablation` that ablate every head or expert, in the layers that have any. Raises
+        ConfigError if no layer has."""
         config = self.subject.config
         layers = config.layers_with(self._kind)
         if not layers:
@@ -164,8 +168,8 @@ class AblationOfEach(KnownWorkflow):
         }
 
     def _fact_nodes(self, prompt_ids: tuple[int, ...]) -> Nodes:
-        """Nodes that ablate every unit in other facts, [draw = fact, layer, unit], and that measure which of
-        these facts the model knows; empty with controls=0.
+        """Nodes that ablate every head or expert in other facts, [draw = fact, layer, unit], and that measure
+        which of these facts the model knows; empty with controls=0.
 
         Facts that the mean is computed over are left out, and so is the prompt shown, with tokens
         `prompt_ids`."""
@@ -188,24 +192,24 @@ class AblationOfEach(KnownWorkflow):
         return ranks_node | {"facts": self.on_model(units)}
 
     def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
-        """Ablation of every unit in another fact."""
+        """Experiment that ablates every head or expert in another fact."""
         instead = self._instead(tokens, fact.target, FEW)
         return Ablation(**self._grid, tokens=tokens, metrics=(KL(),), **instead)
 
     @property
     def compared(self) -> list[int]:
-        """Indices of the units that claims compare, into the flattened [layer, unit]."""
+        """Indices of the heads or experts that claims compare, into the flattened array [layer, unit]."""
         return list(range(self.units["kl"].size))
 
     @cached_property
     def lost(self) -> Floats:
-        """KL of the ablation of each unit on other facts, in nats: [fact, layer, unit]."""
+        """KL by the ablation of each head or expert in other facts, in nats, [fact, layer, unit]."""
         return values_of(self.result("facts")["kl"], "draw", "layer", self.unit)
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """KL of the ablation of each compared unit on other facts that the model knows, in nats: [fact,
-        unit]."""
+        """KL by the ablation of each compared head or expert in other facts that the model knows, in nats,
+        [fact, unit]."""
         # Facts to choose on are the first half, as in `_fact_nodes`.
         parts = zip(np.split(self.lost, 2), (CHOSEN_ON, SCORED), strict=True)
         chosen_on, scored_on = (
@@ -214,8 +218,8 @@ class AblationOfEach(KnownWorkflow):
         return CandidateEffects(chosen_on, scored_on)
 
     def claims(self) -> Iterator[Claim]:
-        """The unit with the largest mean KL on other facts, scored on held-out facts and in the prompt shown;
-        then, for comparison, the unit with the smallest."""
+        """Claims about the head or expert with the largest mean KL on other facts, on held-out facts and in
+        the displayed prompt; then, for comparison, about the one with the smallest."""
         n_units, layers, settings = self.lost.shape[2], self.units["layer"].values, self.settings
         most, least = (self.compared[index[0]] for index in (self.candidates.best, self.candidates.weakest))
 
@@ -252,7 +256,7 @@ class AblationOfEach(KnownWorkflow):
         )
 
     def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:
-        """Arguments of `Ablation` that say what replaces an ablated output in one prompt.
+        """Arguments of `Ablation` that define what replaces an ablated output in one prompt.
 
         Arguments:
             tokens: token ids of the prompt.
@@ -313,11 +317,12 @@ class AblationOfEach(KnownWorkflow):
         yield self._most()
 
     def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
-        """KL of every ablation of a grid."""
+        """Heatmap of the KL of every ablation of a grid, [layer, head] or [layer, kind]."""
         return Heatmap.of(grid["kl"], title, caption, sources=(name,), low=0.0, json={name: _grid_json(grid)})
 
     def _change(self, name: str, grid: xr.Dataset, title: str) -> Heatmap:
-        """Change of the target's probability by every ablation of a grid, in percentage points."""
+        """Heatmap of the change of the target's probability by every ablation of a grid, in percentage
+        points."""
         change = 100 * (grid["probability"] - self.clean)
         word = self.word
         return Heatmap.of(
@@ -331,7 +336,7 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def word(self) -> str:
-        """First token of the target, whose probability is measured."""
+        """First token of the target as text; its probability is measured."""
         return self.subject.token_labels(self.pieces[:1])[0]
 
     @property
@@ -340,7 +345,7 @@ class AblationOfEach(KnownWorkflow):
         return float(self.units["unpatched"].sel(run="clean", metric="probability"))
 
     def _most(self) -> Table:
-        """Table of the units with the largest KL."""
+        """Table of the heads or experts with the largest KL."""
         units, names = self.units, ["kl"]
         columns: list[tuple[Any, ...]] = [
             ("layer", "layer", "d"),

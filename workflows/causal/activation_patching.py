@@ -62,11 +62,13 @@ MEASURES = {
 """Quantity that recovery is a share of, by value of the setting `metric`."""
 
 ROLES = ("the subject's last token", "the last token")
-"""Token roles of every pair: a (layer, role) selected on some pairs is scored on held-out pairs."""
+"""Positions that every pair of prompts has: a (layer, role) selected on some pairs is scored at the same role
+of held-out pairs."""
 
 
 class ActivationPatchingTrace(KnownWorkflow):
-    """Activation patching of some pairs of prompts: one grid per pair and kind of activation."""
+    """Workflow that patches activations of a clean prompt into a corrupted one, one layer and position (or
+    head) at a time."""
 
     name = "activation_patching"
     question = "At which layers and positions does the difference between two prompts decide the answer?"
@@ -78,12 +80,12 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Hook-point kinds to patch: the setting, or by default those of USUAL that all layers have."""
+        """Kinds of hook points to patch: the setting, or by default those of USUAL that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def plan(self) -> Nodes:
-        """Per pair shown, one experiment by position and one by head, as far as `kinds` has any; and
-        controls."""
+        """Nodes that patch each displayed pair, by position and by head, as `kinds` requires; and nodes for
+        the claims."""
         self.pairs = PatchedPairs(self.subject, self.settings)
         self.traced = self.pairs.shown()
         states, heads = self.claimed_kinds, [kind for kind in self.kinds if _by_head(kind)]
@@ -96,8 +98,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         return nodes | (self._control_nodes(states) if states and self.settings.controls else {})
 
     def _control_nodes(self, kinds: Sequence[str]) -> Nodes:
-        """Nodes that patch both roles, [draw, layer, position]: of pairs to choose on, of pairs to score on,
-        and with activations of unrelated prompts; and the node that measures which pairs the model knows.
+        """Nodes for the claims, [draw, layer, position]: patches at both ROLES in pairs to choose on, in
+        pairs to score on, and with activations of unrelated prompts; and the node that measures which pairs
+        the model knows.
 
         Raises ConfigError without any other pair."""
         settings, unrelated, pairs = self.settings, Unrelated(self.subject), self.pairs
@@ -145,14 +148,14 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def claimed_kinds(self) -> list[str]:
-        """Hook-point kinds with a claim: those patched by position."""
+        """Kinds of hook points about which claims are made: those that are patched by position."""
         return [kind for kind in self.kinds if not _by_head(kind)]
 
     claim_sources = CONTROLS
 
     def candidates(self, kind: str) -> CandidateEffects:
-        """Recovery in percent by (layer, role) for one kind, [pair, layer, role], with one control per
-        donor."""
+        """Recovery in percent by (layer, role) for one kind of activation, [pair, layer, role], with one
+        control per unrelated prompt (donor)."""
         # The residual state at the last token determines the answer; no later token reads a recurrent one.
         roles = 1 if kind.startswith("resid") or _is_recurrent_state(kind) else 2
         choice, scored, controls = (self._recovered(name, kind)[..., :roles] for name in self.CONTROLS)
@@ -162,12 +165,13 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def makes_claims(self) -> bool:
-        """Whether `kinds` has one that is patched by position; grids by head make no claims."""
+        """Whether claims are made: some kind of `kinds` is patched by position. Grids by head make no
+        claims."""
         return bool(self.claimed_kinds)
 
     def claims(self) -> Iterator[Claim]:
-        """Per kind, the (layer, role) with the largest mean recovery on other pairs; then, for comparison,
-        the one with the mean recovery nearest to 0."""
+        """Claims, one per kind, about the (layer, role) with the largest mean recovery on other pairs; then,
+        for comparison, about the one with the mean recovery nearest to 0."""
         kinds = self.claimed_kinds
         for kind in kinds:
             candidates = self.candidates(kind)
@@ -190,20 +194,22 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def _role_names(self) -> tuple[str, str]:
-        """ROLES for claims; a model that fills in masks is read at the mask and not at the last token."""
+        """Names of ROLES in claims; in a model that fills in masks, the answer is read at the mask instead of
+        the last token."""
         if self.subject.mask is None:
             return ROLES
         return ROLES[0], "the token before the mask" if self.subject.config.mask_shift else "the mask"
 
     def counts(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which pairs of a result count, bool [pair]: those that the model knows, and a pair given by the
-        settings."""
+        """Which pairs of a result claims are about, bool [pair]: those that the model knows, and any pair
+        that the settings name."""
         if name != "choice" and self.settings.prompt:
             return np.ones(len(self.scored), bool)
         return self.is_known(CHOSEN_ON if name == "choice" else SCORED)
 
     def _recovered(self, name: str, kind: str) -> Floats:
-        """Recovery in percent for a kind of hook point, in a result of CONTROLS, for pairs that count.
+        """Recovery in percent for one kind of hook point and one of the results CONTROLS, for the pairs that
+        claims are about.
 
         Arguments:
             name: "choice", "scored" or "controls".
@@ -221,8 +227,8 @@ class ActivationPatchingTrace(KnownWorkflow):
     def _claim(
         self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
     ) -> Claim:
-        """Claim about the recovery at one place (layer, role), against unrelated prompts' activations
-        there."""
+        """Claim about the recovery at one (layer, role), compared with activations of unrelated prompts
+        patched there."""
         (layer, role), name = place, "state" if _is_recurrent_state(kind) else kind
         text = (
             f"{before}patching the clean {name} of layer {layer} at {self._role_names[role]} into the "
@@ -232,7 +238,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         return candidates.claim(text, place, of, self.settings, unit="%")
 
     def _experiment(self, pair: PatchedPair, kinds: Sequence[str], over: str) -> ActivationPatching:
-        """Patching of every layer of one pair, over "position" or over "head"."""
+        """Experiment that patches each layer of one pair, over every "position" or over every "head"."""
         metrics: tuple[Metric, ...] = (Recovery(self.pairs.metric(pair)), KL())
         if pair.pieces:
             metrics += (Probability(pair.pieces[0]),)
@@ -262,7 +268,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
 
     def by_run(self, i: int, metric: str) -> dict[str, float]:
-        """A metric of the unpatched runs of a pair, by name of the run: "clean" and "corrupted".
+        """Value of a metric in the two unpatched runs of a pair: {"clean": …, "corrupted": …}.
 
         Arguments:
             i: index of the pair.
@@ -273,7 +279,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` for the JSON document: the fields of candle-mi's example, and the grids of every kind."""
+        """JSON document of pair `i`: the fields of candle-mi's example, and the grids of every kind of
+        activation."""
         pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
         kind, first_grid = next(iter(percent.items()))
         start, last = pair.subject
@@ -313,8 +320,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         return fields
 
     def views(self) -> Iterator[View]:
-        """Per pair: heatmaps of recovery, one per hook-point kind, and a table of the best position or head
-        per layer."""
+        """Views of each pair: a heatmap of recovery per kind of activation, and a table of the best position
+        or head of each layer."""
         yield Data(json={"results": [self.document(i) for i in range(len(self.traced))]})
         for i, pair in enumerate(self.traced):
             put = f"'{format_text(pair.clean)}' patched into '{format_text(pair.corrupted)}'"
@@ -370,7 +377,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         )
 
     def _places(self, i: int, title: str) -> Table:
-        """Table of the position, or head, with the largest recovery in each layer, by kind."""
+        """Table of pair `i` with the position, or head, that has the largest recovery in each layer, by kind
+        of activation."""
         pair, percent = self.traced[i], self.recovered(i)
         tokens = self.subject.token_labels(pair.corrupted_ids)
 
@@ -415,7 +423,7 @@ def _by_head(kind: str) -> bool:
 
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
-    """The cell with the largest recovery in a grid [layer, position] or [layer, head]; of equal ones the
-    first."""
+    """Record of the largest recovery in a grid [layer, position] or [layer, head]: kind, layer, position or
+    head, and recovery; of equal values the first."""
     (place,) = ranked(percent, 1)
     return {"kind": kind, **place, "recovery": float(percent.sel(place))}

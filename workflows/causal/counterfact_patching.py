@@ -40,16 +40,17 @@ __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 TYPES = {"fact": "inside the fact", "fact_final": "last of the fact", "other": "after the fact"}
 """Token types in tables and captions, by their label: where the patched token is."""
 PAIRS = 12
-"""Largest number of pairs that a page offers to select from."""
+"""Largest number of pairs for which a page has a heatmap to select."""
 
 
 @dataclass(frozen=True)
 class CounterFactPatchesSettings(PairSettings):
-    """Settings of `CounterFactPatches`."""
+    """Settings of the workflow `counterfact_patching`: the pairs of facts, and the blocks of layers."""
 
 
 class CounterFactPatches(PairWorkflow):
-    """Patching of every position in every block of layers, for all pairs of facts."""
+    """Workflow that patches one position of a fact at a time, in blocks of layers, with the states of a
+    counterfactual fact."""
 
     name = "counterfact_patching"
     question = "At which layer does patching the subject change the fact?"
@@ -58,10 +59,11 @@ class CounterFactPatches(PairWorkflow):
     settings: CounterFactPatchesSettings
 
     raw_patches = loaded("patches")
-    """Result of patching, [patch], with variables of pairs beside, in memory."""
+    """Result of patching, in memory: one entry per patched position and block, [patch], and the unpatched
+    predictions, [pair]."""
 
     def plan(self) -> Nodes:
-        """Single-position patches in every block of layers, per pair; for claims also patches of the whole
+        """Nodes that patch each position in every block of layers; for claims also nodes that patch the whole
         subject."""
         shared = self.read_pairs()
         nodes: Nodes = {"patches": self.on_model(CounterFactPatching(**shared))}
@@ -93,8 +95,9 @@ class CounterFactPatches(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about the block of layers in which patching the subject changes the prediction most often on
-        other pairs, and, for comparison, least often."""
+        """Claims about the block of layers in which patching the subject most often makes the model predict
+        the counterfactual answer, chosen on other pairs, and, for comparison, about the block in which it
+        does so least often."""
         shares = self.candidates.mean
         # Of several blocks with equally few changes the last one: it is farthest from the first block.
         weakest = len(shares) - 1 - int(shares[::-1].argmin())
@@ -118,8 +121,9 @@ class CounterFactPatches(PairWorkflow):
 
     @cached_property
     def patches(self) -> xr.Dataset:
-        """Every patch in memory, [patch], with the next token `said` as text, whether that differs from the
-        unpatched run (`is_different`), and the `token_type` of the patched position."""
+        """All patches in memory, [patch], with three more variables: `said`, the predicted next token as
+        text; `is_different`, whether that differs from the unpatched prediction; `token_type` of the patched
+        position."""
         patches = self.raw_patches
         pair, position = patches["pair_of"].values, patches["position"].values
         next_tokens = self.subject.token_texts(patches["token_id"].values)
@@ -130,7 +134,7 @@ class CounterFactPatches(PairWorkflow):
         return patches.assign({name: ("patch", values) for name, values in columns.items()})
 
     def of(self, i: int) -> xr.Dataset:
-        """The patches of pair `i`, [patch]."""
+        """All patches of pair `i`, [patch]."""
         return self.patches.isel(patch=self.patches["pair_of"].values == i)
 
     @property
@@ -139,7 +143,7 @@ class CounterFactPatches(PairWorkflow):
         return all(pair.labels[-1] == "fact_final" for pair in self.pairs)
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` for the JSON document, in the fields of candle-mi's example."""
+        """JSON document of pair `i`, in the fields of candle-mi's example."""
         names = {
             "orig_pos": "position",
             "cf_pos": "counterfactual_position",
@@ -159,7 +163,8 @@ class CounterFactPatches(PairWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """How often the next token changes, by block and type of token, and the KL of every patch."""
+        """Views in reading order: how often a patch changes the next token, by block and type of token, and
+        the KL of every patch."""
         patches, total, model = self.patches, len(self.pairs), self.subject.name
         different, kinds = patches["is_different"].values, patches["token_type"].values
         in_block = [patches["block"].values == block for block in range(len(self.blocks))]

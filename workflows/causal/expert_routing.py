@@ -41,16 +41,18 @@ if TYPE_CHECKING:
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
 
 WEIGHTS = "expert_weights"
-"""Kind of hook point with the routing weights, [token, expert]."""
+"""Kind of hook point whose activations are the routing weights, [token, expert]."""
 IN_USE = 0.01
-"""Least share of tokens routed to an expert that claims compare."""
+"""Smallest share of the corpus's tokens that must be routed to an expert for claims to compare it."""
 PIECE = 400
-"""Characters of prose in one prompt: a few dozen tokens, fewer than the context length of any model."""
+"""Number of characters of prose in one prompt, which are a few dozen tokens: fewer than the context length of
+any model."""
 
 
 @dataclass(frozen=True)
 class ExpertRoutingSettings(AblationOfEachSettings):
-    """Settings of `ExpertRouting`."""
+    """Settings of the workflow `expert_routing`, which measures and ablates the experts of a
+    mixture-of-experts model."""
 
     model: str = setting("specimen-experts", MODEL_HELP)
     how: Literal["mean", "zero", "resample"] = setting("zero", "replacement of an ablated expert's weight")
@@ -65,7 +67,7 @@ class ExpertRoutingSettings(AblationOfEachSettings):
 
 
 class ExpertRouting(AblationOfEach):
-    """Routing of tokens to the experts of every layer, and ablation of every expert."""
+    """Workflow that shows which tokens are routed to which experts, and ablates one expert at a time."""
 
     name = "expert_routing"
     question = "Which experts process which tokens, and what does the loss become without them?"
@@ -79,10 +81,11 @@ class ExpertRouting(AblationOfEach):
     )
 
     use = loaded("use")
-    """Statistics of routing over the corpus, [layer, expert], in memory."""
+    """Result of `expert_use` in memory: statistics of routing over the corpus, [layer, expert]."""
 
     def plan(self) -> Nodes:
-        """Routing over the corpus, and ablation of every expert in the prompt shown and in other facts."""
+        """Nodes that measure routing over the corpus, and that ablate every expert in the displayed prompt
+        and in other facts."""
         settings = self.settings
         shared = self._shared()
         units = self.on_model(Ablation(**self._grid, **shared))
@@ -129,13 +132,15 @@ class ExpertRouting(AblationOfEach):
 
     @property
     def compared(self) -> list[int]:
-        """See `AblationOfEach`: experts in use."""
+        """Indices into the flattened [layer, expert] of the experts that process at least the share IN_USE of
+        all tokens."""
         # Ablating an unused expert has no effect; a null of such experts would be exceeded by any other.
         share = self.use["share"].transpose("layer", "expert").values.ravel()
         return [int(cell) for cell in np.flatnonzero(share >= IN_USE)]
 
     def views(self) -> Iterator[View]:
-        """Routing shares, KL of each ablation, information of tokens about routing, and tables of experts."""
+        """Views in reading order: routing shares, KL of each ablation, mutual information of tokens and
+        experts, and tables of experts."""
         use = self.use
         yield Data(json=self._about())
         share = Heatmap.of(
@@ -202,7 +207,8 @@ class ExpertRouting(AblationOfEach):
         )
 
     def _readers(self) -> Table:
-        """Table of the share of tokens routed to each expert, and the tokens that it processes most."""
+        """Table with a row per expert: the share of tokens routed to it, and the tokens that it processes
+        most."""
         use = self.use
         (rank,) = set(use["top_id"].dims) - {"layer", "expert"}
 

@@ -36,20 +36,22 @@ if TYPE_CHECKING:
 __all__ = ["Routing", "RoutingSettings"]
 
 OFTEN = 10
-"""Number of heads that count as the top heads of a (pair, block), as candle-mi's appearances_in_top10."""
+"""Number of heads that count as the top heads for one pair and block; 10, as in candle-mi's field
+appearances_in_top10."""
 ROWS, PANELS = 10, 4
-"""Largest numbers of heads listed in the table and of blocks drawn in the figure."""
+"""Largest number of heads listed in the table, and of blocks of layers drawn in the figure."""
 
 
 @dataclass(frozen=True)
 class RoutingSettings(PairSettings):
-    """Settings of `Routing`."""
+    """Settings of the workflow `factual_routing`: the pairs of facts, and the blocks of layers."""
 
     top_k: Count = setting(10, "heads listed per block in the JSON document")
 
 
 class Routing(PairWorkflow):
-    """The last token's attention to the fact, with the subject patched in one block of layers at a time."""
+    """Workflow that measures, head by head, how the last token's attention to a fact changes when the fact's
+    subject is patched in one block of layers."""
 
     name = "factual_routing"
     question = "Which heads carry a fact to the last token?"
@@ -58,7 +60,7 @@ class Routing(PairWorkflow):
     settings: RoutingSettings
 
     def plan(self) -> Nodes:
-        """Subject patches in every block of layers, per pair, and control nodes."""
+        """Node that patches the subject of each pair in every block of layers, and control nodes."""
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
@@ -76,9 +78,9 @@ class Routing(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about attention to the fact: its change summed over heads, for the most effective block of
-        layers; then its change in that block's most effective head and, for comparison, in its least
-        effective one."""
+        """Claims about the last token's attention to the fact: its change summed over heads, for the most
+        effective block of layers; then its change in that block's most effective head and, for comparison, in
+        its least effective one."""
         heads, of = self.candidates, "patching states of an unrelated prompt of the same length"
         assert heads.controls is not None  # by_donor gives them
         blocks = CandidateEffects(
@@ -113,8 +115,9 @@ class Routing(PairWorkflow):
 
     @cached_property
     def routing(self) -> xr.Dataset:
-        """Result of patching in memory, with the change of attention `delta`, [pair, block, layer, head], and
-        whether the next token differs from that of the unpatched run, `is_different`, [pair, block]."""
+        """Result of patching in memory, with two more variables: `delta`, the change of attention, [pair,
+        block, layer, head], and `is_different`, whether the next token differs from that of the unpatched
+        run, [pair, block]."""
         result = self.result("routing").load()
         patched = [self.subject.token_texts(row) for row in result["token_id"].values]
         unpatched = self.subject.token_texts(result["original_token_id"].values)
@@ -125,8 +128,9 @@ class Routing(PairWorkflow):
         )
 
     def frequency(self) -> list[dict[str, Any]]:
-        """Heads that are among the top OFTEN heads of any (pair, block), most frequent first, with their
-        counts and their mean |delta| there; equally frequent ones by mean |delta|, then by layer and head."""
+        """Records of the heads that are among the OFTEN with the largest |delta| for any (pair, block), most
+        frequent first, with their counts and mean |delta| there; ties by mean |delta|, then by layer and
+        head."""
         size = np.abs(self.routing["delta"].values)
         flat = size.reshape(-1, size.shape[2] * size.shape[3])
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
@@ -148,7 +152,7 @@ class Routing(PairWorkflow):
         ]
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` for the JSON document, in the fields of candle-mi's example."""
+        """JSON document of pair `i`, in the fields of candle-mi's example."""
         pair, routing, rule = self.pairs[i].tokens, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
         positions, sources = zip(*pair.subject, strict=True)
@@ -171,7 +175,7 @@ class Routing(PairWorkflow):
         }
 
     def _block_json(self, routing: xr.Dataset, block: int) -> dict[str, Any]:
-        """Record of one patched block of layers for the JSON document.
+        """JSON record of one pair with one block of layers patched.
 
         Arguments:
             routing: part of `routing` for one pair and block.
@@ -189,8 +193,8 @@ class Routing(PairWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Change of attention by head and by patched block, and the heads with the most frequent large
-        changes."""
+        """Views in reading order: change of attention by head, by patched block, and the heads that are most
+        often among those with the largest change."""
         model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
         total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
         changed = 100 * self.routing["is_different"].values.mean(0)

@@ -57,7 +57,7 @@ CITIES = (
 
 @dataclass(frozen=True)
 class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
-    """Settings of `ActivationPatchingTrace`.
+    """Settings of the workflow `activation_patching`: the pairs of prompts, what is patched, and the metric.
 
     Raises:
         ConfigError: only one of the clean and the corrupted prompt is set, an answer is set without a prompt,
@@ -142,13 +142,13 @@ class PatchedPair:
 
 
 class PatchedPairs:
-    """The pairs that the settings select, encoded for one model."""
+    """Pairs of clean and corrupted prompts that the settings select, tokenized for one model."""
 
     def __init__(self, subject: Subject, settings: ActivationPatchingTraceSettings) -> None:
         self.subject, self.settings = subject, settings
 
     def shown(self) -> list[PatchedPair]:
-        """The pairs whose grids are shown. Raises ConfigError for prompts that cannot be paired."""
+        """Pairs whose results are displayed. Raises ConfigError for prompts that cannot be paired."""
         settings = self.settings
         if settings.prompt:
             candidates = dict.fromkeys(settings.corrupted, settings.wrong)
@@ -162,9 +162,9 @@ class PatchedPairs:
         ]
 
     def others(self, shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs for selecting and for scoring a layer and position, at most 2 * settings.others: further
-        pairs of `data`, or shipped facts without `data`; pairs that are shown, or do not fit the model, are
-        left out."""
+        """Pairs on which a layer and position are selected and scored, at most 2 * settings.others: further
+        pairs of `data`, or of shipped facts if `data` has none. shown: displayed pairs, which are left
+        out."""
         settings = self.settings
         # More records than needed, as some do not fit; all of a large file would take long to tokenize.
         few = 4 * settings.others + len(shown)
@@ -174,8 +174,8 @@ class PatchedPairs:
         return fitting[: 2 * settings.others]
 
     def _fitting(self, records: Sequence[PairTexts], shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs of records, without those shown, of unequal lengths, too long for the model, or with answers
-        that the metric cannot tell apart."""
+        """Pairs made of records. Left out are displayed pairs, prompts of unequal length or too long for the
+        model, and answers that the metric cannot distinguish."""
         shown_ids, pairs = [(p.clean_ids, p.corrupted_ids) for p in shown], []
         for clean, corrupted, target, wrong in records:
             ids, corrupted_ids = (tuple(self._encoded(text).ids) for text in (clean, corrupted))
@@ -191,14 +191,15 @@ class PatchedPairs:
         return pairs
 
     def metric(self, pair: PatchedPair) -> Metric:
-        """Metric that recovery is a share of, for one pair."""
+        """Metric of one pair of which recovery is a share: KL, difference of logits, or probability."""
         if self.settings.metric == "logit_difference":
             assert pair.wrong_piece is not None
             return LogitDifference(pair.pieces[0], pair.wrong_piece)
         return Probability(pair.pieces[0]) if self.settings.metric == "probability" else KL()
 
     def question(self, pair: PatchedPair) -> AskedPrompt:
-        """Token ids of the clean prompt, the first token of its answer, and the position that predicts it."""
+        """Question for `AnswerRanks`: token ids of the clean prompt, first token of its answer, and the
+        position that predicts it."""
         return pair.clean_ids, pair.pieces[0], self.read_at(pair)
 
     def read_at(self, pair: PatchedPair) -> int:
@@ -212,8 +213,8 @@ class PatchedPairs:
         return clean
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
-        """Arguments of patching experiments on one pair: prompts, hook-point kinds, window of layers and read
-        position.
+        """Arguments of patching experiments on one pair: prompts, kinds of hook points, window of layers, and
+        the position whose prediction is read.
 
         Arguments:
             pair: the pair.
@@ -229,16 +230,16 @@ class PatchedPairs:
         }
 
     def _encoded(self, text: str) -> Encoding:
-        """Tokens of a prompt, with a mask appended for models that fill in masks."""
+        """Prompt as tokens, with a mask token appended for models that fill in masks."""
         return encoded(self.subject, self.subject.asked(text))
 
     def _fits(self, clean: str, candidates: Iterable[str]) -> bool:
-        """Whether any corrupted prompt has as many tokens as the clean one."""
+        """Whether any of the corrupted prompts `candidates` has as many tokens as the clean one."""
         length, *corrupted_lengths = (len(self._encoded(text).ids) for text in (clean, *candidates))
         return length in corrupted_lengths
 
     def _pair(self, clean: str, answer: str, candidates: Mapping[str, str]) -> PatchedPair:
-        """A clean prompt with the first corrupted prompt that has as many tokens.
+        """Pair of a clean prompt and the first of its corrupted prompts that has as many tokens.
 
         Arguments:
             clean: clean prompt.

@@ -41,7 +41,8 @@ __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
 
 @dataclass(frozen=True)
 class CircuitDiscoverySettings(CircuitSettings):
-    """Settings of `CircuitDiscovery`."""
+    """Settings of the workflow `circuit_discovery`: the tasks, how edges are scored, and the size of the
+    circuit."""
 
     size: Natural = setting(0, "number of edges of the circuit; 0: a tenth of all edges")
     by_position: bool = setting(
@@ -52,7 +53,8 @@ class CircuitDiscoverySettings(CircuitSettings):
 
 
 class CircuitDiscovery(CircuitWorkflow):
-    """Circuit discovery per task: edge scores, circuit, and faithfulness on held-out pairs."""
+    """Workflow that finds a circuit for each task: scores edges by gradients, selects a circuit, and measures
+    its faithfulness on held-out pairs."""
 
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
@@ -62,21 +64,24 @@ class CircuitDiscovery(CircuitWorkflow):
     settings: CircuitDiscoverySettings
 
     def positions(self, task: str) -> int | None:
-        """Number of positions that edges of a task distinguish; None without by_position."""
+        """Number of positions at which a task's edges are distinct; None if edges are the same at every
+        position."""
         # One length for both halves: edges chosen at positions of one half are run at those of the other.
         return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
 
     def edges(self, task: str) -> int:
-        """Number of edges in the graph of a task, counted at every position with by_position."""
+        """Number of edges in the graph of a task; with the setting by_position, each edge counts once per
+        position."""
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Circuit size in edges: the setting, else a tenth of the graph's edges, at least 1."""
+        """Number of edges of a task's circuit: the setting `size`, else a tenth of the graph's edges, at
+        least 1."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Nodes:
-        """Per task: scores and exact effects of edges, and runs of the circuit and of random circuits on
-        held-out pairs."""
+        """Nodes of each task: scores and exact effects of edges, and runs of the circuit and of random
+        circuits on held-out pairs."""
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
@@ -103,8 +108,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
 
     def faithful(self, task: str) -> Floats:
-        """Faithfulness of a task's circuit in percent, [pair]; every pair is divided by the mean
-        denominator."""
+        """Faithfulness of a task's circuit in percent, [pair]: 100 is the whole model, 0 the model with every
+        edge corrupted. All pairs share one denominator, the mean."""
         result = self.result(f"{task}_circuit").load()
         clean, empty = (result[name].values for name in ("clean", "empty"))
         # One denominator for all pairs, as in `faithfulness`: that of a single pair may be near 0.
@@ -119,7 +124,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return Claim.against(text, faithful, random, of, unit="%", held_out=True, seed=seed)
 
     def views(self) -> Iterator[View]:
-        """Per task: a table of the circuit's edges, a map of positions with `by_position`, and a drawing."""
+        """Views of each task: a table of the circuit's edges, a heatmap of positions with the setting
+        `by_position`, and a drawing."""
         documents = {task: self.document(task) for task in self.tasks}
         yield Data(
             json={
@@ -143,8 +149,8 @@ class CircuitDiscovery(CircuitWorkflow):
             )
 
     def document(self, task: str) -> dict[str, Any]:
-        """A task's circuit for tables and the JSON document: edges with scores, faithfulness, and exact
-        effects."""
+        """JSON document of a task's circuit: its edges with scores and exact effects, and its faithfulness;
+        tables read it too."""
         scores = self.result(f"{task}_scores")["score"].values
         circuit, in_graph = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
         effects = None
@@ -178,7 +184,7 @@ class CircuitDiscovery(CircuitWorkflow):
         }
 
     def _table(self, task: str, document: dict[str, Any]) -> Table:
-        """Table of the edges of a task's circuit; document: see `document`."""
+        """Table of the edges of a task's circuit. document: the task's JSON document."""
         shown = min(self.settings.listed, len(document["edges"]))
         unit = self.result(f"{task}_scores")["score"].attrs["units"]
         return Table.of(

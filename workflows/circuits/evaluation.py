@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Sizes of circuits as shares of all edges, as in the Mechanistic Interpretability Benchmark."""
+"""Default sizes of circuits, as shares of all edges: those of the Mechanistic Interpretability Benchmark."""
 CARRIED: dict[Alternative, str] = {
     "corrupted": "the output of their source in the corrupted prompt",
     "zero": "zero instead of the output of their source",
@@ -53,7 +53,8 @@ CARRIED: dict[Alternative, str] = {
 
 @dataclass(frozen=True)
 class CircuitEvaluationSettings(CircuitSettings):
-    """Settings of `CircuitEvaluation`.
+    """Settings of the workflow `circuit_evaluation`: the tasks, how edges are scored and ablated, and the
+    sizes of circuits.
 
     Raises:
         ConfigError: `shares` has fewer than two, does not ascend, or begins at 0; or `share` is 0.
@@ -84,7 +85,8 @@ class CircuitEvaluationSettings(CircuitSettings):
 
 
 class CircuitEvaluation(CircuitWorkflow):
-    """Faithfulness of circuits by size, and the effect of every edge of one circuit."""
+    """Workflow that measures how faithful circuits of growing size are, and which edges of one circuit a task
+    needs."""
 
     name = "circuit_evaluation"
     question = "How much of a task does a circuit do alone, and which of its edges does it need?"
@@ -95,15 +97,17 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Distinct sizes in edges, ascending; shares of fewer than one edge are left out."""
+        """Numbers of edges of the evaluated circuits, distinct and ascending; shares of less than one edge
+        are left out."""
         return tuple(sorted({size for share in self.settings.shares if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
-        """Number of edges that a share of all edges is, rounded down."""
+        """Number of edges that make up a share of all edges, rounded down."""
         return int(share * self.num_edges)
 
     def plan(self) -> Nodes:
-        """Per task: runs of circuits and of random circuits by size, and of one circuit without each edge."""
+        """Nodes of each task: runs of circuits and of random circuits of every size, and of one circuit
+        without each of its edges."""
         if len(self.sizes) < 2:
             raise ConfigError(
                 f"expected shares that give circuits of two or more sizes in a graph of {self.num_edges} "
@@ -133,8 +137,8 @@ class CircuitEvaluation(CircuitWorkflow):
         return nodes
 
     def curves(self, task: str) -> dict[str, Floats]:
-        """Faithfulness in percent: "circuit" [size], "complement", the model without it, [size], and "random"
-        [size, draw]."""
+        """Faithfulness in percent, by name: "circuit" [size]; "complement", of the model without the circuit,
+        [size]; "random", of random circuits, [size, draw]."""
         circuits = self.result(f"{task}_circuits").load()
         return {
             "circuit": 100 * faithfulness(circuits),
@@ -145,7 +149,7 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def shares(self) -> Floats:
-        """Sizes as shares of all edges, [size]."""
+        """Sizes of the evaluated circuits as shares of all edges, [size]."""
         shares: Floats = np.array(self.sizes) / self.num_edges
         return shares
 
@@ -159,7 +163,8 @@ class CircuitEvaluation(CircuitWorkflow):
         return Claim.against(text, effect, random, of, unit="%", held_out=True)
 
     def document(self, task: str) -> dict[str, Any]:
-        """A task for tables and the JSON document: curves, their areas, and the effect of each edge."""
+        """JSON document of a task: faithfulness by size, the areas under it, and the effect of each edge;
+        tables read it too."""
         curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
         under, between = areas(self.shares, curves["circuit"] / 100)
         circuit = Circuit(self.layout, minimal["chosen"].values[0] > 0)
@@ -188,7 +193,8 @@ class CircuitEvaluation(CircuitWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Per task: faithfulness by size, and a table of the edges of one circuit by their effect."""
+        """Views of each task: faithfulness by size of the circuit, and a table of the edges of one circuit by
+        their effect."""
         documents = {task: self.document(task) for task in self.tasks}
         yield Data(json={**self.subject.about, "evaluated": documents})
         for task in self.tasks:
@@ -251,7 +257,7 @@ def _complement(circuits: xr.Dataset) -> Floats:
 
 
 def _shown_edges(n_shown: int, n_edges: int, listed: int) -> str:
-    """Which edges of a circuit its table shows, in words."""
+    """Which edges of a circuit its table lists, in words for the caption."""
     if n_shown == n_edges:
         return "every edge"
     return f"the {listed} edges with the largest effect and the {listed} with the smallest"

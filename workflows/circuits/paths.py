@@ -43,21 +43,22 @@ if TYPE_CHECKING:
 __all__ = ["PathPatchingTrace", "PathPatchingTraceSettings"]
 
 HEAD, OTHER, QUIETEST = "strong head", "strong MLP or input", "quietest head"
-"""Roles of the listed senders: why `StrongestPaths` selected them."""
+"""Roles of the listed senders: as what `StrongestPaths` selected each of them."""
 CHANGES = "random changes of the same norm, on the same path"
 CONTROL_COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("random, 95 %", lambda sender: "{low_95:+.3f} to {high_95:+.3f}".format(**sender["random"])),
     ("excess", "further", "+.3f"),
     ("p", "p", ".2g"),
 )
-"""Columns of the table of senders that need controls."""
+"""Columns of the table of senders that are shown only if controls were run."""
 SIGNS = 200
 """Number of draws of random signs; they need no further runs of the model."""
 
 
 @dataclass(frozen=True)
 class PathPatchingTraceSettings(TaskSettings):
-    """Settings of `PathPatchingTrace`."""
+    """Settings of the workflow `path_patching`: the tasks, the receivers of paths, and what happens to MLPs
+    between."""
 
     controls: Natural = setting(
         20, "random changes of the same norm per sender, as controls; 0: none, and nothing is claimed"
@@ -76,7 +77,8 @@ class PathPatchingTraceSettings(TaskSettings):
 
 
 class PathPatchingTrace(TaskWorkflow):
-    """Effects of every sender on each receiver, and those of the strongest against random changes."""
+    """Workflow that patches paths: corrupts the output of one head, MLP or the embedding (sender) on its
+    paths to a receiver only."""
 
     name = "path_patching"
     question = "Which heads and MLPs affect the answer, and through which later heads?"
@@ -86,7 +88,8 @@ class PathPatchingTrace(TaskWorkflow):
     settings: PathPatchingTraceSettings
 
     def plan(self) -> Nodes:
-        """Per task: paths to the receivers, and to those one step back."""
+        """Nodes of each task: paths from all senders to the receivers of the settings, and to the inputs of
+        the strongest heads, one step back."""
         settings = self.settings
         if not settings.receivers:
             raise ConfigError(f"expected at least one receiver, found none; set receivers={LOGITS}")
@@ -111,7 +114,8 @@ class PathPatchingTrace(TaskWorkflow):
 
     @cached_property
     def receivers(self) -> list[_ReceiverEffects]:
-        """Effects on every receiver in each task; receivers one step back follow the others of the task."""
+        """Effects of all senders on every receiver, task by task; receivers one step back come last in each
+        task."""
         effects = []
         for task in self.tasks:
             for node in (name for name in (f"{task}_paths", f"{task}_back") if name in self.nodes):
@@ -121,8 +125,8 @@ class PathPatchingTrace(TaskWorkflow):
         return effects
 
     def claims(self) -> Iterator[Claim]:
-        """Per receiver: the strongest sender against random changes. For receivers that the settings name
-        also the strongest head against other heads, and, for comparison, the weakest head. No claims about
+        """Claims for each receiver about its strongest sender; for receivers that the settings name also
+        about the strongest head compared with other heads and, for comparison, the weakest head. None about
         tasks that the model does not do."""
         for receiver in self.receivers:
             if receiver.task in self.done:
@@ -138,7 +142,7 @@ class PathPatchingTrace(TaskWorkflow):
         )
 
     def _claims(self, receiver: _ReceiverEffects) -> Iterator[Claim]:
-        """Claims about the senders to one receiver."""
+        """Claims about the senders to one receiver; see `claims`."""
         strong = [sender for sender in receiver.listed if sender["role"] != QUIETEST]
         heads = [sender for sender in strong if sender["role"] == HEAD]
         candidates = heads if heads and not receiver.is_back else strong
@@ -162,7 +166,7 @@ class PathPatchingTrace(TaskWorkflow):
     def _beyond(
         self, receiver: _ReceiverEffects, sender: Mapping[str, Any], rank: str, before: str = ""
     ) -> Claim:
-        """Claim about a sender against random changes of its output.
+        """Claim that corrupting a sender's output changes the answer more than random changes of it do.
 
         Arguments:
             receiver: effects on the receiver.
@@ -180,7 +184,8 @@ class PathPatchingTrace(TaskWorkflow):
         return receiver.claim(text, receiver.beyond(sender))
 
     def views(self) -> Iterator[View]:
-        """Per receiver: a heatmap of the effects of all senders, and a table and bars of the strongest."""
+        """Views of each receiver: a heatmap of the effects of all senders, and a table and bars of the
+        strongest."""
         yield Data(json={**self.subject.about, "paths": [receiver.to_json() for receiver in self.receivers]})
         for task in self.tasks:
             panels: list[View] = []
@@ -291,7 +296,7 @@ class PathPatchingTrace(TaskWorkflow):
 
 
 class _ReceiverEffects:
-    """Effects of all senders on one receiver in one task, of a result of `StrongestPaths`."""
+    """Effects of all senders (heads, MLPs, embedding) on one receiver in one task."""
 
     def __init__(self, task: str, node: str, result: xr.Dataset, seed: int) -> None:
         """
@@ -324,26 +329,29 @@ class _ReceiverEffects:
         return {name: float(effects.mean()) for name, effects in self._effects.items()}
 
     def beyond(self, sender: Mapping[str, Any]) -> Floats:
-        """Excess of a sender's effect, signed as on the pairs it was chosen on, over the mean absolute effect
-        of random changes, [pair]."""
+        """Effect of a sender minus the mean absolute effect of random changes of its output, [pair]; the
+        effect is positive where it has the sign that it had on the pairs it was chosen on."""
         random = self._result["random"].isel(told=sender["place"]).transpose("pair", "draw").values
         excess: Floats = self._signed(sender) - (np.abs(random).mean(1) if self.has_controls else 0.0)
         return excess
 
     def beyond_heads(self, sender: Mapping[str, Any]) -> Floats | None:
-        """Excess over the mean absolute effect of the other heads, [pair]; None without other heads."""
+        """Effect of a sender minus the mean absolute effect of all other heads, [pair]; None without other
+        heads."""
         other_heads = [
             effects for name, effects in self._effects.items() if is_head(name) and name != sender["sender"]
         ]
         return self._signed(sender) - np.abs(other_heads).mean(0) if other_heads else None
 
     def _signed(self, sender: Mapping[str, Any]) -> Floats:
-        """A sender's effects [pair], positive where they have the sign of its effect on the other pairs."""
+        """Effects of a sender, [pair], multiplied by the sign of its effect on the pairs that it was chosen
+        on."""
         signed: Floats = np.sign(sender["chosen_effect"]) * self._effects[sender["sender"]]
         return signed
 
     def null(self, place: int) -> Null:
-        """Null distribution of the listed sender at index `place`: mean over pairs of each random change."""
+        """Null distribution of the sender at index `place` of `listed`: for each random change of its output,
+        the mean effect over pairs."""
         return Null(self._result["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
     def claim(self, text: str, excess: Floats) -> Claim:
@@ -359,7 +367,7 @@ class _ReceiverEffects:
 
     @cached_property
     def listed(self) -> list[dict[str, Any]]:
-        """Records of the selected senders: strongest heads, strongest other senders, then the weakest
+        """Records of the senders that tables list: strongest heads, strongest other senders, then the weakest
         head."""
         selected = self._result["chosen"].values.tolist()
         # An odd number: as many heads as other senders, and one weakest head.

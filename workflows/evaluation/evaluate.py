@@ -68,18 +68,19 @@ COSTS = {
     "induction loss": ("repetitions", 1),
     "log-probability of answers": ("facts", -1),
 }
-"""Measure -> (name of the cost in JSON, sign): cost = sign * (changed - unchanged), in nats."""
+"""Measures with a cost -> (name of the cost in JSON, sign). Cost in nats: sign * (value with the intervention
+- value of the unchanged model)."""
 COST_NAMES = {
     "text": "text",
     "repetitions": "repeated random tokens",
     "facts": "the answers of facts",
 }
-"""Name of the tokens whose loss each cost is, for claims."""
+"""Tokens on which each cost is measured, in words that follow "loss on" in claims."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings(ControlSettings, ModelSettings):
-    """Settings of `evaluate`.
+    """Settings of the workflow `evaluate`: text, facts, and the intervention whose cost is measured.
 
     Raises:
         ConfigError: for more than one of `zero`, `mean` and `dictionary`.
@@ -120,8 +121,8 @@ class EvaluateSettings(ControlSettings, ModelSettings):
 
 
 class Evaluate(ModelWorkflow):
-    """Loss on text and on repetitions, factual recall and layer order of a model, and the cost of an
-    intervention."""
+    """Workflow that measures a model's loss on text and on repetitions, its recall of facts and the order of
+    its layers, with and without an intervention."""
 
     name = "evaluate"
     question = "How good are the model's predictions, and what does an intervention cost?"
@@ -129,8 +130,8 @@ class Evaluate(ModelWorkflow):
     settings: EvaluateSettings
 
     def plan(self) -> Nodes:
-        """Nodes of losses, factual recall and layer orders, unchanged, with the intervention, and with its
-        controls.
+        """Nodes of losses, recall of facts and layer orders: of the unchanged model, with the intervention,
+        and with its controls.
 
         Raises:
             ConfigError: for a masked language model, or without text to take means over.
@@ -172,7 +173,8 @@ class Evaluate(ModelWorkflow):
     # -- prompts
 
     def _text(self) -> tuple[Prompts, Prompts, Prompts]:
-        """Prompts of wrapped text, the same prompts with shuffled tokens, and as many further prompts."""
+        """Prompts of wrapped text, the same prompts with shuffled tokens, and as many further prompts that
+        are not scored."""
         settings = self.settings
         context = min(settings.context, self.subject.config.context_length)
         packed = line_corpus(self.subject, read_texts(settings.text), (settings.width,), context)
@@ -207,7 +209,8 @@ class Evaluate(ModelWorkflow):
         return _as_prompts(prompts), tuple(self.subject.answer_ids(facts))
 
     def _change(self, further: Prompts) -> Change | None:
-        """The intervention with its controls that `zero`, `mean` or `dictionary` set; None without.
+        """Intervention that the settings `zero`, `mean` or `dictionary` define, with its controls; None if
+        none is set.
 
         further: prompts that are not scored, over which means are taken.
         """
@@ -225,7 +228,7 @@ class Evaluate(ModelWorkflow):
     # -- results
 
     def _gain(self, name: str, control: str) -> Floats:
-        """Loss in the result `control` minus loss in the result `name`, in nats per token, [prompt]."""
+        """Loss of the result `control` minus that of the result `name`, in nats per token, [prompt]."""
         return values_of(self.result(control)["loss"] - self.result(name)["loss"])
 
     def recall(self) -> dict[str, Any]:
@@ -255,7 +258,7 @@ class Evaluate(ModelWorkflow):
 
     @cached_property
     def orders(self) -> dict[str, Any] | None:
-        """Costs of exchanges of two layers; None if none was measured.
+        """Costs of exchanging two layers; None if no exchange was measured.
 
         Returns:
             loss of the model as loaded; costs [exchange], mean rise of the loss; best, the smallest cost,
@@ -282,8 +285,8 @@ class Evaluate(ModelWorkflow):
         }
 
     def _is_better(self, cost: Floats, loss: Floats) -> bool:
-        """Whether an exchange of layers improves a trained model: it lowers the loss, to below that of
-        uniform guessing, with the upper ends of the 95 % intervals over prompts.
+        """Whether the model does better with two layers exchanged: the exchange lowers the loss, to below
+        that of uniform guessing, by the upper ends of the 95 % intervals over prompts.
 
         cost, loss: rise of the loss, and loss with the layers exchanged, in nats per token, [prompt].
         """
@@ -335,7 +338,7 @@ class Evaluate(ModelWorkflow):
         return " ".join(filter(None, (self._too_few(), mixed_up)))
 
     def _measures(self, prefix: str = "", **draw: int) -> dict[str, float]:
-        """All measures of the unchanged model, or with an intervention.
+        """All measures by name: of the unchanged model, with the intervention, or with one of its controls.
 
         prefix: of the names of results: "", "changed_" or "other_". draw: `draw=i` for control i of "other_".
         """
@@ -360,8 +363,8 @@ class Evaluate(ModelWorkflow):
         return [self._measures("other_", draw=i) for i in range(n_controls)]
 
     def records(self) -> list[dict[str, Any]]:
-        """A record per measure: measure, unit, value of the unchanged model and, with an intervention,
-        changed and the median and 95 % range of the controls."""
+        """JSON record of each measure: measure, unit and value; with an intervention also the changed value,
+        and the median and 95 % range over the controls."""
         unchanged = self._measures()
         changed = {} if self.change is None else self._measures("changed_")
         units = {"tokens of text said": "share", "facts said": "share", "median rank of answers": "rank"}
@@ -384,8 +387,8 @@ class Evaluate(ModelWorkflow):
 
     @cached_property
     def costs(self) -> list[dict[str, Any]]:
-        """Costs of the intervention, then of each control: records with change, text, repetitions and facts,
-        the last three in nats, positive if predictions get worse."""
+        """Costs of the intervention, then of each control: records with the intervention's name and its cost
+        on text, repetitions and facts, in nats; positive if predictions get worse."""
         assert self.change is not None
         unchanged = self._measures()
         names = (self.change.text, *self.change.control_names)
@@ -426,7 +429,8 @@ class Evaluate(ModelWorkflow):
             yield Claim.against(text, cost[name], draws, self.change.null, **fields)
 
     def _too_few(self) -> str:
-        """Reason why the cost of an intervention is not claimed; empty if it is, or without intervention."""
+        """Sentence for captions on why the cost of the intervention is not claimed; empty if it is, or
+        without an intervention."""
         if self.change is None or len(self.control_measures) >= LEAST:
             return ""
         n_controls = len(self.control_measures)
@@ -444,7 +448,7 @@ class Evaluate(ModelWorkflow):
         )
 
     def views(self) -> Iterator[View]:
-        """Table of all measures, table of costs, and loss by position."""
+        """Views in reading order: table of all measures, table of costs, and loss by position."""
         model, records = self.subject.name, self.records()
         uniform = math.log(self.subject.config.vocab_size)
         mixed = _weighted(self.result("shuffled_text"), "loss")
@@ -541,14 +545,14 @@ class Evaluate(ModelWorkflow):
 
 
 def _weighted(losses: xr.Dataset, name: str) -> float:
-    """Mean over all tokens of a variable [prompt] of `CorpusLoss`, which is a mean over the prompt's
-    tokens."""
+    """Mean over all tokens of a variable of `CorpusLoss`, which holds the mean over each prompt's tokens,
+    [prompt]."""
     return float((losses[name] * losses["tokens"]).sum() / losses["tokens"].sum())
 
 
 def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
-    """Log-probabilities of answers in a result of `FactualRecall`, in nats: after every prompt, [prompt,
-    answer's fact], and after the fact's own prompt, [fact]."""
+    """Log-probabilities of answers in a result of `FactualRecall`, in nats: after the prompt of every fact,
+    [prompt's fact, answer's fact], and after the answer's own prompt, [fact]."""
     # Answers are stored once, sorted by token id; several facts may have the same one.
     columns = np.searchsorted(recall["answer"].values, recall["target"].values)
     after_all: Floats = recall["logprob"].values[:, columns]
@@ -556,5 +560,5 @@ def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
 
 
 def _as_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
-    """Token ids as tuples of ints, as experiments take them."""
+    """Prompts as tuples of token ids, the form that experiments take."""
     return tuple(tuple(int(token) for token in row) for row in rows)

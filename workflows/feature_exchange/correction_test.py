@@ -37,7 +37,7 @@ __all__ = ["CorrectionTest", "CorrectionTestSettings"]
 
 @dataclass(frozen=True)
 class CorrectionTestSettings(ControlSettings, InjectionSettings):
-    """Settings of `CorrectionTest`; empty ones are taken from the preset."""
+    """Settings of the workflow `correction_test`; empty ones are taken from the preset."""
 
     inject: str = setting("", "feature that the commitment injects, layer:index")
     strength: Positive | None = setting(
@@ -59,7 +59,8 @@ class CorrectionTestSettings(ControlSettings, InjectionSettings):
 
 
 class Correction(FeatureExchange):
-    """A commitment of fixed strength, and a correction in later layers, which claims are about."""
+    """Exchange of features of fixed strength (the commitment), and a further feature injected into later
+    layers (the correction), which claims are about."""
 
     settings: CorrectionTestSettings
     cause = "correction"
@@ -67,7 +68,8 @@ class Correction(FeatureExchange):
 
     @cached_property
     def correct(self) -> FeatureId:
-        """Feature of the correction. Raises ConfigError if it would be written before its own layer."""
+        """Feature that the correction injects. Raises ConfigError if it would be written before its own
+        layer."""
         correct, from_layer = self.dictionary.feature(self.preset.correct), self.preset.correct_from_layer
         if from_layer < correct.layer:
             raise ConfigError(
@@ -78,7 +80,8 @@ class Correction(FeatureExchange):
 
     @cached_property
     def doses(self) -> tuple[Dose, ...]:
-        """Doses of the commitment at fixed strength, then of the correction at the strength of the run."""
+        """All doses: those of the commitment, of fixed strength, then that of the correction, of the strength
+        of the run."""
         strength, from_layer = self.preset.strength, self.preset.correct_from_layer
         # A fixed dose does not grow with the strength of the run, which is that of the correction.
         commitment = [replace(dose, fixed=dose.factor * strength, factor=0.0) for dose in self.preset_doses]
@@ -88,7 +91,7 @@ class Correction(FeatureExchange):
 
     @property
     def strength(self) -> float:
-        """Strength of the claim: the largest one of the correction."""
+        """Strength of the correction that the claim is about: the largest one."""
         return self.settings.max_strength
 
     @property
@@ -98,7 +101,8 @@ class Correction(FeatureExchange):
 
 
 class CorrectionTest(ExchangeWorkflow):
-    """A commitment to one word, and corrections to another word of several strengths."""
+    """Workflow that commits a text to one word by an exchange of features, then corrects it to another word
+    in later layers, at several strengths."""
 
     name = "correction_test"
     question = "Can an exchange of features be undone at later layers?"
@@ -111,7 +115,7 @@ class CorrectionTest(ExchangeWorkflow):
     with_attention = True
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """See `ExchangeWorkflow`: the preset needs a correction."""
+        """The preset, if it has a correcting feature; raises ConfigError otherwise."""
         if not preset.correct:
             raise ConfigError(
                 f"expected a preset with a correcting feature, found {self.settings.preset!r}; set correct, "
@@ -120,12 +124,13 @@ class CorrectionTest(ExchangeWorkflow):
         return preset
 
     def strengths(self) -> tuple[float, ...]:
-        """From 0 up to the largest, evenly spaced."""
+        """Strengths of the correction: from 0 up to the largest, evenly spaced."""
         steps = self.settings.steps
         return tuple(step * self.settings.max_strength / steps for step in range(steps + 1))
 
     def effects(self, result: xr.Dataset) -> Floats:
-        """Change of P(word of the correction) from the commitment alone, [place, exchange]."""
+        """Change of the probability of the correction's word from the run with the commitment alone, [place,
+        exchange]."""
         probability = probabilities(result)
         # Index 1 of the axis "exchange" is the commitment alone; see `FeatureExchange.tried`.
         return probability - probability[:, [1]]
@@ -142,7 +147,8 @@ class CorrectionTest(ExchangeWorkflow):
 
     @cached_property
     def head(self) -> tuple[int, int] | None:
-        """Layer and head whose attention is reported; None if the model has no head 21:5, the default."""
+        """(layer, head) whose attention is reported; None if the settings name none and the model has no head
+        21:5."""
         config, text = self.subject.config, self.settings.head or "21:5"
         layer, _, head = text.partition(":")
         if not (layer.isdecimal() and head.isdecimal()):
@@ -157,8 +163,8 @@ class CorrectionTest(ExchangeWorkflow):
         return None
 
     def views(self) -> Iterator[View]:
-        """Tables of the exchanged features and of the correction strengths; curves of both word probabilities
-        and of attention."""
+        """Views in reading order: the exchanged features, a table by strength of the correction, and curves
+        of the probabilities of both words and of attention."""
         yield from self.opening()
         exchange, preset, labels, points = self.exchange, self.preset, self.labels, self._points()
         words = (preset.inject_word, preset.correct_word)
@@ -252,7 +258,8 @@ class CorrectionTest(ExchangeWorkflow):
         ]
 
     def _predicted(self, run: xr.Dataset, prefix: str = "") -> dict[str, Any]:
-        """Probabilities of both words and of the likeliest token of one run.
+        """JSON fields of one run: probabilities of both words, and the most likely token with its
+        probability.
 
         Arguments:
             run: one strength of the sweep.

@@ -25,14 +25,14 @@ from .workflow import ExchangeWorkflow, position_sweep
 __all__ = ["PlanningInPoems", "PlanningInPoemsSettings"]
 
 SMALLEST = 1e-12
-"""Smallest rise of a probability that is marked in the table."""
+"""Smallest rise of a probability that is marked in the table; smaller ones may be rounding errors."""
 SHOWN = 12
-"""Number of positions in the table."""
+"""Number of positions listed in the table."""
 
 
 @dataclass(frozen=True)
 class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
-    """Settings of `PlanningInPoems`; empty ones are taken from the preset."""
+    """Settings of the workflow `planning_in_poems`; empty ones are taken from the preset."""
 
     site: str = setting(
         "",
@@ -44,15 +44,16 @@ class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
 
 
 class PlanningInPoems(ExchangeWorkflow):
-    """Exchange of features at every position, and the probabilities of both words at the end."""
+    """Workflow that exchanges features at each position of a prompt in turn and measures the probabilities of
+    two words at its end."""
 
     name = "planning_in_poems"
     question = "Do features at an earlier token decide the word a text ends on?"
     settings_type = PlanningInPoemsSettings
 
     def views(self) -> Iterator[View]:
-        """Tables of the exchange and of the positions with the highest probability, and the probability by
-        position."""
+        """Views in reading order: the exchange, the positions with the highest probability, and the
+        probability by position."""
         yield from self.opening()
         preset, exchange, labels, swept = self.preset, self.exchange, self.labels, self.sweep.isel(strength=0)
         word, strength, injected = preset.inject_word, preset.strength, labels.short(exchange.inject)
