@@ -100,7 +100,8 @@ class FeaturePreset:
 
 @dataclass(frozen=True)
 class ExchangePair:
-    """One exchange of a file of pairs. Of each word the first token after the prompt is measured."""
+    """One exchange of features that a file of pairs describes; the probability of each word is that of its
+    first token after the prompt."""
 
     prompt: str
     """The text without its last word."""
@@ -118,7 +119,7 @@ class ExchangePair:
 
 @dataclass(frozen=True)
 class PairPreset:
-    """Feature exchanges in several prompts, for one model and dictionary."""
+    """Exchanges of features of several pairs of words, for one model and dictionary."""
 
     model: str
     """Hub id or directory of the model."""
@@ -136,7 +137,8 @@ class PairPreset:
     """Sentence on the selection of features, for captions of claims."""
 
     def of(self, pair: ExchangePair) -> FeaturePreset:
-        """One pair as the preset of a single exchange."""
+        """Preset of a single exchange: one pair with the model, dictionary, strength and ending of this
+        preset."""
         shared = {
             name: getattr(self, name) for name in ("model", "dictionary", "strength", "ending", "selection")
         }
@@ -232,7 +234,7 @@ ENDS_ON = {
         "In the whole coach they read three\nand Lorry with the wine said",
     ),
 }
-"""By word: two couplets after which the unchanged model predicts it. Couplets are the first twelve of
+"""Word -> two couplets after which the unchanged specimen predicts it. They are the first twelve of
 `COUPLETS`, in frames that the specimen's training text never combined; no feature below was chosen on
 them."""
 ON_OTHERS = (
@@ -250,8 +252,8 @@ THE_SAME_WORDS = (
 
 
 def crossed(features: Mapping[str, str]) -> tuple[ExchangePair, ...]:
-    """Pairs of every couplet with every other word, ordered so that neighbours have different couplets and
-    the first few cover all words.
+    """Pairs of every couplet with every other word, in an order in which neighbours have different couplets
+    and the first few cover all words.
 
     Arguments:
         features: feature of each word, which is suppressed in couplets that expect the word, and injected in
@@ -273,8 +275,8 @@ def _first_end(couplet: str) -> str:
 
 
 def _poem(lines: Sequence[str], suppress: Sequence[str], word: str) -> ExchangePair:
-    """Pair of a poem on Llama 3.2: features of its expected last word suppressed, the one of "that"
-    injected."""
+    """Pair of a poem on Llama 3.2: the features of its expected last word are suppressed, the feature of
+    "that" is injected."""
     return ExchangePair("\n".join(lines), tuple(suppress), word, "14:13043", "that")
 
 
@@ -354,7 +356,7 @@ PAIR_PRESETS = {
 
 
 def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
-    """The preset that the settings name, with the fields replaced that they set.
+    """The preset that the settings name, with its fields replaced by those that the settings set.
 
     Empty values and 0 leave the preset's value; ("none",) means no features. A prompt in the settings has the
     kind "prompt". Features in the settings, and those of the preset used with such a prompt, count as chosen
@@ -383,7 +385,7 @@ def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
 
 
 def read_pairs(path: Path) -> tuple[ExchangePair, ...]:
-    """The pairs of a JSON file: a list of objects with the fields of `ExchangePair`.
+    """Pairs of words and features from a JSON file, a list of objects with the fields of `ExchangePair`.
 
     Raises ConfigError for a file that is missing, has another form, or has no pairs.
     """

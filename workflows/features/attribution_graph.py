@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "AttributionGraphs", "GraphPreset", "AttributionGraphsSettings"]
 
 SHOWN = 4
-"""Number of corpus examples shown per feature."""
+"""Number of corpus examples shown for each feature."""
 
 
 class GraphPreset(NamedTuple):
@@ -82,7 +82,8 @@ specimen."""
 
 @dataclass(frozen=True)
 class AttributionGraphsSettings(ModelSettings):
-    """Settings of `attribution_graph`; an empty model, dictionary or prompt is taken from the preset."""
+    """Settings of the workflow `attribution_graph`; an empty model, dictionary or prompt is taken from the
+    preset."""
 
     model: str = setting("", 'hub id, directory, or "specimen"')
     preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
@@ -126,7 +127,8 @@ class AttributionGraphsSettings(ModelSettings):
 
 
 class AttributionGraphs(Workflow):
-    """Attribution graph of one prompt, pruned, with labels and corpus examples of its features."""
+    """Workflow that computes and prunes the attribution graph of one prompt, with labels and corpus examples
+    of its features."""
 
     name = "attribution_graph"
     question = "Through which features do the tokens of a prompt affect the next token?"
@@ -203,12 +205,13 @@ class AttributionGraphs(Workflow):
 
     @property
     def _logit_effects(self) -> dict[str, Any]:
-        """Keyword arguments for views: the vocabulary, and the effect of each feature on the logits."""
+        """Keyword arguments that views of features share: the vocabulary, and each feature's effect on the
+        logits."""
         return {"vocabulary": self.subject.tokenizer.vocabulary, "effects": self.result("effects").load()}
 
     @property
     def _texts(self) -> dict[int, xr.Dataset]:
-        """Corpus examples of largest activation of each feature, by layer; empty without a corpus."""
+        """Corpus examples with the largest activations of each feature, by layer; empty without a corpus."""
         if self._examples is None:
             return {}
         assert self.store is not None  # `run` has set it, as the result of the graph is open
@@ -217,7 +220,8 @@ class AttributionGraphs(Workflow):
         return examples_of(self.graph, encoded, ranked, most=SHOWN)
 
     def views(self) -> Iterator[View]:
-        """The explained tokens, the scores, the pruned graph, and a table of its strongest features."""
+        """Views in reading order: the explained tokens, the scores, the pruned graph, and a table of its
+        strongest features."""
         graph, counts, edges = self.graph, self.graph.counts, len(self.pruned.kept.weight)
         n_kept = {kind: kept_of(self.pruned, kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)}
         yield Data(
@@ -284,7 +288,8 @@ class AttributionGraphs(Workflow):
 
 
 def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
-    """The preset that the settings name, with their own model, dictionary and prompt where they are set.
+    """The preset that the settings name, with the model, dictionary and prompt of the settings where they are
+    set.
 
     Raises:
         ConfigError: for an unknown preset, or for a model other than the preset's without a dictionary.

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["CltProbe", "CltProbeSettings"]
 
 CANDIDATES, ROWS = 3, 10
-"""Number of features proposed to suppress, each of another layer; number of rows of each table."""
+"""Largest number of features proposed to suppress, each of another layer, and of rows of each table."""
 
 
 @dataclass(frozen=True)
 class CltProbeSettings(PromptFeaturesSettings):
-    """Settings of `clt_probe`."""
+    """Settings of the workflow `clt_probe`: the prompt, the position to probe, and the word to search."""
 
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
     word: str = setting(
@@ -55,7 +55,8 @@ class CltProbeSettings(PromptFeaturesSettings):
 
 
 class CltProbe(PromptFeaturesWorkflow):
-    """Features active at one position, and features whose decoders align with a word's embedding."""
+    """Workflow that lists features active at one position, and features whose decoders point along a word's
+    embedding."""
 
     name = "clt_probe"
     question = "Which features are active at a position, and which would write a given word?"
@@ -65,7 +66,7 @@ class CltProbe(PromptFeaturesWorkflow):
     shipped = "clt"
 
     activity = loaded("activity")
-    """Every active (layer, position, feature) of the prompt, [active]."""
+    """All active features of the prompt with their layers, positions and activations, [active], in memory."""
 
     def plan(self) -> Nodes:
         """Nodes of the active features and, if a word is searched, of the decoders nearest to it."""
@@ -112,7 +113,7 @@ class CltProbe(PromptFeaturesWorkflow):
         return self._labelled(records(at_position.isel(active=order), "active", **columns))
 
     def _labelled(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records of features with their labels added."""
+        """The records of features with a field "label" added."""
         return [row | {"label": self.labels.label(_feature(row))} for row in rows]
 
     @property
@@ -125,8 +126,8 @@ class CltProbe(PromptFeaturesWorkflow):
         return list(by_layer.values())[:CANDIDATES]
 
     def views(self) -> Iterator[View]:
-        """Table of features at the position, table of decoders nearest to the word, and the number of active
-        features by layer and token."""
+        """Views in reading order: features active at the position, decoders nearest to the word, and the
+        number of active features by layer and token."""
         rows, settings, layers = self.active, self.settings, self.dictionary.layers
         by_layer = [
             {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: settings.top_k]}
@@ -198,7 +199,8 @@ class CltProbe(PromptFeaturesWorkflow):
         return labelled(counts, "active features", layer=layers, token=self.token_axis)
 
     def _position(self) -> int:
-        """The position to probe; raises ConfigError for a `word` that is no token of the prompt."""
+        """Position to probe: that of the setting `word` or `position`. Raises ConfigError for a word that is
+        no token of the prompt."""
         word = self.settings.word.strip().lower()
         if not word:
             return position_of(self.encoding, self.settings.position)
@@ -213,8 +215,8 @@ class CltProbe(PromptFeaturesWorkflow):
 
 
 def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
-    """The prompt and its answer. Without a prompt the specimen gets the fact of its preset, whose answer is
-    one token."""
+    """(prompt, answer). Without a prompt in the settings, the specimen gets that of its preset, whose answer
+    is one token."""
     if settings.model == SPECIMEN and not settings.prompt:
         preset = PRESETS[SPECIMEN]
         return preset.prompt, preset.suppress_word
@@ -222,5 +224,5 @@ def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
 
 
 def _feature(row: dict[str, Any]) -> FeatureId:
-    """Feature id of a record, from its fields layer and index."""
+    """Id of the feature of a record, from the fields layer and index."""
     return FeatureId(row["layer"], row["index"])

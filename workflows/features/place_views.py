@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["place_views"]
 
 BINS = 20
-"""Number of bins of the histogram of relative norms."""
+"""Number of bins of the histogram of relative decoder norms."""
 
 
 def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> Iterator[View]:
-    """A table with a row per place and, for a crosscoder of two models, the histogram of relative norms.
+    """Views of a crosscoder: a table with a row per place and, for one of two models, a histogram of relative
+    norms.
 
     Arguments:
         norms: result of the stage `place_norms`: norm [place, feature], and relative_norm [feature] for two
@@ -78,7 +79,7 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
 
 
 def exclusive(relative: npt.NDArray[Any]) -> dict[str, int]:
-    """Numbers of features of a crosscoder of two models: first_alone, second_alone and shared.
+    """Numbers of features by the models that have them: "first_alone", "second_alone" and "shared".
 
     relative: the second model's share of each feature's decoder norms, 0 to 1, [feature]; up to `EXCLUSIVE` a
     feature counts as the first model's alone, from 1 - `EXCLUSIVE` on as the second's.
@@ -88,7 +89,7 @@ def exclusive(relative: npt.NDArray[Any]) -> dict[str, int]:
 
 
 def _histogram(relative: npt.NDArray[Any]) -> xr.DataArray:
-    """Number of features per bin of relative norm, [which, relative_norm]."""
+    """Number of features by relative norm, in BINS bins from 0 to 1, [which, relative_norm]."""
     counts, edges = np.histogram(relative, BINS, (0, 1))
     centres = (edges[:-1] + edges[1:]) / 2
     return labelled(counts[None].astype(np.float64), "features", which=["features"], relative_norm=centres)

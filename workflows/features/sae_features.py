@@ -36,7 +36,7 @@ __all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
 @dataclass(frozen=True)
 class SaeFeaturesSettings(PromptFeaturesSettings):
-    """Settings of `sae_features`."""
+    """Settings of the workflow `sae_features`: the autoencoder, the prompt and the position."""
 
     dictionary: str = setting("", "autoencoder: directory or org/repo; none: specimen/sae")
     layer: int | None = setting(None, "layer of a dictionary with several layers; none: the middle one")
@@ -47,7 +47,8 @@ class SaeFeaturesSettings(PromptFeaturesSettings):
 
 
 class SaeFeatures(PromptFeaturesWorkflow):
-    """Active features and reconstruction error of a sparse autoencoder on one prompt."""
+    """Workflow that shows which features of a sparse autoencoder are active in one prompt, and its
+    reconstruction error."""
 
     name = "sae_features"
     question = (
@@ -86,13 +87,13 @@ class SaeFeatures(PromptFeaturesWorkflow):
 
     @cached_property
     def activity(self) -> xr.Dataset:
-        """Active features of the selected layer, [active]."""
+        """Active features of the selected layer with their positions and activations, [active]."""
         activity = self.result("activity").load()
         return activity.isel(active=activity["active_layer"].values == self.layer).sel(layer=self.layer)
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """Labels of the strongest features."""
+        """Labels of the features that are most active in the prompt."""
         return self.active_labels(self.activity)
 
     def top(self, position: int) -> list[dict[str, Any]]:
@@ -112,7 +113,8 @@ class SaeFeatures(PromptFeaturesWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """Table of the strongest features of the position, and activations of features by token."""
+        """Views in reading order: the strongest features of the position, and activations of features by
+        token."""
         activity, names, n_skipped = self.activity, self.tokens, self.settings.zero_positions
         read = activity.isel(position=slice(n_skipped, None))
         where = f"positions from {n_skipped} on" if n_skipped else "all positions"

@@ -41,12 +41,14 @@ __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 
 HEADS = "heads"
 STREAM = "states"
-"""Values of the setting `what`: outputs of heads before the projection, or states of the residual stream."""
+"""Values of the setting `what`: outputs of heads before the output projection, or states of the residual
+stream."""
 
 
 @dataclass(frozen=True)
 class AttributionPatchingTraceSettings(VerifiedSettings):
-    """Settings of `AttributionPatchingTrace`."""
+    """Settings of the workflow `attribution_patching`: what is patched, and how many estimates are
+    checked."""
 
     what: Literal["heads", "states"] = setting(
         HEADS,
@@ -56,7 +58,8 @@ class AttributionPatchingTraceSettings(VerifiedSettings):
 
 
 class AttributionPatchingTrace(AttributedPairs):
-    """Estimates of every cell in the first pair, and exact patches of some cells in every pair."""
+    """Workflow of attribution patching: estimates by gradients of patching every activation of the first
+    pair, and exact patches of some activations in every pair."""
 
     name = "attribution_patching"
     question = "Which heads carry the difference between two prompts, by gradients, and do exact runs agree?"
@@ -67,10 +70,12 @@ class AttributionPatchingTrace(AttributedPairs):
     """Estimated recovery in the first pair, [layer, head, position] or [layer, position]; 1 is the clean
     run."""
     checked = loaded("checked")
-    """Estimates and exact effects of the patched cells of every pair, [draw = pair, cell], in memory."""
+    """Estimates and exact effects of the activations that were patched in every pair, [draw = pair, cell], in
+    memory; a cell is one (layer, head, position)."""
 
     def plan(self) -> Nodes:
-        """Estimates of the first pair, exact patches in all pairs, and ranks of the answers."""
+        """Nodes of the first pair's estimates, of exact patches in all pairs, and of the ranks of their
+        answers."""
         self.read = self.read_pairs(self.settings.wrong)
         by_head = self.settings.what == HEADS
         self.kind = kind = self.subject.config.read_kind if by_head else "resid_post"
@@ -100,8 +105,8 @@ class AttributionPatchingTrace(AttributedPairs):
 
     @cached_property
     def effects(self) -> tuple[Floats, Floats]:
-        """Estimated and exact recoveries of the patched cells in percent, [pair, cell], for pairs that
-        count."""
+        """(estimated, exact) recoveries of the patched activations in percent, [pair, cell] each, for the
+        pairs that claims are about."""
         estimate, exact = (
             100 * self.checked[name].transpose("draw", "cell").values[self.counts]
             for name in ("estimate", "exact")
@@ -111,8 +116,8 @@ class AttributionPatchingTrace(AttributedPairs):
     claim_sources = ("checked",)
 
     def claims(self) -> Iterator[Claim]:
-        """Exact effect of the cell with the largest estimate, and rank correlation of estimates with exact
-        effects."""
+        """Claims about the exact effect of the activation with the largest estimate, and about the rank
+        correlation of estimates with exact effects."""
         settings, (estimate, exact) = self.settings, self.effects
         is_random = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
         # A grid of at most `verify` cells is checked whole, and leaves none to draw at random.
@@ -130,8 +135,8 @@ class AttributionPatchingTrace(AttributedPairs):
         yield Claim.ranking(text, pairs, "patched activations of each pair", settings)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: pairs that count, cells that were patched, and the largest error of an
-        estimate."""
+        """Caption of the claims: the pairs they are about, which activations were patched, and the largest
+        error of an estimate."""
         estimate, exact = self.effects
         return (
             f"Claims are about {int(self.counts.sum())} of {len(self.read)} pairs of prompts, those whose "
@@ -144,13 +149,14 @@ class AttributionPatchingTrace(AttributedPairs):
 
     @property
     def _cell_name(self) -> str:
-        """A cell of the grid, as claims name it."""
+        """What identifies a patched activation within a layer, as claims name it: "head and position" or
+        "position"."""
         return f"{'head and ' if self.settings.what == HEADS else ''}position"
 
     @cached_property
     def cells(self) -> list[dict[str, Any]]:
-        """Records of the patched cells of the first pair, largest estimates first, with estimate and exact
-        recovery in percent."""
+        """Records of the patched activations of the first pair, largest estimates first, with estimated and
+        exact recovery in percent."""
         cells = self.checked.isel(draw=0)
         percent = cells.assign(estimate=100 * cells["estimate"], exact=100 * cells["exact"])
         # Patches go into the corrupted run, so that a position is one of its tokens.
@@ -159,8 +165,8 @@ class AttributionPatchingTrace(AttributedPairs):
         return [row | {"token": tokens[row["position"]]} for row in rows]
 
     def views(self) -> Iterator[View]:
-        """Heatmaps of the first pair's estimates by head and by position, and a table of its patched
-        cells."""
+        """Views in reading order: heatmaps of the first pair's estimates by head and by position, and a table
+        of its patched activations."""
         pair = self.read[0]
         # Recovery is 0 for the corrupted run, so that first-order estimates of cells can be summed.
         estimates = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
@@ -172,7 +178,8 @@ class AttributionPatchingTrace(AttributedPairs):
         yield self._cells_table(pair)
 
     def _map(self, estimates: xr.DataArray, axis: str, summed: str) -> Heatmap:
-        """Heatmap of estimates by layer and `axis`, summed over the other axis `summed` where it exists."""
+        """Heatmap of estimates by layer and `axis` ("head" or "position"), summed over the other axis,
+        `summed`, if it exists."""
         shown = estimates.sum(summed, keep_attrs=True) if summed in estimates.dims else estimates
         over = f", summed over {summed}s" if summed in estimates.dims else ""
         return Heatmap.of(
@@ -187,7 +194,7 @@ class AttributionPatchingTrace(AttributedPairs):
         )
 
     def _cells_table(self, pair: AttributedPair) -> Table:
-        """Table of the patched cells of the first pair: estimate beside exact recovery."""
+        """Table of the patched activations of the first pair: estimated beside exact recovery."""
         agreement = [
             row | {"pair": number, "is_known": bool(self.counts[number])}
             for number in range(len(self.read))

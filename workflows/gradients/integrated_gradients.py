@@ -40,18 +40,19 @@ if TYPE_CHECKING:
 __all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
 
 MEASURED = ("log-probability of the answer", "nats")
-"""Name and unit of attributions."""
+"""Name and unit of attributions, for axes."""
 
 
 @dataclass(frozen=True)
 class IntegratedGradientsTraceSettings(AttributionSettings):
-    """Settings of `IntegratedGradientsTrace`."""
+    """Settings of the workflow `integrated_gradients`: the facts, and the steps of the integral."""
 
     steps: Count = setting(32, "number of steps of the integral along the line")
 
 
 class IntegratedGradientsTrace(AttributedPairs):
-    """Integrated gradients from a baseline prompt to each fact."""
+    """Workflow that attributes each fact's answer to the tokens of its prompt by integrated gradients from a
+    baseline prompt."""
 
     name = "integrated_gradients"
     question = "Which tokens of a prompt does the answer's logit come from?"
@@ -59,7 +60,7 @@ class IntegratedGradientsTrace(AttributedPairs):
     settings: IntegratedGradientsTraceSettings
 
     def plan(self) -> Nodes:
-        """One result per fact, and ranks of the answers."""
+        """Nodes of the attributions, one per fact, and of the ranks of their answers."""
         settings = self.settings
         self.read = self.read_pairs()
         unrelated = Unrelated(self.subject)
@@ -80,14 +81,15 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @cached_property
     def facts(self) -> list[xr.Dataset]:
-        """Result of each fact, restricted to positions whose embedding differs from the baseline's."""
+        """Result of each fact, without the positions whose embedding equals the baseline's, in memory."""
         results = [self.result(f"fact_{number}").load() for number in range(len(self.read))]
         # Where the embeddings are equal, the attribution is exactly 0.
         return [fact.isel(position=np.flatnonzero(fact["attribution"].values != 0)) for fact in results]
 
     @cached_property
     def counted(self) -> list[xr.Dataset]:
-        """Facts that the model knows, with more than one position that differs from the baseline."""
+        """Results of the facts that claims are about: known to the model, and with more than one position
+        that differs from the baseline."""
         return [
             fact
             for fact, is_known in zip(self.facts, self.counts, strict=True)
@@ -96,13 +98,14 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @property
     def not_claimed(self) -> str:
-        """See `KnownWorkflow`; nothing is claimed either if only one position differs from the baseline."""
+        """Reason why nothing is claimed: the model knows too few facts, or only one position differs from the
+        baseline; empty otherwise."""
         single = "Only one position differs from the baseline, so that there is no other to compare it with."
         return super().not_claimed or ("" if self.counted else single)
 
     def claims(self) -> Iterator[Claim]:
-        """Exact effect of the token with the largest attribution, and rank correlation of attributions with
-        exact effects."""
+        """Claims about the exact effect of the token with the largest attribution, and about the rank
+        correlation of attributions with exact effects."""
         settings = self.settings
         largest, controls = zip(*map(self._removed, self.counted), strict=True)
         # Every prompt needs the same number of controls; the shortest has the fewest.
@@ -120,7 +123,8 @@ class IntegratedGradientsTrace(AttributedPairs):
         yield Claim.ranking(text, pairs, "tokens of each prompt", settings)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: facts that count, and the largest gap of the attributions."""
+        """Caption of the claims: the facts they are about, and how much of the difference attributions
+        miss."""
         gap = max(abs(float(fact["gap"])) for fact in self.facts)
         return (
             f"Claims are about {len(self.counted)} of {len(self.read)} facts, those whose answer the model "
@@ -130,14 +134,14 @@ class IntegratedGradientsTrace(AttributedPairs):
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
-        """Log-probability lost, in nats, by replacing the token with the largest attribution, and each other
-        token, [token]."""
+        """Log-probability in nats that replacing the token with the largest attribution loses, and that
+        replacing each other token loses, [token]."""
         # Signed, unlike the table: the claim is that the log-probability falls, not that it changes.
         most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 
     def document(self, number: int) -> dict[str, Any]:
-        """Fact `number` for tables and the JSON document."""
+        """JSON document of fact `number`; the tables read it too."""
         fact, pair = self.facts[number], self.read[number]
         value, baseline = fact["value"].values.tolist()
         return {
@@ -150,8 +154,8 @@ class IntegratedGradientsTrace(AttributedPairs):
         }
 
     def views(self) -> Iterator[View]:
-        """The first fact's attributions and exact effects, the path of log-probabilities, and a table of
-        facts."""
+        """Views in reading order: attributions and exact effects in the first fact, log-probabilities along
+        the integration path, and a table of facts."""
         facts = [self.document(number) for number in range(len(self.read))]
         shown, first_fact = self.facts[0], facts[0]
         path = labelled(
@@ -205,6 +209,6 @@ class IntegratedGradientsTrace(AttributedPairs):
 
 
 def _most(fact: dict[str, Any]) -> str:
-    """Token of a fact with the largest absolute attribution."""
+    """Token with the largest absolute attribution in a fact, with the attribution as text: "␣nat (+5.64)"."""
     token = max(fact["tokens"], key=lambda row: abs(row["share"]), default=None)
     return "none" if token is None else f"{format_token(token['token'])} ({token['share']:+.2f})"

@@ -35,7 +35,8 @@ def graph_views(
     called: Mapping[FeatureId, str] = MappingProxyType({}),
     **known: Any,
 ) -> tuple[Values, Graph, Table]:
-    """Scores, graph and table of a pruned attribution graph.
+    """Views of a pruned attribution graph: its scores, the interactive graph, and a table of its strongest
+    features.
 
     Arguments:
         pruned: the graph; its thresholds are the initial positions of the sliders.
@@ -113,7 +114,7 @@ def examples_of(
 
 
 def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
-    """Label of a feature: label by people, promoted token, and activating token."""
+    """All known labels of a strong feature: by people, promoted token, and token that it fires on."""
     writes = {strong.feature: strong.raised[0]} if strong.raised else {}
     return FeatureLabels(writes, {strong.feature: strong.token}, called).label(strong.feature)
 
@@ -121,7 +122,8 @@ def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
 def _table(
     strongest: Sequence[StrongFeature], sources: tuple[str, ...], called: Mapping[FeatureId, str]
 ) -> Table:
-    """Table of the features with most influence, with the tokens that they raise and lower, if known."""
+    """Table of the features with most influence; with the tokens that they raise and lower, if these were
+    computed."""
     # Features carry no tokens if the graph's effects on the logits were not computed.
     is_known = any(strong.raised for strong in strongest)
     effects = (

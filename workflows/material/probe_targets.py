@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_targets"]
 
 TARGETS = ("character_count", "line_break")
-"""Targets of wrapped prose."""
+"""Names of the targets that probes of wrapped prose predict."""
 FEWEST = 10
-"""Smallest number of examples per label for balancing."""
+"""Smallest number of examples that each label must have to be balanced."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """ "label" or "number", as `stages.probe` calls them."""
+        """Kind of the target: "label" for classes, "number" otherwise."""
         return "label" if self.classes else "number"
 
 
 def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
-    """Targets of wrapped prose by name. Special tokens, line breaks and, for `line_break`, last tokens have
-    no value.
+    """Targets of wrapped prose. Special tokens, line breaks and, for `line_break`, last tokens of prompts
+    have no value.
 
     Arguments:
         tokens: tokens of the prose.
@@ -73,7 +73,7 @@ def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
 
 
 def _next_breaks(tokens: PackedTokens) -> npt.NDArray[np.float64]:
-    """1 if the next token of the prompt contains a line break, else 0; NaN at the last token. [token]."""
+    """Whether the next token of the prompt contains a line break, 1 or 0; NaN at the last token. [token]."""
     assert tokens.texts is not None
     assert tokens.char_start is not None
     assert tokens.char_end is not None
@@ -153,7 +153,8 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
-    """Entries of a file, with checked form."""
+    """Entries of a file of labelled texts, each {"text", "label"} or {"text", "spans"}; raises ConfigError
+    for another form."""
     data = read_outside(Path(path).expanduser(), ConfigError, "correct it, or name another file")
     try:
         # Editors on Windows write a byte order mark in front of UTF-8.
@@ -188,7 +189,7 @@ def _word(label: Any) -> str:
 
 
 def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Target:
-    """Select a random subset of a target's examples.
+    """The target with values for a random subset of its tokens only; NaN for the others.
 
     Arguments:
         target: the target.

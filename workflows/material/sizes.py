@@ -12,7 +12,7 @@ OPERATIONS = 1.5e12
 
 
 def affordable(operations: float, most: int, *, least: int = 8) -> int:
-    """Number of items that a default takes.
+    """Number of items, such as prompts, that a workflow takes by default.
 
     Arguments:
         operations: floating-point operations of one item.

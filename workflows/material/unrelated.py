@@ -23,7 +23,8 @@ __all__ = ["Unrelated"]
 
 
 class Unrelated:
-    """Unrelated prompts for one model; tokenises the shipped texts once."""
+    """Source of unrelated prompts for one model, whose states serve as controls; tokenizes the shipped texts
+    once."""
 
     def __init__(self, subject: Subject) -> None:
         facts = shipped_facts()
@@ -36,7 +37,7 @@ class Unrelated:
     def to(
         self, prompt: Sequence[int], count: int, *, seed: int, targets: Collection[str] = ()
     ) -> list[tuple[int, ...]]:
-        """Draw distinct prompts of equal length.
+        """Distinct random prompts with as many tokens as a given one, as token ids.
 
         Arguments:
             prompt: token ids of the prompt.

@@ -61,7 +61,7 @@ class Fact(NamedTuple):
 
 
 def default_data(subject: Subject, data: Sequence[str]) -> tuple[str, ...]:
-    """Names of files and sources of facts; () for the shipped facts.
+    """Names of the files and sources that facts are read from; () for the shipped facts.
 
     Arguments:
         subject: the model, whose default is used if `data` is empty: the shipped facts for a model that ships
@@ -74,13 +74,13 @@ def default_data(subject: Subject, data: Sequence[str]) -> tuple[str, ...]:
 
 
 def single_facts(subject: Subject, source: str) -> list[dict[str, Any]]:
-    """Facts of a named source: SHIPPED_DATA, or GENERAL, of which those that the model knows."""
+    """Facts of a named source: the shipped facts, or those general facts that the model knows."""
     return shipped_facts() if source == SHIPPED_DATA else subject.general_facts
 
 
 def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
-    """Facts of files and named sources, in their order; the shipped ones if none is named. Raises ConfigError
-    like `read_records`."""
+    """Facts of files and named sources, in their order; the shipped facts if none is named. Raises
+    ConfigError for an invalid file, see `read_records`."""
     facts: list[Fact] = []
     for path in data or (SHIPPED_DATA,):
         if path in (SHIPPED_DATA, GENERAL):
@@ -99,8 +99,8 @@ def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
 
 
 def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
-    """Prompt and target of the settings; without them the first fact of their `data`, or the default of
-    `answers.fact`.
+    """(prompt, target) to display: those of the settings; without them the first fact of their `data`, or the
+    default of `answers.fact`.
 
     Arguments:
         subject: the model.
@@ -112,7 +112,7 @@ def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
 
 
 def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
-    """Read a JSON list of records.
+    """Records of a JSON file of facts, with checked fields.
 
     Arguments:
         path: path of the file.
@@ -144,8 +144,8 @@ def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
 
 
 def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list[T]:
-    """The first `count` facts; of a user's and of general facts fewer if there are not so many, but an even
-    number.
+    """The first `count` facts. Of a user's and of general facts there may be fewer, but an even number and at
+    least two.
 
     Arguments:
         facts: facts that fit the model.

@@ -54,7 +54,7 @@ class PairTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class FactPair:
-    """One record of CounterFact, tokenised."""
+    """One pair of facts, tokenized."""
 
     texts: PairTexts
     """Both prompts and their answers."""
@@ -75,14 +75,14 @@ SUBJECTS: Mapping[SubjectRule, str] = {
     "differing": "subject's last token",
     "last_fact": "fact's last token",
 }
-"""Rule for the subject's tokens -> name of what is patched: all tokens in which the prompts differ, the last
-of them, or the last token of the fact (candle-mi)."""
+"""Setting `subject` -> name of what is patched: all tokens in which the prompts differ, the last of them, or
+the last token of the fact (as in candle-mi)."""
 
 
 def fact_pairs(
     subject: Subject, data: Sequence[str], limit: int, *, rule: SubjectRule = "whole"
 ) -> list[FactPair]:
-    """The first pairs of files or of the shipped facts, tokenised.
+    """The first pairs of facts from files, or of the default facts, tokenized.
 
     Arguments:
         subject: the model.
@@ -112,8 +112,8 @@ def pair_records(subject: Subject, data: Sequence[str]) -> list[PairTexts]:
 
 
 def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Pairs of facts with equal relation and number of tokens and different answers; each fact is in at most
-    one pair.
+    """Pairs of facts with the same relation, equally many tokens and different answers; each fact is in at
+    most one pair.
 
     Pairs in which both answers are single tokens come first, then those in which the original answer is. If
     only one answer is a single token, its fact is the original.
@@ -168,7 +168,7 @@ def _tokenised(subject: Subject, texts: PairTexts, rule: SubjectRule) -> FactPai
 
 
 class PairWorkflow(KnownWorkflow):
-    """A workflow that patches pairs of facts in blocks of layers."""
+    """Base class of workflows that patch pairs of facts in blocks of layers."""
 
     settings: PairSettings
     asked_about = "pairs"
@@ -176,7 +176,8 @@ class PairWorkflow(KnownWorkflow):
     describes_unknown = False
 
     def read_pairs(self) -> dict[str, Any]:
-        """Read pairs and blocks from the settings; returns them as arguments of an experiment."""
+        """Reads pairs and blocks of layers from the settings, and returns them as arguments of an
+        experiment."""
         require_next(self.subject)
         settings, layers = self.settings, self.subject.config.num_layers
         self.pairs = fact_pairs(self.subject, settings.data, settings.limit, rule=settings.subject)
@@ -186,8 +187,8 @@ class PairWorkflow(KnownWorkflow):
         return {"pairs": tuple(pair.tokens for pair in self.pairs), "block_size": self.block_size}
 
     def control_nodes(self) -> Nodes:
-        """Nodes "choice" (the subject patched in other pairs, to select a block), "controls" (patched from
-        unrelated prompts), and the node of known pairs. Empty if controls=0."""
+        """Nodes for the claims: "choice", the subject patched in other pairs, to select a block; "controls",
+        states of unrelated prompts patched; and the ranks of the pairs' answers. Empty if controls=0."""
         settings = self.settings
         if not settings.controls:
             return {}
@@ -217,12 +218,13 @@ class PairWorkflow(KnownWorkflow):
         }
 
     def _asked(self, pair: FactPair) -> AskedPrompt:
-        """The original prompt of a pair and the first token of its answer."""
+        """Question for `AnswerRanks`: the original prompt of a pair, the first token of its answer, and the
+        last position."""
         return pair.tokens.original, self.subject.answer_id(pair.texts.original, pair.texts.target), -1
 
     def _other_records(self) -> list[PairTexts]:
-        """Records of further pairs for selection and scoring: of `data`, or shipped facts without `data`;
-        slightly more records than required."""
+        """Texts of further pairs on which a block is chosen: of `data`, or of shipped facts if `data` has
+        none; slightly more than required."""
         # More than needed: pairs that are shown, and prompts longer than the context, drop out.
         start, count = len(self.pairs), 4 * self.settings.others
         records = pair_records(self.subject, self.settings.data)[start : start + count]
@@ -230,13 +232,13 @@ class PairWorkflow(KnownWorkflow):
         return [r for r in records if self.subject.fits(self.subject.tokenizer.encode(r.original).ids)]
 
     def by_donor(self, values: Any) -> Any:
-        """Values of the node "controls", [pair * donor, …] -> [pair, donor, …], for pairs that the model
-        knows."""
+        """Values of the result "controls" with an axis per unrelated prompt (donor), for pairs that the model
+        knows: [pair * donor, …] -> [pair, donor, …]."""
         by_pair = values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
         return by_pair[self.is_known(SCORED)]
 
     def claimed_pairs(self) -> str:
-        """Numbers of pairs that a block is chosen and scored on, for captions of claims."""
+        """Numbers of pairs on which a block is chosen and scored, as the end of a sentence of captions."""
         counts, _ = self.known_counts
         return (
             f"{counts[CHOSEN_ON]} other pairs whose answer the model predicts; the choice is scored on the "
@@ -245,7 +247,7 @@ class PairWorkflow(KnownWorkflow):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Fields of a document on model and blocks."""
+        """JSON fields on the model and its blocks of layers."""
         layers, count = self.subject.config.num_layers, len(self.blocks)
         return {
             "model_id": self.subject.name,
@@ -255,7 +257,7 @@ class PairWorkflow(KnownWorkflow):
         }
 
     def prompts_json(self, i: int, result: Any) -> dict[str, Any]:
-        """Fields of a document on a pair: its prompts, and their most likely next tokens.
+        """JSON fields on pair `i`: its prompts, and the model's most likely next tokens after them.
 
         Arguments:
             i: index of the pair.
@@ -269,5 +271,5 @@ class PairWorkflow(KnownWorkflow):
 
 
 def layers_label(layers: Sequence[int]) -> str:
-    """A block of layers as text: "0-3"."""
+    """A block of layers as text: "0-3", or "2" for a single layer."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

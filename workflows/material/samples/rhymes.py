@@ -28,7 +28,7 @@ class FirstLine:
     text: str
     """The line."""
     target: str
-    """Its last word."""
+    """Last word of the line."""
     family: tuple[str, ...]
     """Words that rhyme with the last word, including itself."""
 
@@ -43,7 +43,7 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class Condition:
-    """An experimental condition: a repeated block of layers, with or without feedback."""
+    """An experimental condition: which layers are run twice, and with what feedback."""
 
     name: str
     """Name of the condition, as published."""
@@ -58,7 +58,7 @@ class Condition:
 
     @property
     def short(self) -> str:
-        """Short form: block and strength, with "+" for sustained feedback."""
+        """Short name for axes: block and strength, with "+" for feedback at every token: "4-5: 100+"."""
         layers = "{}-{}".format(*self.block)
         if self.depth == 1:
             return "plain"
@@ -70,7 +70,7 @@ class Condition:
 
     @property
     def description(self) -> str:
-        """Description in words."""
+        """The condition in words: "layers 4 to 5 with feedback of strength 100 at every token"."""
         start, end = self.block
         if self.depth == 1:
             return "a plain pass"
@@ -83,7 +83,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class RhymePreset:
-    """Lines and conditions for one model."""
+    """First lines and conditions of the experiment for one model."""
 
     model: str
     """Name of the model."""
@@ -121,8 +121,8 @@ def block_of(text: str) -> tuple[int, int]:
 def conditions_of(
     blocks: Sequence[str], strengths: Sequence[float], sustained: tuple[str, Sequence[float]], depth: int
 ) -> Iterator[Condition]:
-    """All conditions: a plain pass; each block repeated without and with feedback; one block with sustained
-    feedback.
+    """Yields all conditions: a plain pass; each block run repeatedly without and with feedback; one block
+    with feedback at every token.
 
     Arguments:
         blocks: blocks of layers, "first-last".
