@@ -60,18 +60,19 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
 }
 """Need -> (its description in error messages, whether a model meets it)."""
 FEWEST_KNOWN = 4
-"""Number of known general facts from which a model is asked about these alone: a claim needs two to choose a
-cause on and two to score it on."""
+"""Smallest number of known general facts for a model to be asked about these alone, instead of about all: a
+claim needs two to choose a cause on and two to score it on."""
 SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
 class Subject:
-    """A model's files, config and tokenizer, from its name or from a loaded model."""
+    """The model of a workflow without its weights: files, config and tokenizer, by name or from a loaded
+    model."""
 
     known_facts: Sequence[bool] | None = None
     """Which of the general facts the model knows; None before `ModelWorkflow.choose_facts` has read it."""
     asks_general: bool = False
-    """Whether `general_facts` was read."""
+    """Whether the workflow has asked for `general_facts`."""
 
     def __init__(self, model: ModelRef | Model | str) -> None:
         """Raises SourceChanged if the files of a loaded model have changed since it was loaded."""
@@ -114,7 +115,7 @@ class Subject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Fields on the model that candle-mi's JSON documents contain."""
+        """JSON fields that describe the model, named as in candle-mi's documents."""
         config = self.config
         return {
             "model_id": self.name,
@@ -124,7 +125,7 @@ class Subject:
         }
 
     def require(self, need: Need, question: str) -> None:
-        """Raise ConfigError unless the model meets a need.
+        """Raise ConfigError if the model does not have what a workflow needs.
 
         Arguments:
             need: what is needed.
@@ -139,8 +140,8 @@ class Subject:
 
     @property
     def attention_kind(self) -> str:
-        """Name of the variable with attention weights between positions, "pattern" or the effective attention
-        of a recurrence. Raises ConfigError for models with neither."""
+        """Name of the captured variable with attention weights between positions: "pattern", or the effective
+        attention of a recurrence. Raises ConfigError for a model with neither."""
         self.require("weights", "attention")
         return self.config.attention_kind or ""
 
@@ -159,7 +160,7 @@ class Subject:
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """Facts to ask this model about by default: [{"prompt": …, "target": …}, …].
+        """Facts that the model is asked about by default: [{"prompt": …, "target": …}, …].
 
         For a model that ships with mizarr the shipped facts, for any other `general_facts`.
         """
@@ -167,8 +168,8 @@ class Subject:
 
     @property
     def general_facts(self) -> list[dict[str, Any]]:
-        """General facts that the model knows (general_facts.py); all of them before that was
-        measured, and if it knows fewer than FEWEST_KNOWN."""
+        """General facts that the model knows (general_facts.py). All of them before it was measured which it
+        knows, and if it knows fewer than FEWEST_KNOWN."""
         self.asks_general = True
         facts = list(general_facts())
         if self.known_facts is None or sum(self.known_facts) < FEWEST_KNOWN:
@@ -177,8 +178,8 @@ class Subject:
 
     @cached_property
     def general_ranks(self) -> ExperimentNode:
-        """The node that ranks the answers of all general facts in the model; its axis `prompt` follows
-        `general_facts`."""
+        """Node that ranks the answers of all general facts in the model; the axis `prompt` of its result has
+        the order of `general_facts()`."""
         from ..stages.causal.answer_ranks import AnswerRanks
 
         facts = [(self.asked(fact["prompt"]), fact["target"]) for fact in general_facts()]
@@ -219,7 +220,7 @@ class Subject:
         return experiment.on(self.source)
 
     def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
-        """The node that runs the model and stores activations.
+        """Node that runs the model on prompts and stores activations.
 
         Arguments:
             tokens: prompts.
@@ -234,7 +235,8 @@ class Subject:
         return CaptureNode(self.source, tokens, spec)
 
     def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
-        """The node that stores attention weights between positions (`attention_kind`).
+        """Node that runs the model on prompts and stores attention weights between positions
+        (`attention_kind`).
 
         Arguments:
             tokens: prompts.
@@ -259,7 +261,7 @@ class Subject:
         return [self.tokenizer.decode_token(int(token)) for token in ids]
 
     def token_labels(self, ids: Iterable[Any]) -> list[str]:
-        """Text of each token id with visible whitespace, for tables, titles and axes."""
+        """Text of each token id with visible whitespace, such as "␣in", for tables, titles and axes."""
         return list(map(format_token, self.token_texts(ids)))
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
@@ -275,14 +277,14 @@ class Subject:
         return None if self.config.predicts_next else self.tokenizer.mask_id
 
     def asked(self, prompt: str) -> str:
-        """The prompt as the model gets it: for masked language models with a mask token appended, unless the
-        prompt contains one."""
+        """Prompt in the form that the model gets: for masked language models with a mask token appended,
+        unless the prompt has one."""
         if self.mask is None or self.mask in self.tokenizer.encode(prompt).ids:
             return prompt
         return f"{prompt} {self.tokenizer.pieces([self.mask])[0]}"
 
     def masked(self, prompt: Encoding, masks: int) -> list[int]:
-        """Token ids of a prompt with mask tokens to fill in.
+        """Token ids of a prompt with mask tokens to be filled in.
 
         Arguments:
             prompt: the tokenised prompt; one that contains a mask is returned unchanged.
@@ -304,7 +306,7 @@ class Subject:
         return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]
 
     def read_at(self, ids: Sequence[int]) -> int:
-        """Position whose logits predict the answer: that of the mask (in some models the one before it,
+        """Position whose logits predict the answer: that of the mask (in some models the position before it,
         `Architecture.mask_shift`), or the last one. Raises ConfigError for several masks."""
         position = self._answer_position(ids)
         return max(position - self.config.mask_shift, 0) if ids[position] == self.mask else position
@@ -332,7 +334,8 @@ class Subject:
         return pieces
 
     def pieces_of_answers(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """`answer_pieces` for many (prompt, answer) pairs at once."""
+        """Token ids of each answer after its prompt, for many (prompt, answer) pairs at once; see
+        `answer_pieces`."""
         if self.mask is not None:
             return [self._filled(prompt, answer) if answer else [] for prompt, answer in pairs]
         words = [
@@ -352,7 +355,8 @@ class Subject:
         ]
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
-        """Token ids of an answer that fills the mask of a prompt."""
+        """Token ids of an answer at the mask of its prompt; those of the answer alone if filling it in
+        changes other tokens."""
         with_mask = self.asked(prompt)
         encoding = self.tokenizer.encode(with_mask)
         before, position = encoding.ids, self._answer_position(encoding.ids)
@@ -382,7 +386,8 @@ class Subject:
         return token_id
 
     def answer_ids(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
-        """`answer_id` for many (prompt, answer) pairs at once."""
+        """First token id of each answer after its prompt, for many (prompt, answer) pairs at once; see
+        `answer_id`."""
         pieces_of_each = self.pieces_of_answers(pairs)
         for (prompt, answer), pieces in zip(pairs, pieces_of_each, strict=True):
             if not pieces:
@@ -402,7 +407,7 @@ def shipped_facts() -> list[dict[str, Any]]:
 def answered(
     subject: Subject, prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(prompts, answers): the prompts of the settings or shipped facts, and as many answers, or none.
+    """(prompts, answers): those of the settings, or facts of the model; as many answers as prompts, or none.
 
     Arguments:
         subject: the model.
@@ -422,7 +427,7 @@ def shipped_prose() -> str:
 
 
 def read_texts(path: str) -> list[str]:
-    """Read the texts of documents, as `Corpus` does; a plain text file is one document.
+    """Texts of all documents of a file or folder, as `Corpus` reads them; a plain text file is one document.
 
     path: file or folder; empty for the shipped prose.
 

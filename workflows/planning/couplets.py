@@ -48,9 +48,10 @@ from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletEffects, CoupletPa
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
 BEFORE, BETWEEN, DIRECT = range(len(WAYS))
-"""Indices into WAYS."""
+"""Indices into WAYS: states before line 2, all states between line 1 and the last token, and direct reading
+of line 1 by the last token."""
 UNIT = "pp"
-"""Percentage points of P(rhymes with the other couplet) at the end of line 2."""
+"""Unit of effects: percentage points of the probability that line 2 ends on a rhyme of the other couplet."""
 VERDICTS = {
     (True, False): (
         "Planned: one state at the line break or the first token of line 2 changes the rhyme at its end; "
@@ -69,21 +70,24 @@ VERDICTS = {
         "reads of the end of line 1 itself, changes the rhyme at the end of line 2."
     ),
 }
-"""Verdict by whether the state before line 2 changes the rhyme, and whether direct reading of line 1 does."""
+"""Verdict by (whether the state before line 2 changes the rhyme, whether what the last token reads of line 1
+itself does)."""
 LATE = (
     "On the way: all states between line 1 and the last token together change the rhyme at the end of line "
     "2; no single state before line 2 does, nor what the last token reads of the end of line 1 itself."
 )
-"""Verdict if neither changes the rhyme, but all states between together do."""
+"""Verdict if neither of these changes the rhyme, but all states between line 1 and the last token together
+do."""
 ON_THE_WAY: Mapping[str, Any] = {"kinds": ("same", "random"), "unit": "nats"}
-"""Controls and unit of the claim about next tokens before the end of line 2."""
+"""Kinds of controls, and unit, of the claim about next tokens within line 2."""
 Pick = Callable[[CoupletEffects], Floats]
-"""Selects a measure of a result, such as the effect of one layer and role, [draw]."""
+"""Function that selects a measure of a result, [draw], such as the effect of one layer and role."""
 
 
 @dataclass(frozen=True)
 class CoupletPlanningSettings(ControlSettings, ModelSettings):
-    """Settings of `CoupletPlanning`."""
+    """Settings of the workflow `couplet_planning`: numbers of pairs and controls, and what counts as a change
+    of the rhyme."""
 
     pairs: Count = setting(
         24, "pairs to choose layer and role on, and as many held-out pairs to score; at most 24"
@@ -95,7 +99,8 @@ class CoupletPlanningSettings(ControlSettings, ModelSettings):
 
 
 class CoupletPlanning(ModelWorkflow):
-    """Patching of another couplet's states by layer and role."""
+    """Workflow that asks whether a model plans the rhyme of a couplet: patches states of a couplet with
+    another rhyme, by layer and position."""
 
     name = "couplet_planning"
     question = "Is the rhyme of a couplet chosen before its second line, or at its end?"
@@ -103,8 +108,7 @@ class CoupletPlanning(ModelWorkflow):
     settings: CoupletPlanningSettings
 
     def plan(self) -> Nodes:
-        """Patching experiments on pairs to choose on, on pairs to score, and with each kind of control
-        donor."""
+        """Nodes that patch pairs to choose on, pairs to score, and each kind of control donors."""
         require_next(self.subject)
         settings = self.settings
         self.patches = CoupletPatches(self.subject, settings.pairs, settings.donors, settings.seed)
@@ -114,7 +118,7 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def read(self) -> Mapping[str, CoupletEffects]:
-        """Effects of every result, by its name."""
+        """Effects in every result, by name of the result."""
         patches = self.patches
         return {
             name: CoupletEffects(
@@ -126,7 +130,8 @@ class CoupletPlanning(ModelWorkflow):
         }
 
     def values(self, name: str, pick: Pick) -> Floats:
-        """A measure of a result for the pairs that count: [pair, ...], for control donors [pair, donor, ...].
+        """Measure of a result for the pairs whose couplets the model ends on rhymes: [pair, ...], or [pair,
+        donor, ...] for control donors.
 
         Arguments:
             name: name of the result.
@@ -140,14 +145,14 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def rhymes(self) -> Claim:
-        """Claim that the model rhymes, over all pairs to score."""
+        """Claim that the model rhymes, over all pairs of the second half."""
         text = "P(the end of line 2 rhymes with line 1) is higher than after the line 1 of the other couplet"
         of = "draws of a random sign for each pair"
         return Claim.paired(text, self.read["scored"].rhymes, of, self.settings, unit=UNIT)
 
     @property
     def fewest(self) -> int:
-        """Least number of pairs to score that must count.
+        """Smallest number of pairs of the second half that the model must end on rhymes, for a claim.
 
         A draw of the null picks, in each pair, the other couplet or one of its donors. With fewer pairs, more
         than CHANCE / 2 of the draws would pick the other couplet in all of them, and equal the effect
@@ -157,7 +162,8 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def not_claimed(self) -> str:
-        """See `Workflow`: too few pairs that the model rhymes, or rhymes no likelier than by chance."""
+        """Reason why nothing is claimed: the model ends too few pairs on rhymes, or rhymes no more than by
+        chance; empty otherwise."""
         if not self.settings.controls:
             return NO_CONTROLS
         counts = [int(self.read[name].is_known.sum()) for name in ("choice", "scored")]
@@ -172,13 +178,14 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _finding(self, text: str, effects: Floats, controls: Floats, of: str, unit: str = UNIT) -> Claim:
-        """Claim about the mean of effects [pair], against control donors [pair, donor]."""
+        """Claim about the mean of effects, [pair], compared with those of control donors, [pair, donor]."""
         return Claim.over(text, effects, controls, of, self.settings, unit=unit, held_out=True)
 
     def strictest(
         self, text: str, pick: Pick, *, kinds: tuple[str, ...] = tuple(KINDS), unit: str = UNIT
     ) -> Claim:
-        """Claim about a measure of the pairs to score, against the kind of control with the largest p-value.
+        """Claim about a measure of the pairs to score, compared with the kind of control that gives the
+        largest p-value.
 
         Arguments:
             text: cause and effect, see `Claim`.
@@ -193,21 +200,22 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def layer(self, role: int) -> int:
-        """The layer at which patching a role has the largest mean effect on the pairs to choose on."""
+        """Layer at which patching a role has the largest mean effect on the pairs to choose on. role: index
+        into ROLES."""
         return int(self.values("choice", lambda result: result.effects).mean(0)[:, role].argmax())
 
     @cached_property
     def site(self) -> tuple[int, int]:
-        """Layer and role of the state before line 2 with the largest mean effect on pairs to choose on."""
+        """(layer, index into ROLES) of the state before line 2 that has the largest mean effect on the pairs
+        to choose on."""
         mean = self.values("choice", lambda result: result.effects).mean(0)[:, list(PLAN)]
         layer, role = np.unravel_index(int(mean.argmax()), mean.shape)
         return int(layer), PLAN[int(role)]
 
     @cached_property
     def _claims(self) -> tuple[Claim, ...]:
-        """Claims that the model rhymes; about the chosen state before line 2; about all states before line 2,
-        all states between line 1 and the last token, and direct reading of line 1, each in every layer; and
-        about next tokens within line 2."""
+        """All claims in order: that the model rhymes; about the chosen state before line 2; about each of
+        WAYS, patched in every layer; about next tokens within line 2."""
         layer, role = self.site
         cause = f"patching the other couplet's state at the {ROLES[role]} after layer {layer}"
         raises = "raises the probability of its rhyme at the end of line 2"
@@ -239,18 +247,20 @@ class CoupletPlanning(ModelWorkflow):
         return self._claims
 
     def changes_rhyme(self, claim: Claim) -> bool:
-        """Whether an effect is beyond chance, and at least the share settings.least of the whole effect."""
+        """Whether a patch changes the rhyme: its effect is beyond chance, and at least the share
+        settings.least of the effect of the whole other couplet."""
         return claim.is_beyond_chance and claim.effect >= self.settings.least * self.total
 
     @cached_property
     def total(self) -> float:
-        """Mean change of P(rhymes with the other couplet) from this couplet to the other, pp."""
+        """Change of the probability of a rhyme of the other couplet if all states are those of that couplet,
+        mean over pairs, pp."""
         return float(self.values("scored", lambda result: result.total).mean())
 
     @property
     def verdict(self) -> str:
-        """The verdict of VERDICTS or LATE, with the effects of the whole other couplet and of each set of
-        positions."""
+        """Verdict in words: planned, improvised, both, neither or on the way; with the effects of the whole
+        other couplet and of each of WAYS."""
         _, site, *ways, _ = self._claims
         changes = self.changes_rhyme(site), self.changes_rhyme(ways[DIRECT])
         is_late = not any(changes) and self.changes_rhyme(ways[BETWEEN])
@@ -264,8 +274,8 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: meaning of pp, numbers of scored pairs, and selection of layer and
-        position."""
+        """Caption of the claims: what the other couplet and pp are, and on which pairs layer and position
+        were chosen and scored."""
         chosen_on, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
         return (
             "The other couplet has the same words, except for another rhyme at the end of line 1. pp: "
@@ -276,8 +286,8 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def views(self) -> Iterator[View]:
-        """The verdict, heatmaps of effects, tables by role and by set of positions, and one couplet as
-        text."""
+        """Views in reading order: the verdict, heatmaps of effects, tables by role and by set of positions,
+        and one couplet as text."""
         yield Data(json={**self.subject.about, "pairs": self._pairs()})
         if self.not_claimed:
             return
@@ -302,7 +312,8 @@ class CoupletPlanning(ModelWorkflow):
         yield self._example()
 
     def _pairs(self) -> list[dict[str, Any]]:
-        """Every pair for the JSON document: its texts, what the model ends it on, and whether it counts."""
+        """JSON records of all pairs: texts, the words that the model ends them on, and whether claims are
+        about them."""
         return [
             {
                 "text": placed.pair.text(placed.pair.end),
@@ -353,13 +364,14 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _mean(self, name: str) -> Floats:
-        """Mean effects of one result over pairs and donors, pp [layer, role]."""
+        """Mean effects of one result over pairs and donors, in pp, [layer, role]."""
         values = self.values(name, lambda result: result.effects)
         mean: Floats = values.reshape(-1, *values.shape[-2:]).mean(0)
         return mean
 
     def _record(self, pick: Pick, pick_own: Pick) -> dict[str, Any]:
-        """An effect with its interval, controls and p-value, and the change of the couplet's own rhyme.
+        """JSON fields of an effect: its value, interval, controls and p-value, and the change of the
+        couplet's own rhyme.
 
         Arguments:
             pick: selects the effect on the other rhyme.
@@ -376,7 +388,8 @@ class CoupletPlanning(ModelWorkflow):
         }
 
     def _on_the_way(self, pick: Pick) -> dict[str, Any]:
-        """KL of next tokens within line 2, with its controls and p-value; all None for the last token."""
+        """JSON fields of the KL of next tokens within line 2: its value, controls and p-value; all None for
+        the last token, after which line 2 has none."""
         values = {kind: self.values(kind, pick) for kind in ("scored", *ON_THE_WAY["kinds"])}
         # No position lies from the last token to the last but one: its KL is NaN.
         if np.isnan(values["scored"]).any():
@@ -386,8 +399,8 @@ class CoupletPlanning(ModelWorkflow):
         return means | {"p": finding.p_value}
 
     def _roles_tables(self) -> Iterator[Table]:
-        """Tables by role, each at the layer chosen on other pairs: change of P(rhymes) at the end, and KL of
-        next tokens within line 2."""
+        """Tables with a row per role, each at the layer chosen on other pairs: change of the rhyme at the end
+        of line 2, and KL of next tokens within it."""
         records = [
             {
                 "role": name,
@@ -431,7 +444,7 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _ways_table(self) -> Table:
-        """Table of the effect of patching each set of positions in every layer."""
+        """Table with a row per set of positions of WAYS, patched in every layer."""
         records = [
             {"heard_by": name, **self._record(_pick("ways", index), _pick("own_ways", index))}
             for index, name in enumerate(WAYS)
@@ -453,7 +466,8 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _example(self) -> Tokens:
-        """Effects by token and layer in one pair, the one whose whole effect is nearest to the mean."""
+        """View of one couplet with the effect of patching each token by layer; the pair is the one whose
+        effect of the whole other couplet is nearest to the mean."""
         read = self.read["scored"]
         # Pairs that do not count are NaN, which `nanargmin` leaves out.
         total = np.where(read.is_known, read.total, np.nan)
@@ -494,11 +508,11 @@ COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("random", "random", "+.1f"),
     ("p", "p", ".2g"),
 )
-"""Columns of tables of the records that `_record` returns."""
+"""Columns of the tables whose rows are made by `_record`."""
 
 
 def _pick(measure: str, *index: int) -> Pick:
-    """Selects one entry of a measure of `CoupletEffects` in every draw.
+    """Function that selects one entry of a measure of `CoupletEffects` in every draw.
 
     Arguments:
         measure: "effects", "own_effects" or "kl" by (layer, role), "ways" or "own_ways" by set of positions.

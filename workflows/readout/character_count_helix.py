@@ -54,7 +54,8 @@ seconds on a laptop."""
 
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
-    """Settings of `character_count_helix`."""
+    """Settings of the workflow `character_count_helix`: the texts, the line widths, and the analysis of mean
+    states."""
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
@@ -91,8 +92,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "line_breaks": True,
     }
 }
-"""Settings of published protocols, by name: that of Gurnee et al. as candle-mi ran it. Its corpus, 30
-chapters of Dickens, is not shipped; pass it as text=FOLDER."""
+"""Settings of published protocols, by name. "gemma2-2b" is that of Gurnee et al. as candle-mi ran it; its
+corpus, 30 chapters of Dickens, is not shipped: pass it as text=FOLDER."""
 
 
 def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSettings:
@@ -111,7 +112,8 @@ def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSet
 
 
 class CharacterCountHelix(ModelWorkflow):
-    """Geometry of the mean residual stream by character count in the line, with shuffled controls."""
+    """Workflow that shows how the residual stream encodes the number of characters since the line start, with
+    shuffled counts as control."""
 
     name = "character_count_helix"
     question = "How does the residual stream encode the position in a line?"
@@ -169,7 +171,7 @@ class CharacterCountHelix(ModelWorkflow):
         }
 
     def run(self, store: Store, **options: Any) -> Self:
-        """Computes the results; see `Workflow.run` for `options`.
+        """Computes the results that are not stored yet; see `Workflow.run` for `options`.
 
         With `stop` or `jsonl`, layers are computed one after another, and the results are those of the layers
         that are stored then. Stored layers are not computed again, so that the same command continues.
@@ -193,7 +195,7 @@ class CharacterCountHelix(ModelWorkflow):
         return super().run(store, **options)
 
     def _write(self, layer: int, nodes: Nodes, store: Store) -> None:
-        """Writes the JSON line of a layer into `jsonl`, if set, as a file of its own."""
+        """Writes a JSON file with the results of one layer into the folder `jsonl`, if that is set."""
         if not self.settings.jsonl:
             return
         folder = Path(self.settings.jsonl).expanduser()
@@ -225,7 +227,8 @@ class CharacterCountHelix(ModelWorkflow):
 
     @property
     def layer(self) -> int:
-        """The layer to draw: `show`, or else the layer with the largest R2 of the true counts."""
+        """Layer that is drawn: the setting `show`, or else the layer with the largest R2 of the true
+        counts."""
         settings = self.settings
         # With `stop`, the layer to show may not be computed yet.
         is_missing = settings.stop > 0 and settings.show not in self.geometry["layer"].values
@@ -236,7 +239,7 @@ class CharacterCountHelix(ModelWorkflow):
         return int(self.r2["layer"][int(best)])
 
     def document(self, layer: int) -> dict[str, Any]:
-        """Results of a layer under the field names of candle-mi's example, with ringing and controls.
+        """JSON document of a layer, in the field names of candle-mi's example, with ringing and controls.
 
         `projections` and `cosine_similarity` are those of centred means if `centred` is true. Uncentred
         projections are then `projections` + `mean_projection`.
@@ -268,8 +271,8 @@ class CharacterCountHelix(ModelWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Table of all layers; ringing, cosines and principal components of one layer; R2 and variance of all
-        layers."""
+        """Views in reading order: table of all layers; ringing, cosines and principal components of one
+        layer; R2 and variance of all layers."""
         shown, layers, geometry = self.layer, self.geometry["layer"].values.tolist(), self.geometry
         documents = [self.document(layer) for layer in layers]
         tokens, counts = int(geometry["n"].sum()), geometry["count"].values
@@ -407,7 +410,7 @@ class CharacterCountHelix(ModelWorkflow):
         return xr.concat([drawn, shuffled.expand_dims(component=["shuffled counts"])], "component")
 
     def _curve(self, layer: int) -> Curve:
-        """The mean states of a layer in the space of their first three principal components."""
+        """Drawing of the mean states of a layer in the space of their first three principal components."""
         part = self.geometry.sel(layer=layer)
         # Fewer than three components are padded with zeros.
         points = part["projection"].transpose("count", "component").values[:, :3]
@@ -424,12 +427,12 @@ class CharacterCountHelix(ModelWorkflow):
 
 
 def _component(k: int, document: dict[str, Any]) -> float | None:
-    """Share of variance of component k; None beyond the computed components."""
+    """Share of variance that principal component k explains; None if fewer components were computed."""
     ratio = document["explained_variance"]
     return float(ratio[k]) if k < len(ratio) else None
 
 
 def _at(offset: int, ringing: xr.DataArray) -> float | None:
-    """Mean cosine of two means whose counts differ by `offset`; None if no counts do."""
+    """Mean cosine of two mean states whose counts differ by `offset`; None if no two counts do."""
     cosine = float(ringing.sel(offset=offset))
     return None if np.isnan(cosine) else cosine

@@ -46,12 +46,12 @@ __all__ = ["LogitAttribution", "LogitAttributionSettings"]
 ROWS = 12
 """Largest number of rows of each table: prompts, or components of one prompt."""
 PARTS = (("attn_share", "attention"), ("mlp_share", "MLP"))
-"""Variable of the shares of each component of a layer, and its name in drawings."""
+"""(variable with a component's contributions to the logit, name of the component in drawings)."""
 
 
 @dataclass(frozen=True)
 class LogitAttributionSettings(AnswerSettings):
-    """Settings of `logit_attribution`.
+    """Settings of the workflow `logit_attribution`: the prompts, their answers, and the tokens compared with.
 
     Raises:
         ConfigError: for a number of answers or words in `against` that is neither 1 nor that of the prompts,
@@ -82,7 +82,8 @@ class LogitAttributionSettings(AnswerSettings):
 
 
 class LogitAttribution(ModelWorkflow):
-    """Direct logit attribution: logits of answers as sums of shares of layers, heads and neurons."""
+    """Workflow of direct logit attribution: splits the logit of an answer into what each layer, head and
+    neuron contributes."""
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons write the answer's logit?"
@@ -91,7 +92,7 @@ class LogitAttribution(ModelWorkflow):
     settings: LogitAttributionSettings
 
     def plan(self) -> Nodes:
-        """Nodes of the contrasted tokens and of the shares of layers, heads and neurons.
+        """Nodes of the compared tokens, and of the contributions (shares) of layers, heads and neurons.
 
         Raises:
             ConfigError: for a model whose stream is not a sum of layer outputs, whose layers do not all have
@@ -129,8 +130,8 @@ class LogitAttribution(ModelWorkflow):
         nodes: Nodes = {"tokens": pair, "layers": layers}
 
         def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
-            """Node of the shares of single heads or neurons; outputs that are normalised once more before
-            they are added to the stream are divided by the captured scale of that norm."""
+            """Node of the contributions of single heads or neurons. Outputs that are normalised once more
+            before they are added to the stream are divided by the captured scale of that norm."""
             if self._has_post_norms:
                 states_of["post_scale"] = states[f"{norm}_post_scale"]
             weights = component_weights_node(files, which, dtype=dtype)
@@ -146,8 +147,8 @@ class LogitAttribution(ModelWorkflow):
         return nodes | {"readout": readout}
 
     def _require_sum(self) -> None:
-        """Raises ConfigError for a model that normalises the residual stream itself: such a stream is not a
-        sum of layer outputs."""
+        """Raises ConfigError for a model that normalises the residual stream itself, as such a stream is not
+        the sum of layer outputs."""
         config = self.subject.config
         if any(layer.norms == "of stream" for layer in config.layers):
             raise ConfigError(
@@ -158,7 +159,8 @@ class LogitAttribution(ModelWorkflow):
         config.require_linear_head()
 
     def _require_parts(self) -> None:
-        """Raises ConfigError if some layers lack an output that others add to the stream."""
+        """Raises ConfigError if some layers lack an output, such as that of an MLP, which others add to the
+        stream."""
         config = self.subject.config
         for name in self._written:
             if len(layers := config.layers_with(name)) < config.num_layers:
@@ -168,7 +170,7 @@ class LogitAttribution(ModelWorkflow):
                 )
 
     def _require_neurons(self) -> None:
-        """Raises ConfigError if neurons are attributed and some layer has no MLP of its own."""
+        """Raises ConfigError if the settings ask for neurons and some layer has no MLP."""
         config = self.subject.config
         mlp_layers = {point.layer for point in config.hook_points if point.kind == "mlp_post_act"}
         if self.settings.neurons and self._has_units and len(mlp_layers) < config.num_layers:
@@ -200,7 +202,7 @@ class LogitAttribution(ModelWorkflow):
         return ("attn_out", "mlp_out") if self._has_mlps else ("attn_out",)
 
     def _hooks(self) -> list[str]:
-        """Hook points to capture, as names and patterns."""
+        """Names and patterns of the hook points to capture."""
         last = self.subject.config.num_layers - 1
         start = str(self.subject.config.stream_start)
         hooks = [start, "ln_final.hook_scale", f"blocks.{last}.hook_resid_post"]
@@ -224,7 +226,7 @@ class LogitAttribution(ModelWorkflow):
 
     @cached_property
     def shares(self) -> xr.Dataset:
-        """Token ids, logits and all shares at the last token of every prompt, in memory.
+        """Token ids, logits and contributions (shares) at the last token of every prompt, in memory.
 
         Ids, logits, embed_share, constant and total are [prompt]; attn_share and mlp_share [layer, prompt];
         head_share [layer, prompt, head]; neuron_id and neuron_share [layer, prompt, rank]. Unit: logits.
@@ -247,15 +249,16 @@ class LogitAttribution(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def contrast(self, document: dict[str, Any]) -> str:
-        """Phrase such as "' Paris' rather than ' London'" of the tokens of a `document`; the first token
-        alone without a second one."""
+        """Compared tokens in words: "' Paris' rather than ' London'"; the first token alone without a second
+        one. document: JSON record of a prompt."""
         token, other_token = (_word(document.get(f"{role}_token", "")) for role in ("target", "other"))
         word = _word(document["answer"]) if self.words else token
         answer = repr(token) if word == token else f"{token!r} (of {word})"
         return f"{answer} rather than {other_token!r}" if "other_id" in document else answer
 
     def top_neurons(self, i: int) -> list[tuple[int, int, float]]:
-        """(layer, neuron, share in logits) of the stored neurons of prompt `i`, largest magnitude first."""
+        """Stored neurons of prompt `i`, largest magnitude first: (layer, neuron, contribution in logits)
+        each."""
         if "neurons" not in self.nodes:
             return []
         shares = self.shares.isel(prompt=i)
@@ -264,8 +267,8 @@ class LogitAttribution(ModelWorkflow):
         return [(record["layer"], record["neuron"], record["share"]) for record in top]
 
     def document(self, i: int) -> dict[str, Any]:
-        """JSON record of prompt `i`: tokens, their logits and all shares in logits; "attributed" is the sum
-        of the shares. Components are in the order of the forward pass, the readout's constant is last."""
+        """JSON record of prompt `i`: tokens, their logits, and contributions in logits; "attributed" is the
+        sum of these. Components are in the order of the forward pass, the constant of the readout is last."""
         row = self.shares.isel(prompt=i)
         words = ("target",) if int(row["other_id"]) == NONE else ("target", "other")
         written = [
@@ -293,8 +296,8 @@ class LogitAttribution(ModelWorkflow):
         return document
 
     def views(self) -> Iterator[View]:
-        """Shares by head and by layer, mean over prompts and of each of the first prompts; tables of prompts
-        and components; figures."""
+        """Views in reading order: contributions by head and by layer, for the mean of all and for single
+        prompts; tables of prompts and components; figures."""
         count, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
         results = {"results": lambda: [self.document(i) for i in range(count)]}
@@ -337,7 +340,7 @@ class LogitAttribution(ModelWorkflow):
             )
 
     def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
-        """Views of the shares of layers and, in models whose heads have shares, of heads."""
+        """Panels of a figure: contributions of layers and, where heads have any of their own, of heads."""
         return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
     def _prompts_table(self, documents: list[dict[str, Any]]) -> Table:
@@ -405,19 +408,20 @@ class LogitAttribution(ModelWorkflow):
 
 
 def _word(token: str) -> str:
-    """A token as text, without the space in front."""
+    """Text of a token without spaces around it."""
     return format_token(token.strip())
 
 
 def _curves(part: xr.Dataset) -> Lines:
-    """Shares of attention and MLPs by layer, mean over the prompts of `part`."""
+    """Curves of the contributions of attention and MLPs by layer, mean over the prompts of `part`."""
     lines = (Line(name, part[key].mean("prompt").values) for key, name in PARTS if key in part)
     layers = tuple(part["layer"].values.tolist())
     return Lines(x=layers, x_name="layer", y_name="share", unit="logits", lines=tuple(lines))
 
 
 def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
-    """Shares by layer and head, mean over the prompts of `part`; the largest magnitude is framed."""
+    """Heatmap of contributions by layer and head, mean over the prompts of `part`; the largest magnitude is
+    framed."""
     mean = part["head_share"].mean("prompt").transpose("layer", "head")
     layer, head = ranked(abs(mean), 1)[0].values()
     return Heatmap.of(
@@ -434,8 +438,8 @@ def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
 
 
 def _bars(part: xr.Dataset) -> Bars:
-    """Bars of mean shares of embedding, layers and biases, and of their sum, over the prompts of `part`; 10 %
-    and 90 % quantiles for several prompts."""
+    """Bars of the contributions of embedding, layers and biases, and of their sum, mean over the prompts of
+    `part`; with 10 % and 90 % quantiles for several prompts."""
     layers = part["layer"].values.tolist()
     after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
     after["sum"] = part["total"].values
@@ -463,7 +467,8 @@ def _bars(part: xr.Dataset) -> Bars:
 
 
 def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
-    """Bars of the neurons with the largest shares, the largest magnitude on top."""
+    """Bars of the neurons with the largest contributions, the largest magnitude on top. neurons: (layer,
+    neuron, contribution) each."""
     shares = np.array([share for *_, share in neurons[::-1]])
     return Bars(
         title="By neuron",

@@ -45,14 +45,15 @@ TOP = 10
 ROWS = 12
 """Number of prompts listed in the table of answers and selectable on a page."""
 TOKENS = 10
-"""Length of a fact in tokens, about, for the estimate of what the lens costs."""
+"""Approximate number of tokens of a fact, for the estimate of what the lens costs."""
 LINES = 60
-"""Largest number of prompts that are drawn as single curves; more are drawn as quantiles."""
+"""Largest number of prompts that are drawn as single curves; of more prompts, quantiles are drawn."""
 
 
 @dataclass(frozen=True)
 class LogitLensSettings(AnswerSettings):
-    """Settings of `logit_lens`."""
+    """Settings of the workflow `logit_lens`: the prompts, their answers, and what is stored of each decoded
+    distribution."""
 
     top_k: Count = setting(10, "number of most likely tokens stored per layer and position")
     limit: Natural = setting(0, "largest number of facts read by default; 0: by the size of the model")
@@ -61,8 +62,8 @@ class LogitLensSettings(AnswerSettings):
 
 
 class LogitLens(ModelWorkflow):
-    """Logit lens: the residual stream after every layer, decoded with the model's final norm and
-    unembedding."""
+    """Workflow of the logit lens: decodes the residual stream after every layer with the model's final norm
+    and unembedding."""
 
     name = "logit_lens"
     question = "At which layer can the next token be read from the residual stream?"
@@ -91,8 +92,8 @@ class LogitLens(ModelWorkflow):
 
     @property
     def _affordable_facts(self) -> int:
-        """Number of facts by default: all for a model that ships with mizarr; for any other what reading the
-        whole vocabulary after every layer allows."""
+        """Default number of facts: 0, which stands for all, for a model that ships with mizarr; for any other
+        as many as can be decoded after every layer in about a minute."""
         config = self.subject.config
         # Two operations per multiply-add, in the product of each state with the unembedding, which dominates
         # the cost.
@@ -102,8 +103,9 @@ class LogitLens(ModelWorkflow):
         return 0 if self.subject.files.name in SHIPPED else affordable(per_fact, len(self.subject.facts))
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
-        """Target token id of each token, int [token]: the next token of the prompt, and the answer at the
-        prompt's end. In masked models the token itself, and the answer at the mask. -1 for no answer."""
+        """Target token id of each token, int [token]: the next token of the prompt, and at the end of the
+        prompt the answer, or -1 without one. In masked models the token itself, and at the mask the
+        answer."""
         # With a mask shift, logits at a position predict the next one, as in a model that predicts next
         # tokens.
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
@@ -122,15 +124,15 @@ class LogitLens(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def prompt(self, i: int) -> xr.Dataset:
-        """The lens on prompt `i`, with the axis `position` in place of `token`."""
+        """Result of the lens for prompt `i`, with an axis `position` in place of `token`."""
         rows = np.flatnonzero(self.lens["prompt"].values == i)
         # xarray refuses to rename an axis to the name of a label that exists.
         part = self.lens.isel(token=rows).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="position").assign_coords(position=np.arange(len(rows)))
 
     def answers(self) -> xr.Dataset:
-        """The lens at the last token, or at the mask, of every prompt with an answer; the axis `prompt`
-        replaces `token`."""
+        """Result of the lens at the last token, or at the mask, of every prompt with an answer, with an axis
+        `prompt` in place of `token`."""
         prompts = self.lens["prompt"].values
         # Prompts are packed end to end; a new one begins where the index changes.
         starts = np.flatnonzero(np.diff(prompts, prepend=-1))
@@ -140,8 +142,8 @@ class LogitLens(ModelWorkflow):
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
     def document(self, i: int) -> dict[str, Any]:
-        """The lens at the end of prompt `i` under the field names of candle-mi's example, with entropy and KL
-        divergence from the last layer in nats."""
+        """JSON document of the lens at the end of prompt `i`, in the field names of candle-mi's example, with
+        entropy and KL from the last layer in nats."""
         last = self.prompt(i).isel(position=self.ends[i])
         document: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
         if self.words:
@@ -157,7 +159,7 @@ class LogitLens(ModelWorkflow):
         return document
 
     def _layer(self, row: xr.Dataset) -> dict[str, Any]:
-        """Predictions at one layer of one position, for `document`."""
+        """JSON record of the predictions at one layer of one position. row: the lens there."""
         ids, probabilities = row["top_id"].values.tolist(), np.exp(row["top_logprob"].values).tolist()
         document = {
             "layer": int(row["layer"]),
@@ -176,7 +178,8 @@ class LogitLens(ModelWorkflow):
         return document
 
     def views(self) -> Iterator[View]:
-        """The lens on each of the first prompts, and rank and probability of all answers by layer."""
+        """Views in reading order: the lens on each of the first prompts, and rank and probability of all
+        answers by layer."""
         yield Data(json={"results": lambda: [self.document(i) for i in range(len(self.texts))]})
         title = f"Logit lens: most likely next token after each layer of {self.subject.name}"
         texts = self.texts[:ROWS]
@@ -205,8 +208,8 @@ class LogitLens(ModelWorkflow):
             yield self._answers_table(answers)
 
     def _curves(self, answers: xr.Dataset) -> Iterator[View]:
-        """Probability of the answers, and share of prompts with the answer among the most likely tokens, by
-        layer."""
+        """Views of the probability of the answers by layer, and of the share of prompts with the answer among
+        the most likely tokens."""
         rank = answers["target_rank"].transpose("layer", "prompt").values
         probability = np.exp(answers["target_logprob"].transpose("layer", "prompt").values)
         words = [self.words[i] for i in answers["prompt"].values]

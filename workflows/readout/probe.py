@@ -43,14 +43,16 @@ TARGET_NAMES = {
     "character_count": "characters since the line start",
     "line_break": "whether the line breaks next",
 }
-"""Descriptions of targets, for titles."""
+"""Descriptions of the targets, for titles, by name."""
 LOWEST = -0.5
-"""Lower end of a drawn R² axis: one shuffled layer far below zero would flatten all curves."""
+"""Lower end of the R² axis in drawings: a shuffled probe far below zero in one layer would flatten all
+curves."""
 
 
 @dataclass(frozen=True)
 class ProbeSettings(ModelSettings):
-    """Settings of `probe`.
+    """Settings of the workflow `probe`: the targets, the probed hook point, and the split into train and
+    test.
 
     Raises:
         ConfigError: for an unknown target, or without targets and labels.
@@ -94,7 +96,8 @@ class ProbeSettings(ModelSettings):
 
 
 class Probe(ModelWorkflow):
-    """Linear probes of every layer for one or several targets, with a control of shuffled targets."""
+    """Workflow that fits linear probes to the states of every layer, for one or several targets, and to
+    shuffled targets as control."""
 
     name = "probe"
     question = "At which layer can a label be read linearly from the residual stream?"
@@ -104,7 +107,7 @@ class Probe(ModelWorkflow):
     settings: ProbeSettings
 
     def plan(self) -> Nodes:
-        """One node per target, with probes of all layers.
+        """Nodes with the probes of all layers, one per target.
 
         Raises:
             PromptError: for a target in fewer prompts than train, validation and test set need.
@@ -143,7 +146,8 @@ class Probe(ModelWorkflow):
         }
 
     def _targets(self) -> tuple[PackedTokens, list[Target]]:
-        """Tokens of all prompts, and the targets to predict: values [token], NaN for tokens without one."""
+        """(tokens of all prompts, targets to predict); a target has a value per token, NaN for tokens without
+        one."""
         settings, config = self.settings, self.subject.config
         if settings.labels:
             tokens, target = read_labels(self.subject, settings.labels, settings.kind)
@@ -167,7 +171,8 @@ class Probe(ModelWorkflow):
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 
     def views(self) -> Iterator[View]:
-        """Scores of each target by layer with confidence intervals, beside those of shuffled targets."""
+        """Views in reading order: scores of each target by layer with confidence intervals, beside those of
+        shuffled targets, as curves and as tables."""
         model, point = self.subject.name, self.settings.point
         documents = [self._document(target) for target in self.targets]
         yield Data(json={"model_id": model, "point": point, "results": documents})
@@ -207,7 +212,7 @@ def _target_name(document: dict[str, Any]) -> str:
 
 
 def _baseline_name(document: dict[str, Any]) -> str:
-    """Name of the constant prediction that gives the baseline score."""
+    """Constant prediction that gives the baseline score, in words: "always the mean"."""
     return f"always the {'most common label' if document['kind'] == 'label' else 'mean'}"
 
 
@@ -217,7 +222,7 @@ def _measure(document: dict[str, Any]) -> str:
 
 
 def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
-    """Scores by layer with true and with shuffled targets, and the score of a constant prediction.
+    """Curves by layer of the scores with true and with shuffled targets, and of a constant prediction.
 
     document: see `Probe._document`. scored: result of the stage `probe`.
     """
@@ -245,7 +250,7 @@ def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
 
 
 def _table(document: dict[str, Any], title: str) -> Table:
-    """Table of the scores of every layer with intervals and control; the best layer is bold."""
+    """Table with a row per layer: scores with intervals, and those of the control; the best layer is bold."""
 
     def interval(row: dict[str, Any]) -> str:
         return f"{row['low']:.3f} to {row['high']:.3f}"

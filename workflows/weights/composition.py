@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["Composition", "CompositionSettings"]
 
 READS = {"Q": "as query", "K": "as key", "V": "as value"}
-"""Input of the reading head, in words, by mode."""
+"""Input of the reading head in words, by composition mode."""
 MOST_CELLS = 48
-"""Largest number of heads whose pairs are drawn one by one; for more, pairs of layers are drawn."""
+"""Largest number of heads whose pairs are drawn one by one; for more heads, pairs of layers are drawn."""
 
 
 @dataclass(frozen=True)
 class CompositionSettings(ControlSettings, ModelSettings):
-    """Settings of `composition`."""
+    """Settings of the workflow `composition`: the inputs of later heads that are scored."""
 
     modes: tuple[Literal["Q", "K", "V"], ...] = setting(
         (), "inputs of the later head to score: Q, K, V; none: all that are linear in this model"
@@ -51,7 +51,7 @@ class CompositionSettings(ControlSettings, ModelSettings):
 
 
 class Composition(ModelWorkflow):
-    """Composition scores of every pair of heads of different layers, from the weights alone."""
+    """Workflow that scores, from the weights alone, how much of each head's output every later head reads."""
 
     name = "composition"
     question = "Which heads read what earlier heads write?"
@@ -63,7 +63,7 @@ class Composition(ModelWorkflow):
     source_head, layer, head], NaN unless the source layer is earlier."""
 
     def plan(self) -> Nodes:
-        """Node of the composition scores.
+        """Node of the composition scores of all pairs of heads.
 
         Raises:
             ConfigError: for a model with fewer than two attention layers, or for Q or K in a model that
@@ -105,7 +105,8 @@ class Composition(ModelWorkflow):
     claim_sources = ("scores",)
 
     def claims(self) -> Iterator[Claim]:
-        """Largest composition score of each mode, compared with the largest score of every random draw."""
+        """Claims about the largest composition score of each mode, compared with the largest score of every
+        random draw."""
         for mode in self.modes:
             best, scores = self.best(mode)[0], self.scores.sel(mode=mode)
             reader, writer = _head(best), _head(best, "source_")
@@ -120,14 +121,14 @@ class Composition(ModelWorkflow):
             )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: a limit of scores computed from weights."""
+        """Caption of the claims: what composition scores are, and what they do not show."""
         return (
             "Composition score: how much of the earlier head's output subspace the later head reads. Scores "
             "are computed from the weights alone; they do not show that the heads interact on any text."
         )
 
     def views(self) -> Iterator[View]:
-        """Table of the best pairs of each mode, and heatmaps of all pairs."""
+        """Views in reading order: table of the best pairs of each mode, and heatmaps of all pairs."""
         model, settings = self.subject.name, self.settings
         best = {mode: self.best(mode) for mode in self.modes}
         records = [{"mode": mode} | row for mode in self.modes for row in best[mode]]
@@ -218,5 +219,5 @@ class Composition(ModelWorkflow):
 
 
 def _head(row: dict[str, Any], prefix: str = "") -> str:
-    """Name of the head of a record, such as "L3H1". prefix: "source_" for the writing head."""
+    """Name of the head in a record, such as "L3H1". prefix: "source_" for the writing head."""
     return f"L{row[f'{prefix}layer']}H{row[f'{prefix}head']}"

@@ -53,12 +53,12 @@ SIZES = {
     "state_keys": "key",
     "state_values": "value",
 }
-"""Sizes listed of a model: JSON field -> axis of the architecture."""
+"""Sizes of a model that are listed: JSON field -> axis of the architecture."""
 
 
 @dataclass(frozen=True)
 class InspectWeightsSettings(FileSettings):
-    """Settings of `inspect_weights`."""
+    """Settings of the workflow `inspect_weights`: which norm of the weights is drawn."""
 
     rms: bool = setting(
         False, "draw the root mean square, norm / sqrt(entries), which is comparable across kinds of matrices"
@@ -117,7 +117,7 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
 
 
 class InspectWeights(Workflow):
-    """Shapes and norms of a checkpoint's tensors, by layer.
+    """Workflow that shows shapes and norms of the tensors of a checkpoint, by layer.
 
     Raises:
         ConfigError: for a model that transformers computes, whose tensors are not assigned to layers.
@@ -159,14 +159,14 @@ class InspectWeights(Workflow):
 
     @property
     def matrices(self) -> list[str]:
-        """Names within a layer of the kinds of tensors, as in the checkpoint without ".weight"; vectors
+        """Names of the kinds of tensors within a layer, as in the checkpoint without ".weight"; vectors come
         last."""
         ranks = {matrix: len(fact.shape) for layer, matrix, fact in self.facts if layer != OUTSIDE}
         return sorted(ranks, key=lambda matrix: (ranks[matrix] < 2, matrix))
 
     @property
     def short(self) -> list[str]:
-        """Short names of `matrices`, for columns: "q" for "self_attn.q_proj", "ln1" for the norm before
+        """Short names of `matrices`, for column heads: "q" for "self_attn.q_proj", "ln1" for the norm before
         attention."""
         fields = {
             stored.name.removesuffix(".weight"): field
@@ -202,7 +202,8 @@ class InspectWeights(Workflow):
         return embedding
 
     def views(self) -> Iterator[View]:
-        """Tables of the kinds of tensors, of norms by layer and of tensors of no layer; curves of norms."""
+        """Views in reading order: tables of the kinds of tensors, of norms by layer and of tensors outside
+        the layers; curves of norms."""
         config, facts, layers, name = self.subject.config, self.facts, self.layers, self.subject.name
         by_layer: dict[int, list[dict[str, Any]]] = {OUTSIDE: []}
         for layer, _, fact in facts:
@@ -281,7 +282,7 @@ class InspectWeights(Workflow):
         return replace(curves, lines=tuple(replace(line, family=modules[line.name]) for line in curves.lines))
 
     def _range(self, matrix: str, norms: npt.NDArray[Any]) -> dict[str, Any]:
-        """Row of a kind of tensor: shapes, dtypes, and the layers of its smallest and largest norm.
+        """Table row of one kind of tensor: shapes, dtypes, and the layers of its smallest and largest norm.
 
         norms: Frobenius norm by layer, in the order of `layers`.
         """
@@ -305,6 +306,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:
-    """JSON record of a tensor."""
+    """JSON record of a tensor: name, shape, dtype, norm, mean and std."""
     names = ("name", "shape", "dtype", "norm", "mean", "std")
     return {name: getattr(fact, name) for name in names}

@@ -37,13 +37,13 @@ from ..workflow import ModelWorkflow, Nodes, loaded
 __all__ = ["OvQk", "OvQkSettings"]
 
 POSITIONS, OFFSETS = 64, 4
-"""Number of positions of which attention by position alone is computed, and largest distance that is
-listed."""
+"""Number of positions for which attention by position alone is computed, and largest distance from query to
+key that is listed."""
 
 
 @dataclass(frozen=True)
 class OvQkSettings(ControlSettings, ModelSettings):
-    """Settings of `ov_qk`."""
+    """Settings of the workflow `ov_qk`: the head shown in full, and how much of it."""
 
     layer: int | None = setting(
         None, "layer of the head shown in full; none: the head of the largest copying score"
@@ -56,7 +56,8 @@ class OvQkSettings(ControlSettings, ModelSettings):
 
 
 class OvQk(ModelWorkflow):
-    """Copying scores of all heads, and singular directions of the OV and QK circuits of one head."""
+    """Workflow that scores, from the weights alone, which heads copy tokens, and shows singular directions of
+    one head's OV and QK circuits."""
 
     name = "ov_qk"
     question = "Which heads copy tokens, by their weights alone?"
@@ -117,7 +118,8 @@ class OvQk(ModelWorkflow):
     claim_sources = ("copying",)
 
     def claims(self) -> Iterator[Claim]:
-        """Largest and smallest copying score of all heads, compared with the extremes of every draw."""
+        """Claims about the largest and the smallest copying score of all heads, compared with the extremes of
+        every random draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
         # A head whose matrices are zero, as in a pruned model, has no score.
@@ -136,7 +138,7 @@ class OvQk(ModelWorkflow):
         yield claim(np.nanmin, np.nanargmin, "lowers", "smallest", "below")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: the definition and a limit of copying scores."""
+        """Caption of the claims: what copying scores are, and what they do not show."""
         return (
             "Copying score of a head: sum of the eigenvalues of its full OV circuit (embedding to "
             "unembedding) divided by the sum of their absolute values. 1: attended tokens raise their own "
@@ -145,8 +147,8 @@ class OvQk(ModelWorkflow):
         )
 
     def heads(self) -> list[dict[str, Any]]:
-        """Every head, largest copying score first: records with layer, head, copying, ov_norm, top_share, the
-        95 % bounds of its controls and its quantile among them (NaN without controls)."""
+        """Records of all heads, largest copying score first: layer, head, copying, ov_norm, top_share, the 95
+        % bounds of its controls, and its quantile among them (NaN without controls)."""
         copying = self.copying.transpose(..., "draw")
         rows = largest(copying, copying["copying"], None, "copying", "ov_norm", "top_share", "control")
         for row in rows:
@@ -156,7 +158,8 @@ class OvQk(ModelWorkflow):
         return rows
 
     def views(self) -> Iterator[View]:
-        """Copying scores of all heads, singular directions of one head, and attention by position alone."""
+        """Views in reading order: copying scores of all heads, singular directions of one head, and attention
+        by position alone."""
         model, settings = self.subject.name, self.settings
         rows = self.heads()
         shown = rows if len(rows) <= 2 * settings.top else [*rows[: settings.top], *rows[-settings.top :]]
@@ -208,7 +211,7 @@ class OvQk(ModelWorkflow):
         )
 
     def _directions(self, node: str, circuit: str, sides: tuple[str, str]) -> Table:
-        """Table of the singular directions of a circuit of one head.
+        """Table of the singular directions of the OV or QK circuit of one head.
 
         Arguments:
             node: name of the result.

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["denoising_views"]
 
 STEPS, PLACES = 24, 24
-"""Largest number of passes and of masks that are drawn."""
+"""Largest number of forward passes and of masks that are drawn."""
 
 
 def denoising_views(
     subject: Subject, texts: Sequence[str], denoised: xr.Dataset, unchanged: xr.Dataset | None, without: str
 ) -> Iterator[View]:
-    """Views of texts with filled masks, and the first text's most likely token at every mask by pass.
+    """Views of texts whose masks were filled in, and of the most likely token at each mask of the first text
+    in each pass.
 
     Arguments:
         subject: model and tokenizer.
@@ -131,7 +132,7 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
 
 
 def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
-    """Results of one prompt, without padding: its positions and its passes."""
+    """Results of prompt number `row`, without padding: its own positions and passes."""
     prompt = dataset.isel(prompt=row)
     # Token ids past the end of a shorter prompt are -1.
     positions, passes = int((prompt["token_id"] >= 0).sum()), int(prompt["step_filled"].max()) + 1
@@ -139,7 +140,7 @@ def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
 
 
 def _document(subject: Subject, prompt: str, filled: xr.Dataset) -> dict[str, Any]:
-    """JSON record of a prompt: its final text, and every mask in the order in which they were filled in."""
+    """JSON record of a prompt: its final text, and its masks in the order in which they were filled in."""
     # Passes count from 0; tokens that were no masks have -1.
     step_filled, ids = filled["step_filled"].values, filled["token_id"].values
     probabilities = np.exp(filled["logprob"].values)
@@ -166,7 +167,7 @@ def _document(subject: Subject, prompt: str, filled: xr.Dataset) -> dict[str, An
 
 
 def _text(subject: Subject, ids: Any) -> str:
-    """Decoded text without special tokens."""
+    """Decoded text of token ids, without special tokens."""
     return subject.tokenizer.decode([int(token) for token in ids], keep_special=False)
 
 

@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 __all__ = ["TokenPositionsSettings", "TokenPositions"]
 
 TEXT = "The Eiffel Tower is located in Paris, France."
-"""Default text."""
+"""Default text that is tokenized."""
 CHARACTERS = (0, 4, 11, 31, 38, 44)
 """Characters to look up in the default text."""
 SPANS = ("Eiffel Tower=4-16", "Paris=31-36", "France=38-44")
 """Ranges to label in the default text."""
 CONVERTED = (4, 16, 31, 36, 99)
-"""Characters to convert in the default text; 99 is past its end."""
+"""Character indices to convert to token positions in the default text; 99 is past its end."""
 REVERSED = 5
-"""Number of first tokens whose characters are listed in the caption."""
+"""Number of tokens, from the first on, whose characters are listed in the caption."""
 
 
 @dataclass(frozen=True)
 class TokenPositionsSettings(FileSettings):
-    """Settings of `token_positions`."""
+    """Settings of the workflow `token_positions`: the text, and the characters to look up in it."""
 
     text: str = setting(TEXT, "text to tokenize")
     characters: tuple[int, ...] | None = setting(
@@ -58,7 +58,7 @@ class TokenPositionsSettings(FileSettings):
 
 
 class TokenPositions(Workflow):
-    """Tokens of one text, and conversions between characters and token positions.
+    """Workflow that shows the tokens of one text, and converts characters to token positions and back.
 
     Raises:
         ConfigError: a range that is not written as "name=start-end".
@@ -94,8 +94,8 @@ class TokenPositions(Workflow):
         return self
 
     def views(self) -> Iterator[View]:
-        """Tables of tokens, of characters to tokens, of ranges and of converted positions; the text with its
-        tokens."""
+        """Views in reading order: tables of tokens, of characters to tokens, of ranges and of converted
+        positions; the text with its tokens."""
         encoding, text, name = self.encoding, self.settings.text, self.subject.name
         pieces = self.subject.token_texts(encoding.ids)
         digest = self.subject.tokenizer.digest
@@ -201,7 +201,8 @@ class TokenPositions(Workflow):
 
 
 def read_span(written: str) -> tuple[str, int, int]:
-    """Parses "name=start-end" into (name, start, end); the name of "start-end" is "start-end" itself.
+    """(name, start, end) of a range written as "name=start-end"; the name of "start-end" is "start-end"
+    itself.
 
     Raises ConfigError for another format.
 
@@ -217,5 +218,5 @@ def read_span(written: str) -> tuple[str, int, int]:
 
 
 def _or_default(value: tuple[Any, ...] | None, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The default in place of None; an empty tuple stays empty."""
+    """The value, or the default for None; an empty tuple stays empty."""
     return default if value is None else value
