@@ -155,7 +155,7 @@ class PathPatchingTrace(TaskWorkflow):
         margin = receiver.beyond_heads(strongest)
         if margin is not None:
             text = (
-                f"{receiver.task}: excess of the effect of {strongest['sender']} over the mean absolute "
+                f"in the task {receiver.task}, the effect of {strongest['sender']} exceeds the mean absolute "
                 "effect of the other heads"
             )
             yield receiver.claim(text, margin)
@@ -175,12 +175,12 @@ class PathPatchingTrace(TaskWorkflow):
             before: words that begin the sentence.
         """
         text = (
-            f"{before}{receiver.task}: {sender['sender']}, {rank}, corrupted on its path to "
-            f"{receiver.receiver}, changes the difference of right and wrong answer by "
-            f"{sender['effect']:+.3g} {receiver.unit}"
+            f"{before}in the task {receiver.task}, corrupting {sender['sender']} ({rank}) on its paths to "
+            f"{receiver.receiver} changes the right minus the wrong answer by {sender['effect']:+.3g} "
+            f"{receiver.unit}"
         )
         # Without controls, `beyond` is the signed effect itself.
-        text += "; excess over random changes of the same norm" if receiver.has_controls else ""
+        text += "; excess over the effect of random changes of the same norm" if receiver.has_controls else ""
         return receiver.claim(text, receiver.beyond(sender))
 
     def views(self) -> Iterator[View]:
@@ -362,7 +362,7 @@ class _ReceiverEffects:
             excess: effects of the sender minus the mean of its controls, [pair].
         """
         signs = Controls(SIGNS if self.has_controls else 0, self._seed)
-        of = "draws of a random sign for each pair"
+        of = "draws with a random sign of the excess in each pair"
         return Claim.paired(text, excess, of, signs, unit=self.unit, held_out=True)
 
     @cached_property

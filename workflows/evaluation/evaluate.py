@@ -297,7 +297,7 @@ class Evaluate(ModelWorkflow):
     def claims(self) -> Iterator[Claim]:
         """Claims about text, repetitions and facts, about the cost of an intervention, and about the exchange
         of two layers with the smallest cost."""
-        signs = "draws of a random sign for the difference of each prompt"
+        signs = "draws with a random sign of the difference in each prompt"
         for text, name, control in (
             (
                 "the loss on text is lower than on the same text with shuffled tokens",
@@ -320,7 +320,7 @@ class Evaluate(ModelWorkflow):
         yield from self._cost_claims()
         if self.orders is not None:
             count = len(self.orders["costs"])
-            text = "exchanging layers {} and {}, of {} exchanges that of the smallest cost, raises the loss"
+            text = "exchanging layers {} and {}, the exchange with the smallest cost of {}, raises the loss"
             text = text.format(*self.orders["exchanged"], count)
             null = f"draws of random signs, each with the smallest cost of {count} exchanges"
             cost = self.orders["by_prompt"]

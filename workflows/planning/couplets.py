@@ -146,8 +146,11 @@ class CoupletPlanning(ModelWorkflow):
     @cached_property
     def rhymes(self) -> Claim:
         """Claim that the model rhymes, over all pairs of the second half."""
-        text = "P(the end of line 2 rhymes with line 1) is higher than after the line 1 of the other couplet"
-        of = "draws of a random sign for each pair"
+        text = (
+            "the probability that line 2 ends on a rhyme of line 1 is higher than after line 1 of the other "
+            "couplet"
+        )
+        of = "draws with a random sign of the difference in each pair"
         return Claim.paired(text, self.read["scored"].rhymes, of, self.settings, unit=UNIT)
 
     @property
@@ -218,7 +221,7 @@ class CoupletPlanning(ModelWorkflow):
         WAYS, patched in every layer; about next tokens within line 2."""
         layer, role = self.site
         cause = f"patching the other couplet's state at the {ROLES[role]} after layer {layer}"
-        raises = "raises the probability of its rhyme at the end of line 2"
+        raises = "raises the probability that line 2 ends on a rhyme of the other couplet"
         return (
             self.rhymes,
             self.strictest(f"{cause} {raises}", _pick("effects", layer, role)),
