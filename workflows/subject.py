@@ -301,9 +301,10 @@ class Subject:
         if self.mask in prompt.ids:
             return list(prompt.ids)
         # Special tokens at the end, such as BERT's [SEP], stay behind the masks.
-        end = next((n for n, special in enumerate(reversed(prompt.special)) if not special), 0)
-        stop = len(prompt.ids) - end
-        return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]
+        reversed_special = enumerate(reversed(prompt.special))
+        n_final_special = next((n for n, is_special in reversed_special if not is_special), 0)
+        text_end = len(prompt.ids) - n_final_special
+        return [*prompt.ids[:text_end], *[self.mask] * masks, *prompt.ids[text_end:]]
 
     def read_at(self, ids: Sequence[int]) -> int:
         """Position whose logits predict the answer: that of the mask (in some models the position before it,
@@ -338,40 +339,40 @@ class Subject:
         `answer_pieces`."""
         if self.mask is not None:
             return [self._filled(prompt, answer) if answer else [] for prompt, answer in pairs]
-        words = [
+        prompts = [prompt for prompt, _ in pairs]
+        endings = [
             answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
             for prompt, answer in pairs
         ]
-        prompts_ids = self.tokenizer.ids_of([prompt for prompt, _ in pairs])
-        joined_ids = self.tokenizer.ids_of(
-            [prompt + word for (prompt, _), word in zip(pairs, words, strict=True)]
-        )
-        return [
-            joined[len(before) :]
+        whole_texts = [prompt + ending for prompt, ending in zip(prompts, endings, strict=True)]
+        all_ids = zip(self.tokenizer.ids_of(prompts), self.tokenizer.ids_of(whole_texts), strict=True)
+        pieces = []
+        for ending, (prompt_ids, whole_ids) in zip(endings, all_ids, strict=True):
+            answer_ids = whole_ids[len(prompt_ids) :]
             # A tokenizer may merge the end of the prompt with the beginning of the answer.
-            if joined[: len(before)] == before and len(joined) > len(before)
-            else self.tokenizer.encode(word, add_special=False).ids
-            for word, before, joined in zip(words, prompts_ids, joined_ids, strict=True)
-        ]
+            if not answer_ids or whole_ids[: len(prompt_ids)] != prompt_ids:
+                answer_ids = self.tokenizer.encode(ending, add_special=False).ids
+            pieces.append(answer_ids)
+        return pieces
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
         """Token ids of an answer at the mask of its prompt; those of the answer alone if filling it in
         changes other tokens."""
-        with_mask = self.asked(prompt)
-        encoding = self.tokenizer.encode(with_mask)
-        before, position = encoding.ids, self._answer_position(encoding.ids)
+        masked_text = self.asked(prompt)
+        encoding = self.tokenizer.encode(masked_text)
+        masked_ids, position = encoding.ids, self._answer_position(encoding.ids)
         start, end = encoding.offsets[position]
         # The mask token's span may include a space, which stays.
-        mask = with_mask[start:end]
-        text = with_mask[:start] + mask.replace(mask.strip(), answer.strip()) + with_mask[end:]
-        filled = self.tokenizer.encode(text).ids
-        stop = len(filled) - (len(before) - position - 1)
-        if (
-            filled[:position] == before[:position]
-            and filled[stop:] == before[position + 1 :]
-            and stop > position
-        ):
-            return filled[position:stop]
+        mask = masked_text[start:end]
+        filled_text = masked_text[:start] + mask.replace(mask.strip(), answer.strip()) + masked_text[end:]
+        filled_ids = self.tokenizer.encode(filled_text).ids
+        n_after_mask = len(masked_ids) - position - 1
+        stop = len(filled_ids) - n_after_mask
+        is_same_around = (
+            filled_ids[:position] == masked_ids[:position] and filled_ids[stop:] == masked_ids[position + 1 :]
+        )
+        if is_same_around and stop > position:
+            return filled_ids[position:stop]
         return self.tokenizer.encode(answer, add_special=False).ids
 
     def answer_id(self, prompt: str, answer: str) -> int:

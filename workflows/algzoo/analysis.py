@@ -496,12 +496,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     def _surprise(self) -> Iterator[View]:
         """Table of surprise accounting, and errors of accuracies estimated from explanations."""
         surprise, curve = self.result("surprise").load(), self.result("curve").load()
-        columns = ["estimator", "description", "agreement_rate", "sigma", "selection_bits", *BY_SIGMA]
-        rows = [
-            row | (dict.fromkeys(("estimator", "description", "agreement_rate")) if i else {})
-            for name in surprise["estimator"].values
-            for i, row in enumerate(records(surprise.sel(estimator=name), "sigma", *columns))
-        ]
+        of_explanation = ("estimator", "description", "agreement_rate")
+        rows: list[dict[str, Any]] = []
+        for name in surprise["estimator"].values:
+            explanation = surprise.sel(estimator=name)
+            first, *others = records(
+                explanation, "sigma", *of_explanation, "sigma", "selection_bits", *BY_SIGMA
+            )
+            # What is the same for every noise level stands in the first row of an explanation only.
+            rows += [first, *(row | dict.fromkeys(of_explanation) for row in others)]
         n_samples = int(surprise.attrs["samples"])
         yield Table.of(
             rows,

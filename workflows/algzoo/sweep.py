@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,23 +90,23 @@ class StoicheiaSweep(Workflow):
                 f"{self.name}: expected no model, as it compares many networks, found {model!r:.60}; name a "
                 "folder of networks instead: zoo=FOLDER"
             )
+        self.nodes = {}
         self.task = task_named(settings.task)
-        self.places: list[Place] = [
-            (hidden, sequence, seed, trained)
-            for hidden in settings.hidden
-            for sequence in settings.sequences
-            for seed in settings.seeds
-            for trained in self.trained
-        ]
+        self.places: list[Place] = list(
+            product(settings.hidden, settings.sequences, settings.seeds, self.trained)
+        )
         weights = (
             self._folder_weights(Path(settings.zoo).expanduser()) if settings.zoo else self._trained_weights()
         )
-        self.nodes = {
-            self._label(place): sampled_accuracy_node(
-                node, task=self.task.name, sequence=place[1], samples=settings.samples, seed=settings.seed
+        for place, weights_node in weights.items():
+            _, sequence, _, _ = place
+            self.nodes[self._label(place)] = sampled_accuracy_node(
+                weights_node,
+                task=self.task.name,
+                sequence=sequence,
+                samples=settings.samples,
+                seed=settings.seed,
             )
-            for place, node in weights.items()
-        }
 
     @property
     def trained(self) -> tuple[int, ...]:

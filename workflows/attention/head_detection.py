@@ -243,17 +243,13 @@ class HeadDetection(ModelWorkflow):
         head."""
         data, model = self.scores.transpose("kind", "layer", "head"), self.subject.name
         best = {kind: self.best(kind) for kind in KINDS}
-        kinds = {
-            kind: {
-                **{name: data[name].sel(kind=kind) for name in SCORES},
-                "best": [{name: row[name] for name in ("layer", "head", *SCORES)} for row in rows],
-            }
-            for kind, rows in best.items()
-        }
-        statistics = {name: {"unit": data[name].attrs["units"], "by_head": data[name]} for name in STATISTICS}
-        names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
+        table_rows = []
+        for kind, heads in best.items():
+            kind_name = kind.removesuffix("_head").replace("_", " ")
+            # The kind stands in its first row only.
+            table_rows += [{"kind": kind_name if rank == 0 else ""} | head for rank, head in enumerate(heads)]
         yield Table.of(
-            [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],
+            table_rows,
             ("kind", "kind"),
             *((name, name, "d") for name in ("layer", "head")),
             *((name, key, ".2f") for name, key in COLUMNS.items()),
@@ -263,25 +259,59 @@ class HeadDetection(ModelWorkflow):
             "deviation over prompts; shuffled: control, the score at the same positions of shuffled tokens; "
             "entropy: of the attention weights, in nats; BOS, own: share of the weight on the first and on "
             "the current token; distance: mean number of tokens from key to query.",
-            json={**self.subject.about, "read": self.text_read, "kinds": kinds, "statistics": statistics},
+            json={**self.subject.about, "read": self.text_read, **self._json(data, best)},
         )
-        scores, mixed = (
+        scores, control_scores = (
             [self._scores(kind, best[kind][0], variable) for kind in KINDS]
             for variable in ("score", "control")
         )
-        statistic = [self._statistic(data[name], *labels) for name, labels in STATISTICS.items()]
-        for title, source, by, panels in (
-            ("Scores of each kind of head", "scores", "kind", scores),
-            ("Control: scores at the same positions of shuffled tokens", "control", "kind", mixed),
-            ("Statistics of the attention weights", "statistics", "statistic", statistic),
+        statistics = [self._statistic(data[name], *titles) for name, titles in STATISTICS.items()]
+        kind_titles = [title for title, _ in LOOKS.values()]
+        statistic_titles = [title for title, _ in STATISTICS.values()]
+        for title, result, axis, labels, panels in (
+            ("Scores of each kind of head", "scores", "kind", kind_titles, scores),
+            (
+                "Control: scores at the same positions of shuffled tokens",
+                "control",
+                "kind",
+                kind_titles,
+                control_scores,
+            ),
+            (
+                "Statistics of the attention weights",
+                "statistics",
+                "statistic",
+                statistic_titles,
+                statistics,
+            ),
         ):
-            labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [panel.title for panel in panels]
             options = tuple(zip(labels, panels, strict=True))
-            yield Choice(title=title, sources=(source,), name=by, options=options)
+            yield Choice(title=title, sources=(result,), name=axis, options=options)
         title = f"Scores of the heads of {model} on {self.text_read}"
-        yield Figure(name="head_detection", title=title, panels=(*scores, *mixed), columns=len(KINDS))
+        # Two rows of panels: scores above their controls.
+        yield Figure(
+            name="head_detection", title=title, panels=(*scores, *control_scores), columns=len(KINDS)
+        )
         title = f"Attention weights of the heads of {model} on {self.text_read}"
-        yield Figure(name="head_statistics", title=title, panels=tuple(statistic), columns=2)
+        yield Figure(name="head_statistics", title=title, panels=tuple(statistics), columns=2)
+
+    @staticmethod
+    def _json(scores: xr.Dataset, best: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """JSON fields "kinds", with scores and best heads of each kind, and "statistics" of all heads.
+
+        scores: see `scores`. best: records of the best heads by kind.
+        """
+        kinds = {
+            kind: {
+                **{name: scores[name].sel(kind=kind) for name in SCORES},
+                "best": [{name: head[name] for name in ("layer", "head", *SCORES)} for head in heads],
+            }
+            for kind, heads in best.items()
+        }
+        statistics = {
+            name: {"unit": scores[name].attrs["units"], "by_head": scores[name]} for name in STATISTICS
+        }
+        return {"kinds": kinds, "statistics": statistics}
 
     def _scores(self, kind: str, best: dict[str, Any], variable: str) -> Heatmap:
         """Heatmap of detection scores, or of control scores on shuffled tokens, [layer, head].

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -220,19 +221,18 @@ class ExpertRouting(AblationOfEach):
                 if row["token"] != NO_TOKEN
             ]
 
-        readers = [
-            row | {"layer": layer, "expert": expert, "tokens": tokens_of(in_layer.isel(expert=expert))}
-            for layer in use["layer"].values.tolist()
-            for in_layer in [use.sel(layer=layer)]
-            for expert, row in enumerate(records(in_layer, "expert", "share", "weight"))
-        ]
+        readers = []
+        for layer in use["layer"].values.tolist():
+            layer_use = use.sel(layer=layer)
+            for expert, numbers in enumerate(records(layer_use, "expert", "share", "weight")):
+                tokens = tokens_of(layer_use.isel(expert=expert))
+                readers.append(numbers | {"layer": layer, "expert": expert, "tokens": tokens})
 
-        def tokens(record: dict[str, Any]) -> Any:
-            return tuple(
-                run
-                for row in record["tokens"]
-                for run in (f"{format_token(row['token'])} ", dim(f"{row['share']:.0%}  "))
-            )
+        def tokens_cell(reader: dict[str, Any]) -> Any:
+            texts = [
+                (f"{format_token(row['token'])} ", dim(f"{row['share']:.0%}  ")) for row in reader["tokens"]
+            ]
+            return tuple(chain.from_iterable(texts))
 
         return Table.of(
             readers,
@@ -240,7 +240,7 @@ class ExpertRouting(AblationOfEach):
             ("expert", "expert", "d"),
             ("tokens", "share", "{:.1%}".format),
             ("weight", "weight", ".2f"),
-            ("top tokens", tokens),
+            ("top tokens", tokens_cell),
             title=f"Tokens that the experts of {self.subject.name} process",
             caption="One row per expert. Tokens: share of all tokens of the corpus routed to it; weight: its "
             "mean routing weight for them; top tokens: those of whose occurrences it processes the largest "

@@ -212,20 +212,25 @@ class PathPatchingTrace(TaskWorkflow):
         for name, effect in receiver.effects.items():
             if name != INPUT:
                 # Names are "a3.h0" for head 0 of layer 3, and "m3" for the MLP of layer 3.
-                row, _, column = name[1:].partition(".h")
-                values[int(row), int(column) if column else heads] = effect
+                layer, _, head = name[1:].partition(".h")
+                mlp_column = heads
+                values[int(layer), int(head) if head else mlp_column] = effect
         embedding = receiver.effects.get(INPUT)
-        of_embedding = "" if embedding is None else f" For the embedding the change is {embedding:+.3f}."
-        step = [part for part in self.receivers if part.node == receiver.node]
-        effects_of_step = [effect for part in step for effect in part.effects.values()]
+        embedding_note = "" if embedding is None else f" For the embedding the change is {embedding:+.3f}."
+        same_step = [other for other in self.receivers if other.node == receiver.node]
+        effects_of_step = [effect for other in same_step for effect in other.effects.values()]
+        framed: tuple[tuple[int, int, int, int], ...] = ()
         strongest = receiver.listed[0]["sender"] if receiver.listed else ""
-        layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
-        framed = "" if head < 0 else " Framed: the head with the largest effect on other pairs."
+        if is_head(strongest):
+            row, column = map(int, strongest[1:].split(".h"))
+            # A frame is (top, left, bottom, right): here a single cell.
+            framed = ((row, column, row, column),)
+        frame_note = " Framed: the head with the largest effect on other pairs." if framed else ""
         return Heatmap(
             title=f"{receiver.task}: effects of senders through {receiver.receiver}",
             caption=f"Each cell: change of the right minus the wrong answer ({receiver.unit}) when the "
             f"output of one head or MLP is corrupted on its paths to {receiver.receiver} only, mean over "
-            f"{receiver.pairs} held-out pairs.{of_embedding}{framed}",
+            f"{receiver.pairs} held-out pairs.{embedding_note}{frame_note}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
             columns=(*map(str, range(heads)), "MLP"),
@@ -236,7 +241,7 @@ class PathPatchingTrace(TaskWorkflow):
             high=float(np.abs(effects_of_step).max()),
             diverging=True,
             upward=True,
-            framed=() if head < 0 else ((layer, head, layer, head),),
+            framed=framed,
             frame_name="strongest head on other pairs",
             sources=(receiver.node,),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,18 @@ def crossed(features: Mapping[str, str]) -> tuple[ExchangePair, ...]:
             others.
     """
     words = list(features)
-    return tuple(
-        ExchangePair(prompt, (features[word],), word, features[injected], injected, _first_end(prompt))
-        for step in range(1, len(words))
-        for couplet in range(2)
-        for i, word in enumerate(words)
-        for prompt, injected in [(ENDS_ON[word][couplet], words[(i + step) % len(words)])]
-    )
+    pairs = []
+    for step, couplet in product(range(1, len(words)), range(2)):
+        for i, word in enumerate(words):
+            # The word that is `step` places further in the list, which starts again at its end.
+            injected = words[(i + step) % len(words)]
+            prompt = ENDS_ON[word][couplet]
+            pairs.append(
+                ExchangePair(
+                    prompt, (features[word],), word, features[injected], injected, _first_end(prompt)
+                )
+            )
+    return tuple(pairs)
 
 
 def _first_end(couplet: str) -> str:

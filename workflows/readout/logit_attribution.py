@@ -269,44 +269,48 @@ class LogitAttribution(ModelWorkflow):
     def document(self, i: int) -> dict[str, Any]:
         """JSON record of prompt `i`: tokens, their logits, and contributions in logits; "attributed" is the
         sum of these. Components are in the order of the forward pass, the constant of the readout is last."""
-        row = self.shares.isel(prompt=i)
-        words = ("target",) if int(row["other_id"]) == NONE else ("target", "other")
-        written = [
-            (f"{int(part['layer'])}_{name}", part[f"{name.removesuffix('_out')}_share"])
-            for part in (row.sel(layer=layer) for layer in row["layer"])
-            for name in self._written
-        ]
-        parts = [("embed", row["embed_share"]), *written, ("constant", row["constant"])]
+        shares = self.shares.isel(prompt=i)
+        # Without a second token, the logit itself is attributed.
+        tokens = ("target",) if int(shares["other_id"]) == NONE else ("target", "other")
+        components = [("embed", shares["embed_share"])]
+        for layer in shares["layer"].values.tolist():
+            in_layer = shares.sel(layer=layer)
+            components += [
+                (f"{layer}_{hook}", in_layer[f"{hook.removesuffix('_out')}_share"]) for hook in self._written
+            ]
+        components.append(("constant", shares["constant"]))
         document: dict[str, Any] = {
             "model_id": self.subject.name,
             "prompt": self.texts[i],
             "answer": self.words[i] if self.words else None,
-            **{f"{word}_logit": float(row[f"{word}_logit"]) for word in words},
-            **{f"{word}_id": int(row[f"{word}_id"]) for word in words},
-            **{f"{word}_token": self.vocabulary[int(row[f"{word}_id"])] for word in words},
-            "attributed": float(row["total"]),
-            "components": [{"component": name, "share": float(share)} for name, share in parts],
+            **{f"{token}_logit": float(shares[f"{token}_logit"]) for token in tokens},
+            **{f"{token}_id": int(shares[f"{token}_id"]) for token in tokens},
+            **{f"{token}_token": self.vocabulary[int(shares[f"{token}_id"])] for token in tokens},
+            "attributed": float(shares["total"]),
+            "components": [{"component": name, "share": float(share)} for name, share in components],
         }
         if "heads" in self.nodes:
-            heads = row["head_share"].transpose("layer", "head")
-            document |= {"heads": heads, "attn_bias": row["attn_bias_share"]}
+            heads = shares["head_share"].transpose("layer", "head")
+            document |= {"heads": heads, "attn_bias": shares["attn_bias_share"]}
         if "neurons" in self.nodes:
-            top = [{"layer": a, "neuron": b, "share": share} for a, b, share in self.top_neurons(i)]
-            document |= {"neurons": top, "mlp_bias": row["mlp_bias_share"]}
+            names = ("layer", "neuron", "share")
+            neurons = [dict(zip(names, neuron, strict=True)) for neuron in self.top_neurons(i)]
+            document |= {"neurons": neurons, "mlp_bias": shares["mlp_bias_share"]}
         return document
 
     def views(self) -> Iterator[View]:
         """Views in reading order: contributions by head and by layer, for the mean of all and for single
         prompts; tables of prompts and components; figures."""
-        count, name, shares = len(self.texts), self.subject.name, self.shares
+        n_prompts, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
-        results = {"results": lambda: [self.document(i) for i in range(count)]}
+        results = {"results": lambda: [self.document(i) for i in range(n_prompts)]}
         # A soft cap is not linear, so shares sum to logits before it.
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
-        parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
-        parts = [("mean of all", shares), *parts] if count > 1 else parts
+        selectable = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
+        if n_prompts > 1:
+            selectable.insert(0, ("mean of all", shares))
         attributed = "logit difference" if self.settings.difference else "logit of the answer"
-        for unit, make in (("head", _heads), ("layer", _curves)):
+        for unit, draw in (("head", _heads), ("layer", _curves)):
             if f"{unit}s" not in self.nodes:
                 continue
             yield Choice(
@@ -316,26 +320,28 @@ class LogitAttribution(ModelWorkflow):
                 "layers make of the output is not counted.",
                 sources=(f"{unit}s",),
                 name="prompt",
-                options=tuple((text, make(part)) for text, part in parts),
+                options=tuple((text, draw(part)) for text, part in selectable),
             )
-        yield self._prompts_table([self.document(i) for i in range(min(ROWS, count))])
+        yield self._prompts_table([self.document(i) for i in range(min(ROWS, n_prompts))])
         yield self._parts_table(self.document(0))
-        for i in range(min(self.settings.figures, count)):
-            part = shares.isel(prompt=[i])
+        for i in range(min(self.settings.figures, n_prompts)):
             neurons = self.top_neurons(i)[:ROWS]
             yield Figure(
                 name=f"logit_attribution_{i}",
                 title=f"Direct logit attribution in {name}: {self.contrast(self.document(i))}",
                 caption=f"Shares of the {attributed} at the last token of '{format_text(self.texts[i])}', in "
                 "logits.",
-                panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
+                panels=(
+                    *self._parts(shares.isel(prompt=[i])),
+                    *([_neurons(neurons)] if neurons else []),
+                ),
             )
-        if count > 1:
+        if n_prompts > 1:
             yield Figure(
                 name="logit_attribution_mean",
                 title=f"Direct logit attribution in {name}: {attributed}",
-                caption=f"Shares of the {attributed} at the last token, in logits, mean of {count} prompts. "
-                "Thin lines: 10 % to 90 % quantiles over prompts.",
+                caption=f"Shares of the {attributed} at the last token, in logits, mean of {n_prompts} "
+                "prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
                 panels=self._parts(shares),
             )
 
@@ -441,23 +447,27 @@ def _bars(part: xr.Dataset) -> Bars:
     """Bars of the contributions of embedding, layers and biases, and of their sum, mean over the prompts of
     `part`; with 10 % and 90 % quantiles for several prompts."""
     layers = part["layer"].values.tolist()
-    after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
-    after["sum"] = part["total"].values
-    # Every series has a value for every bar; NaN draws none.
-    missing = np.full((1, part.sizes["prompt"]), np.nan)
-    written = [(name, part[key].transpose("layer", "prompt")) for key, name in PARTS if key in part]
-    series = [(name, np.concatenate([missing, values, *[missing] * len(after)])) for name, values in written]
-    not_layers = np.stack([part["embed_share"].values, *[missing[0]] * len(layers), *after.values()])
+    # Bars after those of the layers: biases, unless all are 0, and the sum.
+    last_bars = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
+    last_bars["sum"] = part["total"].values
+    # Every series, [bar, prompt], has a value for every bar; NaN draws none.
+    no_bar = np.full((1, part.sizes["prompt"]), np.nan)
+    series = []
+    for variable, name in PARTS:
+        if variable in part:
+            by_layer = part[variable].transpose("layer", "prompt").values
+            series.append((name, np.concatenate([no_bar, by_layer, *[no_bar] * len(last_bars)])))
+    not_layers = np.stack([part["embed_share"].values, *[no_bar[0]] * len(layers), *last_bars.values()])
 
     def bar(name: str, values: Any) -> Line:
-        band = np.quantile(values, [0.1, 0.9], axis=1) if values.shape[1] > 1 else None
-        return Line(name, values.mean(axis=1), band=band, control=values is not_layers)
+        quantiles = np.quantile(values, [0.1, 0.9], axis=1) if values.shape[1] > 1 else None
+        return Line(name, values.mean(axis=1), band=quantiles, control=values is not_layers)
 
     return Bars(
         title="By layer",
         caption="Logits that the embedding, the attention and the MLP of each layer, and the biases of the "
         "readout add at the last token; sum: all of them.",
-        x=("embedding", *map(str, layers), *after),
+        x=("embedding", *map(str, layers), *last_bars),
         lines=tuple(bar(name, values) for name, values in (*series, ("", not_layers))),
         x_name="layer",
         y_name="share",

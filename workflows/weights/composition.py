@@ -130,29 +130,27 @@ class Composition(ModelWorkflow):
     def views(self) -> Iterator[View]:
         """Views in reading order: table of the best pairs of each mode, and heatmaps of all pairs."""
         model, settings = self.subject.name, self.settings
-        best = {mode: self.best(mode) for mode in self.modes}
-        records = [{"mode": mode} | row for mode in self.modes for row in best[mode]]
+        pairs: list[dict[str, Any]] = []
+        table_rows = []
+        for mode in self.modes:
+            for rank, pair in enumerate(self.best(mode)):
+                pairs.append({"mode": mode} | pair)
+                # The mode stands in its first row only.
+                table_rows.append(pair | {"read_as": READS[mode] if rank == 0 else ""})
+        control_columns = (("rotated", "control", ".3f"), ("p, one pair", "share_as_large", ".2g"))
         yield Table.of(
-            [
-                row | {"shown": "" if i else READS[mode]}
-                for mode in self.modes
-                for i, row in enumerate(best[mode])
-            ],
-            ("read", "shown"),
+            table_rows,
+            ("read", "read_as"),
             ("by", _head),
             ("written by", lambda row: _head(row, "source_")),
             ("score", "score", ".3f"),
-            *(
-                (("rotated", "control", ".3f"), ("p, one pair", "share_as_large", ".2g"))
-                if settings.controls
-                else ()
-            ),
+            *(control_columns if settings.controls else ()),
             title=f"Composition scores of heads of {model}",
             caption=self._table_caption(),
             json={
                 **self.subject.about,
                 "modes": list(self.modes),
-                "pairs": records,
+                "pairs": pairs,
                 "scores": lambda: {
                     name: self.scores[name] for name in ("score", "control", "share_as_large")
                 },

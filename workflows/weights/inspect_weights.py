@@ -79,27 +79,27 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
 
     tensors = files.architecture().tensors
 
-    def placed_at(name: str) -> tuple[int, str]:
+    def layer_and_matrix(name: str) -> tuple[int, str]:
         layer, matrix = tensors.placed(name)
         return OUTSIDE if layer is None else layer, matrix.removesuffix(".weight")
 
-    facts = sorted(tensor_facts(files.checkpoint), key=lambda fact: (placed_at(fact.name), fact.name))
-    axes = max((len(fact.shape) for fact in facts), default=0)
-    shapes = np.array([[*fact.shape, *[NO_AXIS] * (axes - len(fact.shape))] for fact in facts], np.int64)
-    places = [placed_at(fact.name) for fact in facts]
-    columns = {name: [getattr(fact, name) for fact in facts] for name in ("name", "dtype")}
-    columns["matrix"] = [matrix for _, matrix in places]
-    data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in columns.items()}
+    facts = sorted(tensor_facts(files.checkpoint), key=lambda fact: (layer_and_matrix(fact.name), fact.name))
+    most_axes = max((len(fact.shape) for fact in facts), default=0)
+    padded_shapes = [[*fact.shape, *[NO_AXIS] * (most_axes - len(fact.shape))] for fact in facts]
+    places = [layer_and_matrix(fact.name) for fact in facts]
+    texts = {name: [getattr(fact, name) for fact in facts] for name in ("name", "dtype")}
+    texts["matrix"] = [matrix for _, matrix in places]
+    data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in texts.items()}
     data["layer"] = ("tensor", np.array([layer for layer, _ in places], np.int64))
-    data["shape"] = (("tensor", "axis"), shapes)
-    for name, unit in (
+    data["shape"] = (("tensor", "axis"), np.array(padded_shapes, np.int64))
+    for name, long_name in (
         ("norm", "Frobenius norm"),
         ("mean", "mean of the entries"),
         ("std", "standard deviation of the entries"),
     ):
         values = [getattr(fact, name) for fact in facts]
-        column = np.array([np.nan if value is None else value for value in values])
-        data[name] = ("tensor", column, {"units": "1", "long_name": unit})
+        numbers = np.array([np.nan if value is None else value for value in values])
+        data[name] = ("tensor", numbers, {"units": "1", "long_name": long_name})
     data["finite"] = ("tensor", np.array([bool(fact.finite) for fact in facts]))
     return xr.Dataset(data)
 

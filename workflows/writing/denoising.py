@@ -99,15 +99,18 @@ def denoising_views(
 
 def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
     """Figure of the most likely token at each mask (rows) in each pass (columns), shaded by probability."""
-    positions = np.flatnonzero(filled["step_filled"].values >= 0)
-    shown = positions[:PLACES]
-    cells = filled.isel(position=shown, step=slice(STEPS)).transpose(..., "position", "step")
-    ids = cells["best_id"].values
-    words = [["" if i < 0 else subject.token_labels([i])[0] for i in row] for row in ids]
+    # Tokens that were no masks have -1.
+    masks = np.flatnonzero(filled["step_filled"].values >= 0)
+    shown_masks = masks[:PLACES]
+    cells = filled.isel(position=shown_masks, step=slice(STEPS)).transpose(..., "position", "step")
+    best_ids = cells["best_id"].values
+    n_shown_passes = best_ids.shape[1]
+    # A mask that is filled in has no most likely token in later passes: -1.
+    words = [["" if token < 0 else subject.token_labels([token])[0] for token in row] for row in best_ids]
     panel = Heatmap(
         values=np.exp(cells["best_logprob"].values),
-        rows=tuple(f"position {position}" for position in shown),
-        columns=tuple(map(str, range(ids.shape[1]))),
+        rows=tuple(f"position {position}" for position in shown_masks),
+        columns=tuple(map(str, range(n_shown_passes))),
         row_name="",
         column_name="pass",
         value_name="probability",
@@ -115,12 +118,12 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
         high=1.0,
         texts=tuple(map(tuple, words)),
     )
-    passes = filled.sizes["step"]
+    n_passes = filled.sizes["step"]
     limits = []
-    if len(shown) < len(positions):
-        limits.append(f"the first {len(shown)} of {len(positions)} masks")
-    if ids.shape[1] < passes:
-        limits.append(f"the first {ids.shape[1]} of {passes} passes")
+    if len(shown_masks) < len(masks):
+        limits.append(f"the first {len(shown_masks)} of {len(masks)} masks")
+    if n_shown_passes < n_passes:
+        limits.append(f"the first {n_shown_passes} of {n_passes} passes")
     shown_part = f" Shown are {' and '.join(limits)}." if limits else ""
     return Figure(
         name="denoising",

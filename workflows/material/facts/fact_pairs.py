@@ -100,15 +100,13 @@ def pair_records(subject: Subject, data: Sequence[str]) -> list[PairTexts]:
         subject: the model, whose tokenizer decides which shipped and general facts are paired.
         data: files, SHIPPED_DATA or GENERAL; empty for those of `default_data`.
     """
-    return [
-        PairTexts(*(record[name] for name in FIELDS))
-        for path in default_data(subject, data) or (SHIPPED_DATA,)
-        for record in (
-            pairs_of_facts(subject, single_facts(subject, path))
-            if path in (SHIPPED_DATA, GENERAL)
-            else read_records(path)
-        )
-    ]
+    records: list[dict[str, str]] = []
+    for source in default_data(subject, data) or (SHIPPED_DATA,):
+        if source in (SHIPPED_DATA, GENERAL):
+            records += pairs_of_facts(subject, single_facts(subject, source))
+        else:
+            records += read_records(source)
+    return [PairTexts(*(record[name] for name in FIELDS)) for record in records]
 
 
 def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -123,30 +121,32 @@ def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[di
         relation = fact.get("relation") or relation_of(fact["prompt"], words=2)
         if relation is not None:
             groups[relation, len(ids)].append(fact)
-    order = {fact["prompt"]: i for i, fact in enumerate(facts)}
     pairs = []
     for group in groups.values():
-        waiting: list[dict[str, Any]] = []
+        unpaired: list[dict[str, Any]] = []
         for fact in group:
-            partner = next((o for o in waiting if o["target"] != fact["target"]), None)
+            partner = next((other for other in unpaired if other["target"] != fact["target"]), None)
             if partner is None:
-                waiting.append(fact)
+                unpaired.append(fact)
             else:
-                waiting.remove(partner)
+                unpaired.remove(partner)
                 pairs.append((partner, fact))
 
     answers = [(fact["prompt"], fact["target"]) for pair in pairs for fact in pair]
-    pieces = dict(zip(answers, subject.pieces_of_answers(answers), strict=True))
+    tokens_of = dict(zip(answers, subject.pieces_of_answers(answers), strict=True))
+    order = {fact["prompt"]: i for i, fact in enumerate(facts)}
 
-    def has_several(fact: dict[str, Any]) -> bool:
-        return len(pieces[fact["prompt"], fact["target"]]) > 1
+    def has_several_tokens(fact: dict[str, Any]) -> bool:
+        return len(tokens_of[fact["prompt"], fact["target"]]) > 1
 
     in_order = sorted(pairs, key=lambda pair: order[pair[0]["prompt"]])
-    single_first = [sorted(pair, key=has_several) for pair in in_order]
+    # False sorts first: within a pair, the fact with a single-token answer becomes the original.
+    oriented = [sorted(pair, key=has_several_tokens) for pair in in_order]
+    # Stable: pairs with equally many single-token answers keep the order of their facts.
+    oriented.sort(key=lambda pair: [has_several_tokens(fact) for fact in pair])
     return [
         dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
-        # A stable sort: within each kind, pairs keep the order of their facts.
-        for a, b in sorted(single_first, key=lambda pair: [has_several(fact) for fact in pair])
+        for a, b in oriented
     ]
 
 
