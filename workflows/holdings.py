@@ -330,30 +330,29 @@ class Holdings:
                 records[name] = record
                 by_data.setdefault(record.data, []).append(record)
         self._records = records
-        used = self.store.index.last_used()
-        looks = {data: self._look_at(data) for data in folders}
+        last_used = self.store.index.last_used()
+        stats = {data: self._look_at(data) for data in folders}
+        # A folder whose (time stamps, keys) are unchanged is not read again.
         states = {
             data: (
-                tuple(None if stat is None else stat.stamp for stat in looks[data]),
+                tuple(None if stat is None else stat.stamp for stat in stats[data]),
                 tuple(record.key for record in by_data.get(data, ())),
             )
             for data in folders
         }
         # During the first read, folders appear in the shared dict one by one, for partial snapshots.
         cached = self._cached if self._whole is None else {}
-        for data in sorted(folders, key=lambda data: _newest(looks[data]), reverse=True):
-            before = self._cached.get(data)
-            try:
-                folder = (
-                    # Unchanged time stamps and keys; without time stamps a folder is always read again.
-                    before[1]
-                    if before is not None and before[0] == states[data] and any(states[data][0])
-                    else self._folder(data, tuple(by_data.get(data, ())))
-                )
-            except (CorruptEntry, OSError, LookupError) as error:
-                damaged.append(f"{data}: {error}")
-                continue
-            cached[data] = states[data], _used(folder, used.get(data, 0.0))
+        for data in sorted(folders, key=lambda data: _newest(stats[data]), reverse=True):
+            cached_state, folder = self._cached.get(data, (None, None))
+            time_stamps, _ = states[data]
+            # Without time stamps a folder is always read again.
+            if folder is None or cached_state != states[data] or not any(time_stamps):
+                try:
+                    folder = self._folder(data, tuple(by_data.get(data, ())))
+                except (CorruptEntry, OSError, LookupError) as error:
+                    damaged.append(f"{data}: {error}")
+                    continue
+            cached[data] = states[data], _used(folder, last_used.get(data, 0.0))
         self._cached, self._damaged = cached, damaged
 
     def _look_at(self, data: str) -> list[Stat | None]:

@@ -348,26 +348,31 @@ class ActivationPatchingTrace(KnownWorkflow):
     def _grid(self, pair: PatchedPair, kind: str, percent: xr.DataArray) -> Heatmap:
         """Heatmap of recovery for one kind, by layer and position or head; a frame marks where the prompts
         differ."""
-        best, (start, last) = _best(kind, percent), pair.subject
-        # With grouped-query attention, k and v have fewer heads than q and z.
-        options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
-        where, frame = f"head {best.get('head')}", ""
-        if "position" in best:
-            ids = (pair.clean_ids, pair.corrupted_ids)
-            clean, corrupted = (self.subject.token_labels(row) for row in ids)
-            texts = zip(clean, corrupted, strict=True)
+        best, is_by_head = _best(kind, percent), _by_head(kind)
+        frame_note = ""
+        if is_by_head:
+            best_place = f"head {best['head']}"
+            # With grouped-query attention, k and v have fewer heads than q and z.
+            options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
+        else:
+            clean, corrupted = map(self.subject.token_labels, (pair.clean_ids, pair.corrupted_ids))
+            tokens = zip(clean, corrupted, strict=True)
+            best_place = f"at '{corrupted[best['position']]}'"
+            first_differing, last_differing = pair.subject
+            last_row = percent.sizes["layer"] - 1
             options = {
-                "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
+                "columns": tuple(to if at == to else f"{at} → {to}" for at, to in tokens),
                 "column_name": "token",
-                "framed": ((0, start, percent.sizes["layer"] - 1, last),),
+                # A frame is (top, left, bottom, right): all layers of the tokens that differ.
+                "framed": ((0, first_differing, last_row, last_differing),),
                 "frame_name": "where the prompts differ",
             }
-            where, frame = f"at '{corrupted[best['position']]}'", " Framed: where the prompts differ."
+            frame_note = " Framed: where the prompts differ."
         return Heatmap.of(
             percent,
             NAMES[kind],
-            f"Recovery by patching {kind} of one layer at one {'position' if 'position' in best else 'head'}"
-            f". Largest: {best['recovery']:.0f} % in layer {best['layer']}, {where}.{frame}",
+            f"Recovery by patching {kind} of one layer at one {'head' if is_by_head else 'position'}. "
+            f"Largest: {best['recovery']:.0f} % in layer {best['layer']}, {best_place}.{frame_note}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
@@ -382,14 +387,18 @@ class ActivationPatchingTrace(KnownWorkflow):
         pair, percent = self.traced[i], self.recovered(i)
         tokens = self.subject.token_labels(pair.corrupted_ids)
 
-        def place(kind: str, layer: int) -> Any:
+        def best_place(kind: str, layer: int) -> Any:
             index = int(percent[kind].values[layer].argmax())
             return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 
+        # The rows are indices of layers.
         columns: list[tuple[Any, ...]] = [("layer", int, "d")]
         for kind, grid in percent.items():
-            most = grid.values.max(1).__getitem__
-            columns += [(kind, most, "{:.1f} %".format), ("at", partial(place, kind))]
+            largest_of_layer = grid.values.max(axis=1).__getitem__
+            columns += [
+                (kind, largest_of_layer, "{:.1f} %".format),
+                ("at", partial(best_place, kind)),
+            ]
         patched_axes = {"head" if _by_head(kind) else "position" for kind in percent}
         caption = (
             f"One row per layer. Percentages: share of {MEASURES[self.settings.metric]} that comes back when "

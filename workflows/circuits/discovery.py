@@ -152,14 +152,25 @@ class CircuitDiscovery(CircuitWorkflow):
         """JSON document of a task's circuit: its edges with scores and exact effects, and its faithfulness;
         tables read it too."""
         scores = self.result(f"{task}_scores")["score"].values
-        circuit, in_graph = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
-        effects = None
+        circuit, claim = self.circuit(task), self.claim(task)
+        effects, agreement = None, {}
+        # At every position, exact effects would cost as many runs as the whole graph.
         if not self.settings.by_position:
+            in_graph = Circuit.whole(self.layout).chosen
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
-        # `argwhere` and the boolean index below list edges in the same order.
-        places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
-        order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable").tolist()
-        claim = self.claim(task)
+            agreement = {"scores_and_exact_effects": _agreement(scores[in_graph], effects[in_graph])}
+        # Each row: (position,) source, destination. In the same order as the boolean index below.
+        indices = np.argwhere(circuit.chosen)
+        largest_first = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable")
+        edges = []
+        for index in map(tuple, indices[largest_first].tolist()):
+            edge: dict[str, Any] = {"edge": self.layout.name(*index[-2:])}
+            if self.settings.by_position:
+                edge["position"] = index[0]
+            edge["score"] = float(scores[index])
+            if effects is not None:
+                edge["exact_effect"] = float(effects[index])
+            edges.append(edge)
         return {
             "circuit": circuit.to_json(),
             "edges_there_are": self.edges(task),
@@ -167,20 +178,8 @@ class CircuitDiscovery(CircuitWorkflow):
             "faithfulness_percent": claim.effect,
             "faithfulness_interval_95": claim.spread,
             "random_faithfulness_percent": claim.null.values,
-            **(
-                {}
-                if effects is None
-                else {"scores_and_exact_effects": _agreement(scores[in_graph], effects[in_graph])}
-            ),
-            "edges": [
-                {
-                    "edge": self.layout.name(*place[-2:]),
-                    **({} if len(place) == 2 else {"position": place[0]}),
-                    "score": float(scores[place]),
-                    **({} if effects is None else {"exact_effect": float(effects[place])}),
-                }
-                for place in (places[number] for number in order)
-            ],
+            **agreement,
+            "edges": edges,
         }
 
     def _table(self, task: str, document: dict[str, Any]) -> Table:

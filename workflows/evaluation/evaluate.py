@@ -27,7 +27,7 @@ reach 0.05, so their costs are listed and nothing is claimed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -452,10 +452,11 @@ class Evaluate(ModelWorkflow):
         model, records = self.subject.name, self.records()
         uniform = math.log(self.subject.config.vocab_size)
         mixed = _weighted(self.result("shuffled_text"), "loss")
-        orders = None if self.orders is None else {k: v for k, v in self.orders.items() if k != "draws"}
         settings = self.settings
         changed = settings.dictionary or ", ".join(settings.zero or settings.mean)
         columns, controls_note = self._changed_columns()
+        # Draws of null distributions are left out of the JSON document, as they are many.
+        orders = None if self.orders is None else _without(self.orders, "draws")
         yield Table.of(
             records,
             ("measure", "measure"),
@@ -476,7 +477,7 @@ class Evaluate(ModelWorkflow):
                 "order": orders,
                 "changed": changed or None,
                 "cost": None if self.change is None else self._costs_json(self.change),
-                "facts": {k: v for k, v in self.recall().items() if k not in ("draws", "gain")},
+                "facts": _without(self.recall(), "draws", "gain"),
             },
         )
         if self.change is not None and not settings.dictionary:
@@ -542,6 +543,11 @@ class Evaluate(ModelWorkflow):
             sources=(name, control),
             low=0.0,
         )
+
+
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The fields without those of some names."""
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def _weighted(losses: xr.Dataset, name: str) -> float:

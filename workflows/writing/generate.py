@@ -247,32 +247,34 @@ class Generate(ModelWorkflow):
 
     def _figure(self, texts: list[Text], without: str) -> Figure:
         """Figure with a row per continuation and a cell per token, shaded by probability."""
-        shown, rows_per_prompt = texts[:ROWS], 2 if self.settings.zero else 1
-        steps = min(max(len(text.tokens) for text in shown), STEPS)
-        n_missing = [max(0, steps - len(text.tokens)) for text in shown]
-        padded = [np.pad(text.values[:steps], (0, n), constant_values=np.nan)
-                  for text, n in zip(shown, n_missing, strict=True)]  # fmt: skip
+        shown_texts = texts[:ROWS]
+        # With hook points set to zero, the continuation of the unchanged model follows each one.
+        rows_per_prompt = 2 if self.settings.zero else 1
+        n_steps = min(max(len(text.tokens) for text in shown_texts), STEPS)
+        probabilities = np.full((len(shown_texts), n_steps), np.nan)
+        tokens, labels = [], []
+        for row, text in enumerate(shown_texts):
+            n_tokens = min(len(text.tokens), n_steps)
+            probabilities[row, :n_tokens] = text.values[:n_steps]
+            tokens.append((*text.tokens[:n_steps], *[""] * (n_steps - n_tokens)))
+            labels.append(_tail(text.label, 37) if row % rows_per_prompt == 0 else "unchanged")
         cells = Heatmap(
-            values=np.stack(padded),
-            rows=tuple(
-                _tail(text.label, 37) if i % rows_per_prompt == 0 else "unchanged"
-                for i, text in enumerate(shown)
-            ),
-            columns=tuple(map(str, range(steps))),
+            values=probabilities,
+            rows=tuple(labels),
+            columns=tuple(map(str, range(n_steps))),
             row_name="",
             column_name="step",
             value_name="probability",
             low=0.0,
             high=1.0,
-            texts=tuple((*text.tokens[:steps], *[""] * n) for text, n in zip(shown, n_missing, strict=True)),
-        )
-        shown_part = (
-            f" Shown: the first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
+            texts=tuple(tokens),
         )
         caption = (
             "One row per prompt, one cell per generated token, shaded by the probability that the model gave "
-            f"it.{shown_part}"
+            "it."
         )
+        if len(shown_texts) < len(texts):
+            caption += f" Shown: the first {len(shown_texts)} of {len(texts)} rows."
         title = f"Continuations by {self.subject.name}{without}"
         return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 
