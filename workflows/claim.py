@@ -213,15 +213,16 @@ class Claim:
 
     @classmethod
     def ranking(
-        cls, text: str, pairs: Sequence[tuple[Any, Any]], cells: str, settings: ControlOptions
+        cls, text: str, pairs: Sequence[tuple[Any, Any]], ranked: str, settings: ControlOptions
     ) -> Claim:
         """A claim that estimates rank things as exact measurements do: the mean Spearman correlation over
         prompts, compared with that of shuffled estimates.
 
         Arguments:
             text: see `Claim`.
-            pairs: (estimates [cell], exact effects [cell]) of each prompt.
-            cells: name of the cells, such as "tokens of each prompt".
+            pairs: (estimates, exact effects) of what is ranked in each prompt, one-dimensional and equally
+                long.
+            ranked: what is ranked, in words: "tokens of each prompt".
             settings: number of draws and their seed.
         """
         random = np.random.default_rng(settings.seed)
@@ -230,7 +231,7 @@ class Claim:
             np.nanmean([rank_correlation(random.permutation(estimate), exact) for estimate, exact in pairs])
             for _ in range(settings.controls)
         ]
-        of = f"shuffles of the estimates among the {cells}"
+        of = f"shuffles of the estimates among the {ranked}"
         return cls.against(text, ranks, draws, of, seed=settings.seed)
 
     @property

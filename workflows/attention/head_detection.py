@@ -198,11 +198,11 @@ class HeadDetection(ModelWorkflow):
         """Reason why nothing is claimed if prompts are too short to measure a second displacement; empty
         otherwise."""
         is_short = self.lead.sizes["displacement"] == 1 and self.settings.controls
-        return (
-            "no verdict: the prompts are too short to measure attention at another distance"
-            if is_short
-            else ""
+        reason = (
+            "Nothing is claimed, as the prompts are too short to measure attention at another distance after "
+            "an earlier occurrence."
         )
+        return reason if is_short else ""
 
     def claims(self) -> Iterator[Claim]:
         """Claim that the best induction head attends to tokens after earlier occurrences more than on

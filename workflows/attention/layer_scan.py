@@ -160,16 +160,17 @@ class LayerScan(ModelWorkflow):
     def _pairs(self, tokens: PackedTokens) -> tuple[Any, Any]:
         """For every target, int64 [target]: where its attention weight is on the flattened (query, key) axis,
         UNSEEN if it comes after its marker; and the index of its sample."""
-        starts = pair_starts(tokens)
-        pair, sample = [], []
+        pattern_starts = pair_starts(tokens)
+        pair_indices, sample_indices = [], []
         for i, placed in enumerate(self.placed):
-            # A target after its marker has no weight under a causal mask: UNSEEN.
+            query = placed.marker
             # Patterns are lower triangles, stored row by row: query q begins at q * (q + 1) / 2.
-            row = int(starts[i]) + placed.marker * (placed.marker + 1) // 2
-            pair += [row + target if target <= placed.marker else UNSEEN for target in placed.targets]
-            sample += [i] * len(placed.targets)
-        self.unseen = pair.count(UNSEEN)
-        return np.array(pair, np.int64), np.array(sample, np.int64)
+            row_start = int(pattern_starts[i]) + query * (query + 1) // 2
+            # A target after its marker has no weight under a causal mask: UNSEEN.
+            pair_indices += [row_start + key if key <= query else UNSEEN for key in placed.targets]
+            sample_indices += [i] * len(placed.targets)
+        self.unseen = pair_indices.count(UNSEEN)
+        return np.array(pair_indices, np.int64), np.array(sample_indices, np.int64)
 
     @property
     def best(self) -> tuple[int, float]:
@@ -181,7 +182,7 @@ class LayerScan(ModelWorkflow):
     def not_claimed(self) -> str:
         """Reason why fewer than two samples in a condition give no claim; empty for two or more."""
         fewest = min(self.condition.count(i) for i in (0, 1))
-        return "no verdict: a condition has fewer than two samples" if fewest < 2 else ""
+        return "Nothing is claimed, as a condition has fewer than two samples." if fewest < 2 else ""
 
     def claims(self) -> Iterator[Claim]:
         """Claim that attention is larger in condition A: the largest t of any layer, compared with that of
@@ -325,11 +326,13 @@ class LayerScan(ModelWorkflow):
 
     def _tests(self) -> list[dict[str, Any]]:
         """Results of the test in each layer, with the viewer's field names in its order."""
-        parts = [records(self.scan, "layer", "layer")]
+        # Each group of fields has a dict per layer; those of a layer are merged, in the viewer's order.
+        groups = [records(self.scan, "layer", "layer")]
         for name, condition in zip(("python", "rust"), CONDITIONS, strict=True):
             columns = {f"{name}_{statistic}": statistic for statistic in ("mean", "std", "n")}
-            parts.append(records(self.scan.sel(condition=condition), "layer", **columns))
-        parts.append(records(self.scan, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
-        return [
-            {name: value for row in rows for name, value in row.items()} for rows in zip(*parts, strict=True)
-        ]
+            groups.append(records(self.scan.sel(condition=condition), "layer", **columns))
+        groups.append(records(self.scan, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
+        merged: list[dict[str, Any]] = groups[0]
+        for group in groups[1:]:
+            merged = [fields | further for fields, further in zip(merged, group, strict=True)]
+        return merged

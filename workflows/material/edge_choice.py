@@ -145,28 +145,33 @@ class PlaceWorkflow(KnownWorkflow):
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.query = position_of(self.encoding, query)
         self.roles = roles_of(self.encoding, self.query)
-        self.named = named = None if key is None else position_of(self.encoding, key)
-        self.open = {role: place for role, place in self.roles.items() if named in (None, place)}
-        self.keys = tuple(dict.fromkeys(self.open.values())) if named is None else (named,)
+        named_key = None if key is None else position_of(self.encoding, key)
+        self.named_key = named_key
+        # Roles that may be selected: all, or those at the key that the settings name.
+        self.open_roles = {
+            role: position for role, position in self.roles.items() if named_key in (None, position)
+        }
+        # Several roles may be at one position.
+        self.keys = tuple(dict.fromkeys(self.open_roles.values())) if named_key is None else (named_key,)
         for key_position in self.keys:
             spec = KnockoutSpec().edge(self.query, key_position)
             spec.validate(
                 config.num_layers, config.axis_sizes["head"], len(self.encoding), ahead=config.looks_ahead
             )
-        last = config.num_layers - window
-        if settings.layer is not None and not 0 <= settings.layer <= last:
-            wide = f", the first of a window of {window}," if window > 1 else ""
+        self.last_layer = config.num_layers - window
+        if settings.layer is not None and not 0 <= settings.layer <= self.last_layer:
+            of_window = f", the first of a window of {window}," if window > 1 else ""
             raise ConfigError(
-                f"expected a layer{wide} in 0..{last}, found {settings.layer}; set layer to one of these"
+                f"expected a layer{of_window} in 0..{self.last_layer}, found {settings.layer}; set layer to "
+                "one of these"
             )
-        self.last_layer = last
         return {"tokens": tuple(self.encoding.ids), "target": self.pieces, "top_k": settings.top_k}
 
     @property
     def is_chosen(self) -> bool:
         """Whether the layer or the key is selected on other facts, instead of both being named by the
         settings."""
-        return bool(self.open) and (self.named is None or self.settings.layer is None)
+        return bool(self.open_roles) and (self.named_key is None or self.settings.layer is None)
 
     def facts_node(self) -> Nodes:
         """Nodes on other facts: one that intervenes in them, and one that ranks their answers.
@@ -177,20 +182,21 @@ class PlaceWorkflow(KnownWorkflow):
             return {}
         self.others = self._other_facts()
         # All facts need equally many edges, and short ones have few positions.
-        count = min(self.num_drawn, *(len(fact.encoding) - len(ROLES) for fact in self.others))
+        n_drawn = min(self.num_drawn, *(len(fact.encoding) - len(ROLES) for fact in self.others))
         experiments: list[Experiment] = []
-        for number, (encoding, _, role_positions) in enumerate(self.others):
-            query, roles = len(encoding) - 1, list(role_positions.values())
+        for number, fact in enumerate(self.others):
+            query, role_keys = len(fact.encoding) - 1, list(fact.roles.values())
             # With a common seed, facts of equal length would draw the same keys.
             seed = self.settings.seed + number
-            drawn = (
-                chosen_at_random(range(query + 1), count, seed=seed, without=roles) if count else list[int]()
-            )
-            edges = tuple((query, key) for key in (*roles, *drawn))
-            experiments += self.on_fact(tuple(encoding.ids), edges)
+            drawn_keys: Sequence[int] = []
+            if n_drawn:
+                drawn_keys = chosen_at_random(range(query + 1), n_drawn, seed=seed, without=role_keys)
+            edges = tuple((query, key) for key in (*role_keys, *drawn_keys))
+            experiments += self.on_fact(tuple(fact.encoding.ids), edges)
         self.only_claims = ("facts", *self.only_claims)
-        prompts = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
-        ranks_node = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
+        # -1: the answer is predicted at the last position.
+        questions = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
+        ranks_node = self.known_node({CHOSEN_ON: questions[: self.half], SCORED: questions[self.half :]})
         # `AtOnce`: a small experiment costs more to store by itself than to compute again.
         return ranks_node | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
@@ -292,7 +298,7 @@ class PlaceWorkflow(KnownWorkflow):
         among those that the settings allow; None if the settings name both."""
         if not self.is_chosen:
             return None
-        among = self._among(self.open)
+        among = self._among(self.open_roles)
         if self.settings.layer is not None:
             among[np.arange(len(among)) != self.settings.layer] = False
         return self._place(replace(self.candidates, among=among).best)
@@ -318,7 +324,7 @@ class PlaceWorkflow(KnownWorkflow):
             return self.on_facts(*self.halves)
         # Roles that are not open stay NaN; `among` leaves them out of the choice.
         lost: Floats = np.full((1, self.last_layer + 1, len(ROLES)), np.nan)
-        for role, place in self.open.items():
+        for role, place in self.open_roles.items():
             lost[0, :, list(ROLES).index(role)] = self.lost_here(place)
         return CandidateEffects(lost, lost)
 
@@ -358,7 +364,7 @@ class PlaceWorkflow(KnownWorkflow):
     @cached_property
     def edge(self) -> tuple[int, int]:
         """(query, key) positions of the place that is displayed."""
-        is_named = self.named is not None or self.chosen is None
+        is_named = self.named_key is not None or self.chosen is None
         return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
     def token_label(self, place: int) -> str:
@@ -452,7 +458,8 @@ class PlaceWorkflow(KnownWorkflow):
             "choice": {
                 "rule": f"layer and {self._rule} ({'mean ' if self.is_claimed else ''}KL)",
                 **vars(self.chosen),
-                "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
+                "candidates": (self.last_layer + 1 if self.settings.layer is None else 1)
+                * len(self.open_roles),
                 "chosen_on": [self.others[row].encoding.text for row in chosen_on],
                 "scored_on": [self.others[row].encoding.text for row in scored],
                 "is_claimed": self.is_claimed,

@@ -85,8 +85,9 @@ def passages(subject: Subject, texts: Sequence[str], most: int) -> PackedTokens:
     """
     # Line breaks within a paragraph come from the width of the file, not from the text.
     paragraphs = [" ".join(part.split()) for text in texts for part in text.split("\n\n")]
+    encodings = subject.tokenizer.encode_batch(list(filter(None, paragraphs)))
     length = min(PASSAGE, subject.config.context_length)
-    rows = [e.ids[:length] for e in subject.tokenizer.encode_batch([part for part in paragraphs if part])]
+    rows = [encoding.ids[:length] for encoding in encodings]
     if not rows:
         raise ConfigError(
             "expected a corpus with at least one paragraph of text, found none; name other files: corpus=…"
