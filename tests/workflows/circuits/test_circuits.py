@@ -153,7 +153,7 @@ def test_random_weights_claim_nothing_of_what_they_do_not_do(seeds, tmp_path):
     ("name", "given", "said"),
     [
         ("circuit_discovery", {"tasks": ["copy"]}, "no task 'copy'; there are facts, ioi"),
-        ("circuit_discovery", {"tasks": ["facts", "facts"]}, "tasks that differ"),
+        ("circuit_discovery", {"tasks": ["facts", "facts"]}, "different tasks, found facts, facts"),
         (
             "circuit_discovery",
             {"tasks": ["ioi"]},

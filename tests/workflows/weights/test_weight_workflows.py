@@ -165,7 +165,7 @@ def test_what_has_no_other_of_its_size_is_measured_and_claims_nothing(store):
     done = compute("evaluate", store=store, **TINY, zero=["blocks.*.hook_mlp_out"])
     found = done.to_json()
     assert len(found["findings"]) == 3 and found["cost"]["text"] > 0.5
-    assert "there is no other choice of layers" in done.shown[0].caption
+    assert "There is no other choice of layers" in done.shown[0].caption
     assert "others_median" not in found["measures"][0]
     few = compute("evaluate", store=store, **TINY, zero=["blocks.3.hook_mlp_out"], draws=2)
     assert "2 control interventions cannot give a p-value of 0.05" in few.shown[0].caption
