@@ -468,7 +468,7 @@ BAD = {
         {"h": np.ones(2, "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "all alike, found []"
     ),
     "no layers": (
-        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "found [0, 5, 3]"
+        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "found shape [0, 5, 3]"
     ),
     "too many layers": ({POST.format(10**9): NUMBERS[0]}, {}, ShapeError, "at most 10000 layers"),
     "ids beyond row sizes": (
@@ -487,13 +487,13 @@ BAD = {
     "one span": (posts() | {"char_start": np.arange(15)}, {}, PromptError, "come together"),
     "mask of less": (
         {POST.format(0): np.zeros((2, 5, 3), "f4"), "attention_mask": np.ones((2, 4), int)}, {}, ShapeError,
-        "[2, 5], found [2, 4]",
+        "[2, 5], the prompts and positions of array 'blocks.0.hook_resid_post', found [2, 4]",
     ),
     "a layer that no array has": (
         {"a": NUMBERS[0]}, {"names": {"a": "blocks.{layer}.hook_resid_post"}}, HookPointNotFound, "{layer}"
     ),
     "what might be states": (posts() | {"layer_1": NUMBERS[0]}, {}, HookPointNotFound, "skip='layer_1'"),
-    "no model": (posts(), {"model": ""}, ConfigError, "name of the model"),
+    "no model": (posts(), {"model": ""}, ConfigError, "name the model"),
     "dtype": (posts(), {"dtype": "float8"}, ConfigError, "'bfloat16' or no dtype"),
 }  # fmt: skip
 

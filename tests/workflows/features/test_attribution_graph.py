@@ -188,7 +188,7 @@ def test_presets_name_models_with_their_transcoders():
     assert chosen_preset(AttributionGraphsSettings()) == PRESETS["specimen"]
     chosen = chosen_preset(AttributionGraphsSettings(preset="gemma2-2b-426k", prompt="Paris is in"))
     assert chosen == ("google/gemma-2-2b", "mntss/clt-gemma-2-2b-426k", "Paris is in")
-    with pytest.raises(mizarr.MizarrError, match=r"or preset=llama3\.2-1b-524k"):
+    with pytest.raises(mizarr.MizarrError, match=r"or set preset=llama3\.2-1b-524k"):
         chosen_preset(AttributionGraphsSettings(model="meta-llama/Llama-3.2-1B"))
 
 

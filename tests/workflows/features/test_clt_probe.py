@@ -78,7 +78,7 @@ def test_a_figure_and_a_document_come_out(probe, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"word": "verse"}, "expected a token 'verse' in the prompt"),
+    ({"word": "verse"}, "expected word to be a token of the prompt, found 'verse'"),
     ({"search": "Darrieux"}, "a word that is one token"),
     ({"top": 0}, "expected top to be int of at least 1"),
 ])  # fmt: skip

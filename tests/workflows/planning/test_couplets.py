@@ -234,7 +234,7 @@ def test_of_a_model_that_knows_no_couplets_nothing_is_claimed_and_it_is_said_why
         done.read[name]._result["unpatched_top"][:] = 0
     document = done.to_json()
     assert document["findings"] == [] and "verdict" not in document
-    assert "in 0 of 6 pairs to choose on and 0 of 6 to score on" in done.not_claimed
+    assert "in 0 of 6 pairs to choose on and in 0 of 6 pairs to score on" in done.not_claimed
 
 
 # -- the material
