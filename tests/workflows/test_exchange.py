@@ -468,7 +468,7 @@ BAD = {
         {"h": np.ones(2, "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "all alike, found []"
     ),
     "no layers": (
-        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "found shape [0, 5, 3]"
+        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "shape [0, 5, 3]"
     ),
     "too many layers": ({POST.format(10**9): NUMBERS[0]}, {}, ShapeError, "at most 10000 layers"),
     "ids beyond row sizes": (
