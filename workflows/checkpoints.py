@@ -141,13 +141,11 @@ class Checkpoints(Workflow):
     def numbers(self) -> dict[str, list[float]]:
         """Top-level numbers of the JSON documents that differ between revisions: field name -> value for each
         revision."""
-        documents = list(self.documents.values())
-        names = [name for name, value in documents[0].items() if _is_number(value) and name not in _OF_A_RUN]
-        numbers = {
-            name: [float(document[name]) for document in documents]
-            for name in names
-            if all(_is_number(document.get(name)) for document in documents)
-        }
+        documents, numbers = list(self.documents.values()), dict[str, list[float]]()
+        for name in documents[0]:
+            values = [document.get(name) for document in documents]
+            if name not in _OF_A_RUN and all(map(_is_number, values)):
+                numbers[name] = [float(value) for value in values]
         return {name: values for name, values in numbers.items() if len(set(values)) > 1}
 
     def views(self) -> Iterator[View]:
@@ -168,12 +166,15 @@ class Checkpoints(Workflow):
     def _claim(self, number: int) -> Lines:
         """Curves of the effect of claim `number` by revision, with the 95 % range of its null; NaN for
         revisions without this claim."""
-        rows = []
-        for claims in self.claims_of.values():
-            claim = claims[number] if number < len(claims) else None
-            rows.append((np.nan,) * 3 if claim is None else (claim.effect, *claim.null.bound()))
+        # A revision may make fewer claims than others.
+        of_revisions = [
+            claims[number] if number < len(claims) else None for claims in self.claims_of.values()
+        ]
+        rows = [
+            (np.nan,) * 3 if claim is None else (claim.effect, *claim.null.bound()) for claim in of_revisions
+        ]
         effect, low, high = np.array(rows, float).T
-        example = next(claims[number] for claims in self.claims_of.values() if number < len(claims))
+        example = next(claim for claim in of_revisions if claim is not None)
         lines = (
             Line("effect", effect, strong=True),
             Line("null, lowest of 95 %", low, control=True),
@@ -181,7 +182,8 @@ class Checkpoints(Workflow):
         )
         return Lines(
             title=example.text,
-            caption=f"dashed: {example.null.of}",
+            caption="Effect that this claim of the workflow finds, by revision of the model. Dashed: 95 % "
+            f"range of the control, {example.null.of}.",
             x=tuple(self.by_revision),
             x_name="revision",
             y_name="effect",
@@ -194,7 +196,8 @@ class Checkpoints(Workflow):
         shown = list(self.numbers.items())[:_MOST]
         return Lines(
             title="Numbers of the answer",
-            caption="those that are not the same in all revisions",
+            caption="One curve per number at the top level of the JSON document that is not the same in all "
+            f"revisions; at most {_MOST} of them.",
             x=tuple(self.by_revision),
             x_name="revision",
             y_name="value",
@@ -229,7 +232,8 @@ class Checkpoints(Workflow):
             ("commit", lambda record: record["commit"][:12]),
             *((f"claim {number + 1}", cell_of_claim(number)) for number in range(most)),
             title=f"{len(records)} revisions of {self.settings.model}",
-            caption="claims in the order of the curves; a dash where a revision claims nothing",
+            caption="One row per revision of the model, with the effect and the verdict of each claim; "
+            "claims in the order of the curves. A dash: this revision makes no such claim.",
             json={"checkpoints": records},
         )
 

@@ -370,6 +370,8 @@ def _allows_none(hint: Any) -> bool:
 
 
 def _read(hint: Any, value: Any, key: str) -> Any:
+    """Value of one setting, checked and converted to its annotated type `hint`. Raises ConfigError, with
+    `key` as the name of the setting."""
     if callable(getattr(value, "tolist", None)):
         value = value.tolist()
     elif isinstance(value, Iterator):

@@ -66,14 +66,14 @@ class PushFates:
         """Claim about the share of their largest distance from the undisturbed run that pushes keep until the
         last layer; None if no push has a verdict."""
         layers = sorted({layer for (layer, _), fate in self.held.items() if fate.is_verdict})
-        drawn = self.drawn
+        drawn, random_shares = self.drawn, list[float]()
         draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]
-        shares = [
-            share_left(fates(draw["similarity"], draw["pushed"], self.reachable_from).values())
-            for draw in draws
-        ]
-        verdicts = [share for share in shares if not np.isnan(share)]
-        if not layers or (draws and not verdicts):
+        for draw in draws:
+            share = share_left(fates(draw["similarity"], draw["pushed"], self.reachable_from).values())
+            # NaN: no push of this draw has a verdict.
+            if not np.isnan(share):
+                random_shares.append(share)
+        if not layers or (draws and not random_shares):
             return None
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
@@ -82,7 +82,7 @@ class PushFates:
             "undisturbed run that is left at the last layer"
         )
         # Absorbed pushes keep less of their distance than random ones (stages/causal/absorption.py).
-        return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
+        return Claim.against(text, share_left(self.held.values()), random_shares, self.of, side="below")
 
     @property
     def label(self) -> str:

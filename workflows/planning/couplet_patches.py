@@ -196,31 +196,30 @@ class CoupletPatches:
         ends = pair.end, pair.other
         if not set(ends) <= self._tokens.keys():
             return None
-        encoding = encoded(self._subject, pair.text(pair.end))
-        ids, start = tuple(encoding.ids), len(pair.text(pair.end)) - len(pair.second)
-        other_ids = self._encoded(pair, pair.other)
+        text = pair.text(pair.end)
+        encoding = encoded(self._subject, text)
+        ids, other_ids = tuple(encoding.ids), self._encoded(pair, pair.other)
+        second_line_start = len(text) - len(pair.second)
         # Unequal lengths are refused below, hence strict=False.
         differing = [i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b]
-        line_2 = [i for i, (begin, end) in enumerate(encoding.offsets) if start <= begin < end]
+        # An empty range of characters belongs to a token that the tokenizer adds.
+        line_2 = [i for i, (begin, end) in enumerate(encoding.offsets) if second_line_start <= begin < end]
         # All roles but the first two lie in line 2, and each needs a token.
         if len(ids) != len(other_ids) or len(differing) != 1 or len(line_2) < len(ROLES) - 2:
             return None
         (at,) = differing
-        if (
-            ids[at] != self._tokens[pair.end]
-            or other_ids[at] != self._tokens[pair.other]
-            # The line break needs at least one token of its own, to be patched apart from line 2.
-            or line_2[0] < at + 2
-        ):
+        differs_at_ends = ids[at] == self._tokens[pair.end] and other_ids[at] == self._tokens[pair.other]
+        # The line break needs at least one token of its own, to be patched apart from line 2.
+        line_break = tuple(range(at + 1, line_2[0]))
+        if not differs_at_ends or not line_break:
             return None
-        roles = ([at], range(at + 1, line_2[0]), *([i] for i in line_2[:2]), line_2[2:-2])
-        same_rhyme, third = (
-            self._donor_words(pair, ids, at, candidates, draw)
-            for draw, candidates in enumerate((pair.same, pair.third))
-        )
-        words = self._tokens.keys() - set(ends)
+        first, second, *middle, before_last, last = line_2
+        same_rhyme = self._donor_words(pair, ids, at, pair.same, 0)
+        third = self._donor_words(pair, ids, at, pair.third, 1)
+        rhyming_words = self._tokens.keys() - set(ends)
         groups = tuple(
-            tuple(self._tokens[word] for word in FAMILIES[family_of(end)] if word in words) for end in ends
+            tuple(self._tokens[word] for word in FAMILIES[family_of(end)] if word in rhyming_words)
+            for end in ends
         )
         if not same_rhyme or not third or not all(groups):
             return None
@@ -228,7 +227,7 @@ class CoupletPatches:
             pair=pair,
             ids=ids,
             at=at,
-            roles=(*map(tuple, roles), *((i,) for i in line_2[-2:])),
+            roles=((at,), line_break, (first,), (second,), tuple(middle), (before_last,), (last,)),
             ends=self._tokens,
             same=same_rhyme,
             third=third,

@@ -23,7 +23,7 @@ Llama 3.2 1B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -257,30 +257,36 @@ class RecurrentFeedback(ModelWorkflow):
     def claims(self) -> Iterator[Claim]:
         """Claims that feedback changes the share of second lines that rhyme, and, with another line's rhyme
         fed back, the share that end on that one."""
-        base, fed = self.scores[self.baseline], self.scores[self.row]
-        foreign, random = self.control_ends
+        plain_scores, fed_scores = self.scores[self.baseline], self.scores[self.row]
+        foreign_fed, random_fed = self.control_ends
         condition = self.condition.description
+        # Not score 1: a line that copies the first one ends on the same word, without any rhyme.
+        rhymes_plain = plain_scores == 2
         yield self._claim(
             f"feedback of the line's rhyme into earlier layers ({condition}) changes the share of second "
             "lines that end on another rhyming word",
-            # Not score 1: a line that copies the first one ends on the same word, without any rhyme.
-            (fed == 2).astype(float) - (base == 2),
+            (fed_scores == 2).astype(float) - rhymes_plain,
             [
                 [_score(line, word) == 2 for word in words]
-                for line, words in zip(self.lines, random, strict=True)
+                for line, words in zip(self.lines, random_fed, strict=True)
             ],
-            base == 2,
+            rhymes_plain,
         )
+        # For each line, the other line whose rhyme is fed back.
         sources = [self.lines[self.other(row)] for row in range(len(self.lines))]
-        plain = np.array(
-            [source.rhymes(word) for source, word in zip(sources, self.ends[self.baseline], strict=True)]
-        )
+
+        def rhymes_with_source(ends: Iterable[str]) -> Floats:
+            return np.array([source.rhymes(word) for source, word in zip(sources, ends, strict=True)], float)
+
+        plain = rhymes_with_source(self.ends[self.baseline])
         yield self._claim(
             f"feedback of another line's rhyme into earlier layers ({condition}) changes the share of second "
             "lines that end on that rhyme",
-            np.array([source.rhymes(word) for source, word in zip(sources, foreign, strict=True)], float)
-            - plain,
-            [[source.rhymes(word) for word in words] for source, words in zip(sources, random, strict=True)],
+            rhymes_with_source(foreign_fed) - plain,
+            [
+                [source.rhymes(word) for word in words]
+                for source, words in zip(sources, random_fed, strict=True)
+            ],
             plain,
         )
 

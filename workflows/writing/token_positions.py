@@ -76,14 +76,15 @@ class TokenPositions(Workflow):
         super().__init__(settings)
         self.subject = Subject(settings.reference(model))
         self.encoding = encoded(self.subject, settings.text)
-        is_default = settings.text == TEXT
         word_ranges = words(settings.text)
-        starts = tuple(start for start, _ in word_ranges)
-        named_spans = tuple(f"{settings.text[a:b]}={a}-{b}" for a, b in word_ranges)
-        self.characters = _or_default(settings.characters, CHARACTERS if is_default else starts)
-        spans = _or_default(settings.spans, SPANS if is_default else named_spans)
+        word_starts = tuple(start for start, _ in word_ranges)
+        word_spans = tuple(f"{settings.text[a:b]}={a}-{b}" for a, b in word_ranges)
+        # The defaults of the shipped text; those of any other text are its words.
+        is_shipped = settings.text == TEXT
+        self.characters = _or_default(settings.characters, CHARACTERS if is_shipped else word_starts)
+        spans = _or_default(settings.spans, SPANS if is_shipped else word_spans)
         self.spans = [read_span(span) for span in spans]
-        self.converted = _or_default(settings.convert, CONVERTED if is_default else self.characters)
+        self.converted = _or_default(settings.convert, CONVERTED if is_shipped else self.characters)
         self.labels = self.encoding.label_spans([(name, (start, end)) for name, start, end in self.spans])
         self.nodes = {}
         # No stage runs; the answer is identified by the tokenizer's digest in place of result keys.

@@ -151,20 +151,22 @@ def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[di
 
 
 def _tokenised(subject: Subject, texts: PairTexts, rule: SubjectRule) -> FactPair:
+    """A pair of facts as token ids, with the positions of its subject by `rule`."""
     encodings = subject.tokenizer.encode_batch([texts.original, texts.counterfactual])
     # In CounterFact an instruction follows the fact after a blank line.
     end = texts.original.find("\n\n")
     labels = encodings[0].label_spans([("fact", (0, end if end > 0 else len(texts.original)))])
-    ids = [tuple(encoding.ids) for encoding in encodings]
+    original, counterfactual = (tuple(encoding.ids) for encoding in encodings)
     fact = tuple(i for i, label in enumerate(labels) if label != "other")
-    pair = FactTokens(ids[0], ids[1], fact)
+    pair = FactTokens(original, counterfactual, fact)
     pair.check()
+    # (position in the original, position in the counterfactual) of each patched token.
     if rule == "last_fact":
-        places: tuple[tuple[int, int], ...] = ((fact[-1], position_map(pair)[fact[-1]]),)
+        subject_positions: tuple[tuple[int, int], ...] = ((fact[-1], position_map(pair)[fact[-1]]),)
     else:
-        span = differing_span(*ids)
-        places = span if rule == "whole" else span[-1:]
-    return FactPair(texts, replace(pair, subject=places), tuple(labels))
+        differing = differing_span(original, counterfactual)
+        subject_positions = differing if rule == "whole" else differing[-1:]
+    return FactPair(texts, replace(pair, subject=subject_positions), tuple(labels))
 
 
 class PairWorkflow(KnownWorkflow):
