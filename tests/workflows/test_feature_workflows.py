@@ -137,7 +137,7 @@ def test_tables_figures_and_documents_come_out(name: str, given, store: Path, tm
     ("planning_in_poems", {"inject_word": "Danielle"}, "a word that is one token of specimen"),
     ("planning_in_poems", {"inject": "2:99"}, "feature of layer 2 from 0 to 11, found 99"),
     ("planning_in_poems", {"dictionary": "no/such"}, "mizarr features fetch no/such"),
-    ("attention_routing", {"site": "poem"}, "expected a token 'poem' in the prompt"),
+    ("attention_routing", {"site": "poem"}, "a token of the prompt, found 'poem'"),
     ("attention_routing", {"site": "99"}, "expected the site as a position in 0.."),
     ("correction_test", {"inject_word": "London", "correct": "3:1", "correct_word": "French",
                          "correct_from_layer": 2, "site": "of"}, "correct_from_layer of at least 3"),

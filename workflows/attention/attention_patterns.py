@@ -156,7 +156,7 @@ class AttentionPatterns(ModelWorkflow):
             column_name="key",
             value_name="weight",
             low=0.0,
-            framed=((row, self.key) * 2,),
+            framed=((row, self.key, row, self.key),),
         ).without_first_token()
         all_queries = Heatmap.of(
             mean.sel(layer=peak),

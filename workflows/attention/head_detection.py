@@ -338,7 +338,7 @@ class HeadDetection(ModelWorkflow):
             low=min(0.0, *(float(self.scores[name].min()) for name in ("score", "control"))),
             high=1.0,
             numbers=".2f",
-            framed=((row, best["head"]) * 2,),
+            framed=((row, best["head"], row, best["head"]),),
             frame_name="best head on the unshuffled tokens",
         )
 

@@ -123,6 +123,7 @@ class AttentionKnockout(EdgeWorkflow):
         )
         if not self.settings.sweep:
             return
+        row = self.edges["layer"].values.tolist().index(self.layer)
         by_key = Heatmap.of(
             self.edges["kl"].transpose("layer", "key"),
             "KL when an edge is knocked out in all heads",
@@ -132,8 +133,7 @@ class AttentionKnockout(EdgeWorkflow):
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
             low=0.0,
-            # A frame is (top row, left column, bottom row, right column): here a single cell.
-            framed=((self.edges["layer"].values.tolist().index(self.layer), key) * 2,),
+            framed=((row, key, row, key),),
             frame_name="the edge in the table",
             json={"sweep": {"query": query, "keys": self.edges["key"], **_sweep_json(self.edges)}},
         )

@@ -257,10 +257,11 @@ class CounterFactPatches(PairWorkflow):
     def _map(self, i: int) -> Heatmap:
         """Heatmap of the KL of every patch of pair `i`, [block, position]."""
         patches, tokens = self.of(i), self.subject.token_labels(self.pairs[i].tokens.original)
-        place = patches["block"].values, patches["position"].values
+        rows, columns = patches["block"].values, patches["position"].values
         kl = np.full((len(self.blocks), len(tokens)), np.nan)
-        kl[place] = patches["kl"].values
-        cells = zip(*(axis[patches["is_different"].values].tolist() for axis in place), strict=True)
+        kl[rows, columns] = patches["kl"].values
+        is_changed = patches["is_different"].values
+        changed = zip(rows[is_changed].tolist(), columns[is_changed].tolist(), strict=True)
         return Heatmap(
             values=kl,
             rows=tuple(map(layers_label, self.blocks)),
@@ -271,7 +272,7 @@ class CounterFactPatches(PairWorkflow):
             unit="nats",
             low=0.0,
             upward=True,
-            framed=tuple(cell * 2 for cell in cells),
+            framed=tuple((row, column, row, column) for row, column in changed),
             frame_name="the next token changes",
         )
 

@@ -98,7 +98,7 @@ class AttentionRouting(ExchangeWorkflow):
             f"by an exchange of strength {strength:g}. Framed: the largest change, {rows[0]['delta']:+.4f} "
             f"in layer {layer}, head {head}.",
             diverging=True,
-            framed=((layer, head) * 2,),
+            framed=((layer, head, layer, head),),
             frame_name="largest change",
         )
         curves = {

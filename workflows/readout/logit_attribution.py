@@ -438,7 +438,7 @@ def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
         value_name="share of the head",
         unit="logits",
         diverging=True,
-        framed=((layer, head) * 2,),
+        framed=((layer, head, layer, head),),
         frame_name="largest magnitude",
     )
 

@@ -222,7 +222,7 @@ class RwkvInference(PlaceWorkflow):
             columns=tuple(names),
             column_name="writing token",
             low=0.0,
-            framed=((self.layer, self.position) * 2,),
+            framed=((self.layer, self.position, self.layer, self.position),),
             frame_name="the selected write",
             sources=("writes",),
             json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
