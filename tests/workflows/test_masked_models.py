@@ -227,15 +227,15 @@ def test_masks_of_a_prompt_are_filled_in_where_they_stand_and_beside_the_whole_m
 @pytest.mark.parametrize(
     ("name", "given", "match"),
     [
-        ("folder", {"cache": True}, r"expected no cache of .*, which fills in masks, found cache=True"),
+        ("folder", {"cache": True}, r"expected no cache for .*, which fills in masks, found cache=True"),
         (
             "folder",
             {"stop": ("x",), "top_k": 3},
-            r"expected no stop and no top_k of .*, which fills in masks",
+            r"expected no stop and no top_k for .*, which fills in masks",
         ),
         ("folder", {"order": "surest"}, "no order 'surest' to fill masks in"),
         ("decoder", {}, r"expected a mask token in the tokenizer of .*, found none; name it as mask_token"),
-        ("specimen", {"steps": 3}, "expected no steps of specimen, which predicts the next token"),
+        ("specimen", {"steps": 3}, "expected no steps for specimen, which predicts the next token"),
     ],
 )
 def test_settings_of_the_other_kind_of_model_are_refused(name, given, match, folder, decoder, tmp_path: Path):
