@@ -63,7 +63,8 @@ WORKFLOWS = {
     "stoicheia_analysis": ".algzoo.analysis:StoicheiaAnalysis",
     "stoicheia_sweep": ".algzoo.sweep:StoicheiaSweep",
 }
-"""Name of a workflow -> "module:class"."""
+"""Name of each workflow -> "module:class" of its implementation; the module is imported when it is first
+used."""
 
 
 def build(
@@ -74,7 +75,8 @@ def build(
     adapter: str | Path | None = None,
     **settings: Any,
 ) -> Workflow:
-    """Build a workflow without running it; loads no weights.
+    """Build a workflow by name without running it: checks the settings and plans its graph of stages, but
+    loads no weights.
 
     Arguments:
         name: name of the workflow.
@@ -114,7 +116,7 @@ def build(
 
 
 def kind_of(name: str) -> type[Workflow]:
-    """Class of a workflow; ConfigError with the nearest name for an unknown one."""
+    """Class that implements a workflow. Raises ConfigError for an unknown name, with the nearest one."""
     if name not in WORKFLOWS:
         near = nearest(name, WORKFLOWS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
@@ -131,12 +133,13 @@ def _named(
     backend: str | None,
     adapter: str | Path | None,
 ) -> str:
-    """Name of a model that includes its options, as the setting `model` contains it."""
+    """Name of a model that encodes its loading options (trust_layout, backend, adapter), for the setting
+    `model`."""
     from ..stages.forward.models.reference import ModelRef
 
     if model is None:
         option = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
-        raise ConfigError(f"expected the model {option} is about, found none; name it with model=…")
+        raise ConfigError(f"expected a model together with {option}, found none; name it: model=…")
     reference = ModelRef(
         model, revision=revision, trust_layout=trust_layout, backend=backend, adapter=adapter
     )

@@ -32,11 +32,12 @@ __all__ = ["Checkpoints", "several_revisions"]
 _MOST = 8
 """Largest number of curves in one panel."""
 _OF_A_RUN = ("total_time_secs",)
-"""Fields of a JSON document that are independent of the model."""
+"""Fields of a JSON document that do not depend on the model, such as the time of computation."""
 
 
 def several_revisions(setting: Any) -> tuple[str, ...]:
-    """Revisions of a setting that is a list or a comma-separated text; () for a single revision or None.
+    """Revisions of the setting `revision` if it names several, as a list or separated by commas; () for a
+    single revision or None.
 
     Raises:
         ConfigError: a revision is empty or named twice.
@@ -46,15 +47,19 @@ def several_revisions(setting: Any) -> tuple[str, ...]:
     else:
         revisions = tuple(map(str, setting)) if isinstance(setting, list | tuple) else ()
     if revisions and (len(set(revisions)) < len(revisions) or not all(revisions)):
-        raise ConfigError(f"expected revisions that differ, such as step1000,step2000, found {setting!r}")
+        raise ConfigError(
+            f"expected different revisions, such as revision=step1000,step2000, found {setting!r}; name each "
+            "once"
+        )
     return revisions
 
 
 class Checkpoints(Workflow):
-    """Results of one workflow for several revisions of a model."""
+    """Workflow that runs another workflow for several revisions of a model and shows its results as
+    curves."""
 
     by_revision: dict[str, Workflow]
-    """Workflow of each revision."""
+    """The workflow of each revision, by name of the revision."""
 
     def __init__(self, by_revision: Mapping[str, Workflow]) -> None:
         """by_revision: workflow of each revision."""
@@ -69,7 +74,8 @@ class Checkpoints(Workflow):
         self.nodes = self._of_each(lambda workflow: workflow.nodes)
 
     def _of_each(self, nodes: Callable[[Workflow], Mapping[str, ResultNode]]) -> dict[str, ResultNode]:
-        """Nodes of all revisions, by `name@revision`; nodes: selects nodes of a workflow."""
+        """Nodes of all revisions by `name@revision`. nodes: function that returns some nodes of a
+        workflow."""
         return {
             f"{name}@{revision}": node
             for revision, workflow in self.by_revision.items()
@@ -77,34 +83,37 @@ class Checkpoints(Workflow):
         }
 
     def fact_nodes(self) -> dict[str, ResultNode]:
-        """See `Workflow`: nodes of all revisions."""
+        """Nodes of all revisions that rank the answers of general facts; see `Workflow`."""
         return self._of_each(lambda workflow: workflow.fact_nodes())
 
     def choose_facts(self, store: Store) -> None:
-        """See `Workflow`: each revision is asked about the facts that it knows."""
+        """Plans each revision anew about the general facts that it knows; see `Workflow`."""
         for workflow in self.by_revision.values():
             if workflow.fact_nodes():
                 workflow.choose_facts(store)
         self.nodes = self._of_each(lambda workflow: workflow.nodes)
 
     def first_nodes(self) -> dict[str, ResultNode]:
-        """See `Workflow`: nodes of all revisions."""
+        """Nodes of all revisions whose results decide which other nodes are needed; see `Workflow`."""
         return self._of_each(lambda workflow: workflow.first_nodes())
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: removes unnecessary nodes of each revision, and never raises."""
+        """Removes the nodes of each revision that its first results make unnecessary; never raises, see
+        `Workflow`."""
         self.nodes = self._of_each(lambda workflow: workflow.settle(store, refuses=False).nodes)
         return self
 
     def run(self, store: Store, **options: Any) -> Self:
-        """See `Workflow`: runs all revisions."""
+        """Computes the results of all revisions that are not stored yet, and opens them; see `Workflow.run`
+        for `options`."""
         super().run(store, **options)
         for workflow in self.by_revision.values():
             workflow.open_results(store)
         return self
 
     def result(self, name: str) -> xr.Dataset:
-        """A result of all revisions along the axis `revision`, in memory; or of one, by `name@revision`."""
+        """Result of all revisions along the axis `revision`, in memory; a name such as `name@revision` gives
+        that of a single one."""
         import xarray as xr
 
         if "@" in name or not self._results:
@@ -130,18 +139,18 @@ class Checkpoints(Workflow):
 
     @property
     def numbers(self) -> dict[str, list[float]]:
-        """Top-level numbers of the JSON documents that differ between revisions, by field name."""
-        documents = list(self.documents.values())
-        names = [name for name, value in documents[0].items() if _is_number(value) and name not in _OF_A_RUN]
-        numbers = {
-            name: [float(document[name]) for document in documents]
-            for name in names
-            if all(_is_number(document.get(name)) for document in documents)
-        }
+        """Top-level numbers of the JSON documents that differ between revisions: field name -> value for each
+        revision."""
+        documents, numbers = list(self.documents.values()), dict[str, list[float]]()
+        for name in documents[0]:
+            values = [document.get(name) for document in documents]
+            if name not in _OF_A_RUN and all(map(_is_number, values)):
+                numbers[name] = [float(value) for value in values]
         return {name: values for name, values in numbers.items() if len(set(values)) > 1}
 
     def views(self) -> Iterator[View]:
-        """Curves over revisions: each claim with its null distribution, and the numbers of the documents."""
+        """Views in reading order: curves over revisions of each claim with its null distribution and of the
+        documents' numbers, and a table."""
         yield Data(json={"revisions": self.documents})
         panels: list[Lines] = [
             self._claim(number) for number in range(max(map(len, self.claims_of.values())))
@@ -155,13 +164,17 @@ class Checkpoints(Workflow):
             yield Figure(name=f"{self.name}_checkpoints", title=title, panels=tuple(panels))
 
     def _claim(self, number: int) -> Lines:
-        """Effect of one claim by revision, with the 95 % range of its null; NaN for revisions without it."""
-        rows = []
-        for claims in self.claims_of.values():
-            claim = claims[number] if number < len(claims) else None
-            rows.append((np.nan,) * 3 if claim is None else (claim.effect, *claim.null.bound()))
+        """Curves of the effect of claim `number` by revision, with the 95 % range of its null; NaN for
+        revisions without this claim."""
+        # A revision may make fewer claims than others.
+        of_revisions = [
+            claims[number] if number < len(claims) else None for claims in self.claims_of.values()
+        ]
+        rows = [
+            (np.nan,) * 3 if claim is None else (claim.effect, *claim.null.bound()) for claim in of_revisions
+        ]
         effect, low, high = np.array(rows, float).T
-        example = next(claims[number] for claims in self.claims_of.values() if number < len(claims))
+        example = next(claim for claim in of_revisions if claim is not None)
         lines = (
             Line("effect", effect, strong=True),
             Line("null, lowest of 95 %", low, control=True),
@@ -169,7 +182,8 @@ class Checkpoints(Workflow):
         )
         return Lines(
             title=example.text,
-            caption=f"dashed: {example.null.of}",
+            caption="Effect that this claim of the workflow finds, by revision of the model. Dashed: 95 % "
+            f"range of the control, {example.null.of}.",
             x=tuple(self.by_revision),
             x_name="revision",
             y_name="effect",
@@ -178,11 +192,12 @@ class Checkpoints(Workflow):
         )
 
     def _curves(self) -> Lines:
-        """Numbers of the documents by revision."""
+        """Curves of the documents' numbers by revision."""
         shown = list(self.numbers.items())[:_MOST]
         return Lines(
             title="Numbers of the answer",
-            caption="those that are not the same in all revisions",
+            caption="One curve per number at the top level of the JSON document that is not the same in all "
+            f"revisions; at most {_MOST} of them.",
             x=tuple(self.by_revision),
             x_name="revision",
             y_name="value",
@@ -191,7 +206,7 @@ class Checkpoints(Workflow):
         )
 
     def _table(self) -> Table:
-        """One row per revision: commit, and effects and verdicts of its claims."""
+        """Table with a row per revision: commit, and effects and verdicts of its claims."""
         most = max(map(len, self.claims_of.values()))
         records = [
             {
@@ -217,13 +232,14 @@ class Checkpoints(Workflow):
             ("commit", lambda record: record["commit"][:12]),
             *((f"claim {number + 1}", cell_of_claim(number)) for number in range(most)),
             title=f"{len(records)} revisions of {self.settings.model}",
-            caption="claims in the order of the curves; a dash where a revision claims nothing",
+            caption="One row per revision of the model, with the effect and the verdict of each claim; "
+            "claims in the order of the curves. A dash: this revision makes no such claim.",
             json={"checkpoints": records},
         )
 
 
 def _commit(workflow: Workflow) -> str:
-    """Commit of the model's snapshot; "" if it has none."""
+    """Commit of the model files that a workflow uses; "" if it has none."""
     files = getattr(getattr(workflow, "subject", None), "files", None)
     return str(getattr(files, "revision", None) or "")
 

@@ -74,14 +74,14 @@ class Controls:
 
 @dataclass(frozen=True)
 class Claim:
-    """An effect, the null distribution it is compared with, and a sentence that states both."""
+    """An effect, the null distribution that it is compared with, and a sentence that states both."""
 
     text: str
     """Intervention, place and measure in words: "injecting L0:128 at ' in' raises P(' English')"."""
     effect: float
     """The measure under the cause, in `unit`."""
     null: Null
-    """The measure under random causes of equal size."""
+    """The same measure under random causes of equal size, the controls."""
     unit: str = ""
     """Unit of the measure, such as "nats"; empty for none."""
     spread: tuple[float, float] | None = None
@@ -89,7 +89,7 @@ class Claim:
     prompts: int = 1
     """Number of prompts that the effect is averaged over."""
     held_out: bool = False
-    """Whether the cause was selected on other prompts than these."""
+    """Whether the cause was selected on other prompts than those that the effect is measured on."""
     noises: int = 1
     """Number of noise samples that the effect is averaged over in each prompt."""
     levels: tuple[float, float] | None = None
@@ -213,15 +213,16 @@ class Claim:
 
     @classmethod
     def ranking(
-        cls, text: str, pairs: Sequence[tuple[Any, Any]], cells: str, settings: ControlOptions
+        cls, text: str, pairs: Sequence[tuple[Any, Any]], ranked: str, settings: ControlOptions
     ) -> Claim:
-        """A claim that estimates rank cells like exact runs: the mean Spearman correlation over prompts,
-        compared with that of shuffled estimates.
+        """A claim that estimates rank things as exact measurements do: the mean Spearman correlation over
+        prompts, compared with that of shuffled estimates.
 
         Arguments:
             text: see `Claim`.
-            pairs: (estimates [cell], exact effects [cell]) of each prompt.
-            cells: name of the cells, such as "tokens of each prompt".
+            pairs: (estimates, exact effects) of what is ranked in each prompt, one-dimensional and equally
+                long.
+            ranked: what is ranked, in words: "tokens of each prompt".
             settings: number of draws and their seed.
         """
         random = np.random.default_rng(settings.seed)
@@ -230,7 +231,7 @@ class Claim:
             np.nanmean([rank_correlation(random.permutation(estimate), exact) for estimate, exact in pairs])
             for _ in range(settings.controls)
         ]
-        of = f"shuffles of the estimates among the {cells}"
+        of = f"shuffles of the estimates among the {ranked}"
         return cls.against(text, ranks, draws, of, seed=settings.seed)
 
     @property
@@ -252,12 +253,13 @@ class Claim:
 
     @property
     def short(self) -> str:
-        """The text, the effect and the verdict."""
+        """Text, effect and verdict in one line: "ablating head 3 raises the loss: +0.2 nats, beyond
+        chance"."""
         return f"{self.text}: {self._number(self.effect)}, {self.verdict}"
 
     @property
     def sentence(self) -> str:
-        """Cause, effect, interval, null distribution and p-value."""
+        """The claim in words: cause, effect, confidence interval, null distribution and p-value."""
         opening = f"{_capital(self.text)}: {self._number(self.effect)}{self._interval}"
         if not self.null.is_run:
             return f"{opening}; {NO_CONTROL} (controls=0)."
@@ -266,7 +268,8 @@ class Claim:
 
     @property
     def _interval(self) -> str:
-        """In parentheses: values without and with the cause, interval, and where the cause was selected."""
+        """Part of the sentence in parentheses: values without and with the cause, confidence interval, and
+        whether the cause was chosen on other prompts; empty if none of these is known."""
         parts = [] if self.levels is None else ["from {:.3g} to {:.3g}".format(*self.levels)]
         if self.prompts > 1 or self.spread is not None:
             low, high = self.spread or (self.effect, self.effect)
@@ -284,12 +287,12 @@ class Claim:
         reach = f"{count or 'none'} {'reach' if count > 1 else 'reaches'} this effect"
         many = f", corrected for the choice among {null.looked_at}" if null.looked_at > 1 else ""
         return (
-            f"{len(null.values)} {null.of}: median {self._number(null.median)}, 95 % of them between "
-            f"{self._number(low)} and {self._number(high)}; {reach} (p = {self.p_value:.2g}{many})."
+            f"Control: {len(null.values)} {null.of}; median {self._number(null.median)}, 95 % of them "
+            f"between {self._number(low)} and {self._number(high)}; {reach} (p = {self.p_value:.2g}{many})."
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Record under `findings` in a JSON document."""
+        """JSON record of the claim, listed under `findings` in the document of a workflow."""
         return {
             "claim": self.text,
             "effect": self.effect,
@@ -310,7 +313,8 @@ class Claim:
 
     @property
     def strip(self) -> Mapping[str, Any]:
-        """Coordinates from 0 to 100 for a drawing: all draws, zero, the effect and its interval."""
+        """Coordinates from 0 to 100 for a drawing of the claim on a line: all draws, zero, the effect and its
+        interval."""
         ends: list[float] = [*self.null.values.tolist(), self.effect, 0.0, *(self.spread or ())]
         low, high = min(ends), max(ends)
         # All values may be equal.
@@ -341,11 +345,12 @@ class CandidateEffects:
     """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None if the
     other candidates are the controls."""
     among: npt.NDArray[np.bool_] | None = None
-    """Mask of the candidates eligible for selection, bool, shaped like `mean`; None: all candidates."""
+    """Mask of the candidates that may be selected, bool, of the shape of `mean`; None if all may."""
 
     @property
     def mean(self) -> Floats:
-        """Mean effects on the selection prompts, [...]."""
+        """Mean effect of each candidate over the selection prompts, of shape [layer, head] for effects
+        [prompt, layer, head]."""
         mean: Floats = self.chosen_on.mean(axis=0)
         return mean
 

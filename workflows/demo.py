@@ -29,12 +29,13 @@ DEMO: dict[str, dict[str, Any]] = {
     "logit_lens": {},
     "character_count_helix": {},
 }
-"""Workflow -> settings: the defaults, so that `mizarr explain` finds the same results stored."""
+"""Workflows of the demo, with their settings: the defaults, so that `mizarr explain` finds the same results
+stored."""
 
 
 @dataclass
 class Demo:
-    """Results of a run of the demo."""
+    """What a run of the demo computed and drew."""
 
     workflows: list[Workflow] = field(default_factory=list)
     """The workflows, with open results."""
@@ -97,7 +98,8 @@ def run(
 
 
 def _draw(workflow: Workflow, folder: Path | None, talk: Console) -> list[Path]:
-    """Draw the figures; without the plotting extra, print how to install it and continue."""
+    """Draw the figures of a workflow and return their paths; without the plotting extra, print how to install
+    it and return none."""
     if folder is None:
         return []
     try:

@@ -37,11 +37,11 @@ __all__ = ["import_activations"]
 
 
 TOKEN_IDS = ("token_id", "token_ids", "input_ids", "tokens")
-"""Names of arrays that are read as token ids."""
+"""Names of arrays in files that are read as token ids."""
 LABELS = ("row_size", "char_start", "char_end", "position", "text", "attention_mask")
-"""Names of arrays that are read as labels of tokens or prompts."""
+"""Names of arrays in files that are read as labels of tokens or prompts."""
 DERIVED = ("layer", "prompt", "prompt_id", "row_start", "pair_start", "token_string")
-"""Labels that an export writes for other readers, and that an import recomputes."""
+"""Names of labels that an export writes for other readers; an import ignores and recomputes them."""
 SIZES = ("hidden", "head", "kv_head", "d_head", "mlp")
 """Axes of activations besides token, prompt and position."""
 
@@ -85,7 +85,8 @@ def import_activations(
     """
     if not isinstance(model, str) or not model:
         raise ConfigError(
-            f"expected the name of the model the arrays are of, found {shown(model)}; name it as you know it"
+            f"expected model to name the model that computed the arrays, found {shown(model)}; set it to any "
+            "name that you know the model by, such as its hub id"
         )
     paths = [as_path(path, "files") for path in as_list(files)]
     if names is not None:
@@ -94,11 +95,14 @@ def import_activations(
         if value is not None and not is_several(value):
             raise ConfigError(f"expected {argument} as a list, found {shown(value)}; write [{value!r:.40}]")
     for text in () if texts is None else texts:
-        require_kind(text, str, "texts as a list of texts", "leave them out where there are none")
+        require_kind(text, str, "texts as a list of str", "leave texts out if there are none")
     if n_layers is not None:
         as_count(n_layers, "n_layers")
     if strange := [path for path in paths if path.suffix not in (".safetensors", ".npz")]:
-        raise ConfigError(f"expected a .safetensors or .npz file, found {strange[0].name!r}; convert it")
+        raise ConfigError(
+            f"expected files that end in .safetensors or .npz, found {strange[0].name!r}; convert it to one "
+            "of these formats"
+        )
     pinned = PinnedFiles("what is imported", "it was overwritten meanwhile; start again once it is whole")
     for path in paths:
         if not require_content(path, ConfigError, "write it again"):
@@ -110,7 +114,7 @@ def import_activations(
         raise HookPointNotFound(
             f"expected activations in {', '.join(map(str, paths))}, found "
             f"{', '.join(file_arrays) or 'no arrays'}; "
-            "say what they hold: names={'array': 'blocks.5.hook_resid_post'}"
+            "map arrays to their hook points: names={'array': 'blocks.5.hook_resid_post'}"
         )
     ids = tokens if tokens is not None else next((labels[name] for name in TOKEN_IDS if name in labels), None)
     known_texts = texts if texts is not None else _texts(labels)
@@ -138,7 +142,8 @@ def import_activations(
 
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """All arrays of the files by name, without skipped ones, and the note that a mizarr export contains."""
+    """All arrays of the files by name, without skipped ones, and the metadata that an export of mizarr
+    contains."""
     arrays_by_name: dict[str, Array] = {}
     note: dict[str, Any] = {}
     for path in paths:
@@ -151,7 +156,8 @@ def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array],
                 note = note or _note(text.tobytes(), path)
         if twice := sorted(set(arrays) & set(arrays_by_name)):
             raise ConfigError(
-                f"expected every array once, found {twice[0]!r} in several files; leave one out"
+                f"expected each array name in one file only, found {twice[0]!r} in several files; leave out "
+                "all of these files but one"
             )
         arrays_by_name |= arrays
     left_out = {name for pattern in skip for name in _matching(pattern, arrays_by_name)}
@@ -172,10 +178,11 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def _split_arrays(
     file_arrays: Mapping[str, Array], names: Mapping[str, str], dtype: str | None
 ) -> tuple[list[Imported], dict[str, Array]]:
-    """(activations at hook points, labels by name)."""
+    """Arrays of the files, split into activations with their hook points, and labels by name."""
     if dtype not in (None, "bfloat16"):
         raise ConfigError(
-            f"expected dtype 'bfloat16' or none, found {dtype!r}; other dtypes are those of the file"
+            f"expected dtype='bfloat16' or no dtype, found {dtype!r}; leave it out, as other dtypes are "
+            "those of the file"
         )
     arrays: list[Imported] = []
     labels: dict[str, Array] = {}
@@ -188,8 +195,8 @@ def _split_arrays(
             continue
         if values.dtype.kind == "V" and dtype is None and values.dtype.name != "bfloat16":
             raise ShapeError(
-                f"expected numbers in {name!r}, found raw values of {values.dtype.itemsize} bytes; numpy "
-                "writes bfloat16 so: say dtype='bfloat16'"
+                f"expected numbers in array {name!r}, found raw values of {values.dtype.itemsize} bytes, as "
+                "numpy writes bfloat16; set dtype='bfloat16'"
             )
         raw = as_bfloat16(values, name) if dtype == "bfloat16" and values.dtype.itemsize == 2 else values
         arrays += _imported(name, hook, raw)
@@ -212,7 +219,8 @@ def _is_label(name: str) -> bool:
 
 
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """(hook point of an array, pattern that maps it), with "" if the array is named after the hook point."""
+    """Hook point of an array, and the pattern of `names` that maps it; the array's own name and "" if no
+    pattern does."""
     for pattern, target in names.items():
         # At most 18 digits, which fit in int64.
         expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d{1,18})")
@@ -228,21 +236,24 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
 
     if "*" in hook:
         if not values.ndim or not len(values):
-            raise ShapeError(f"expected {name!r} with an axis of layers first, found {list(values.shape)}")
+            raise ShapeError(
+                f"expected array {name!r}, mapped to {hook!r}, with all layers along its first axis, found "
+                f"shape {list(values.shape)}; map it to a single layer: {hook.replace('*', '0')!r}"
+            )
         stacked = [(hook.replace("*", str(layer)), values[layer]) for layer in range(len(values))]
         return [entry for layer_hook, part in stacked for entry in _imported(name, layer_hook, part)]
     try:
         point = HookPoint.parse(hook)
     except HookPointNotFound as error:
         raise HookPointNotFound(
-            f"array {name!r}: {error}; say what it is (names={{{name!r}: 'blocks.5.hook_resid_post'}}), or "
-            f"leave it out (skip={name!r})"
+            f"array {name!r}: {error}; map it to a hook point (names={{{name!r}: "
+            f"'blocks.5.hook_resid_post'}}), or leave it out (skip={name!r})"
         ) from error
     kind = BY_NAME[point.kind]
     if "query_position" in kind.dims:
         raise ShapeError(
-            f"array {name!r}: {hook} has two positions per number, and only activations per token are "
-            f"imported; leave it out (skip={name!r})"
+            f"array {name!r}: expected activations with one value per token, found {hook}, which has one per "
+            f"pair of positions; leave it out (skip={name!r})"
         )
     dims = tuple(dim for dim in kind.dims if dim in SIZES)
     if kind.dims[-1] == "one" and values.ndim > 1 and values.shape[-1] == 1:
@@ -251,27 +262,29 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
 
 
 def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array | None:
-    """Tokens per prompt from the label row_size, or from attention_mask; PromptError for padding on the
-    left."""
+    """Number of tokens of each prompt, [prompt], from the label row_size or from attention_mask; None if
+    neither exists. Raises PromptError for padding on the left."""
     if "row_size" in labels or "attention_mask" not in labels:
         return labels.get("row_size")
     mask = np.asarray(labels["attention_mask"], bool)
     sizes: Array = mask.sum(-1)
     if mask.ndim != 2 or not np.array_equal(mask, np.arange(mask.shape[1]) < sizes[:, None]):
         raise PromptError(
-            "expected attention_mask as [prompt, position] with padding on the right, found another; repack "
-            "the arrays, or leave it out (skip) where nothing is padding"
+            "expected attention_mask as [prompt, position] with padding on the right, found another shape or "
+            "padding elsewhere; move the padding to the right, or leave the mask out if nothing is padded: "
+            "skip='attention_mask'"
         )
     if unlike := [array for array in arrays if array.is_batch and array.values.shape[:2] != mask.shape]:
         raise ShapeError(
-            f"expected attention_mask of the prompts and positions of {unlike[0].name!r}, "
-            f"{list(unlike[0].values.shape[:2])}, found {list(mask.shape)}; give that of the whole batch"
+            f"expected attention_mask of shape {list(unlike[0].values.shape[:2])}, the prompts and positions "
+            f"of array {unlike[0].name!r}, found {list(mask.shape)}; export the mask of the whole batch"
         )
     return sizes
 
 
 def _texts(labels: Mapping[str, Array]) -> list[str] | None:
-    """Texts of prompts, from an array, or from JSON: a list, or the text of a single prompt."""
+    """Text of each prompt, from an array, or from JSON with a list or a single text; None if the files have
+    none."""
     if "text" in labels:
         return [str(text) for text in np.ravel(labels["text"])]
     raw = labels.get(f"text{TEXT_SUFFIX}")
@@ -285,23 +298,26 @@ def _note(text: str | bytes, path: Path) -> dict[str, Any]:
     note = _parsed(text, path)
     if not isinstance(note, dict):
         raise ConfigError(
-            f"expected named values in the note of {path}, found {note!r}; write it without `{NOTE}`"
+            f"expected a JSON object in the metadata field {NOTE!r} of {path}, found {note!r}; write the "
+            "file without this field"
         )
     return note
 
 
 def _parsed(text: str | bytes, where: object) -> Any:
-    """Parse JSON; ConfigError if it is invalid."""
+    """Value of a JSON text. Raises ConfigError if it is not valid. where: source of the text, for the
+    message."""
     try:
         return json_value(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
-        raise ConfigError(f"expected JSON in {where}, found {error}; export it again") from error
+        raise ConfigError(f"expected valid JSON in {where}, found {error}; export the file again") from error
 
 
 def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:
-    """Raise PromptError if tokens of prompts are missing: a run contains every token."""
+    """Raise PromptError if an array `position` shows that tokens of a prompt are missing, as a run contains
+    every token."""
     if "position" in labels and not np.array_equal(labels["position"], positions):
         raise PromptError(
-            "expected all tokens of every prompt, found a selection (its positions have gaps); export the "
-            "whole run, or import the arrays without 'position' as prompts of their own"
+            "expected all tokens of every prompt, found gaps in the array 'position'; export the whole run, "
+            "or import the selected tokens as prompts of their own: skip='position'"
         )

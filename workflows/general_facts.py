@@ -25,8 +25,8 @@ GENERAL_NODE = "general_facts"
 
 @cache
 def general_facts() -> tuple[dict[str, str], ...]:
-    """The general facts: {"prompt": …, "target": …, "relation": …}, one of each relation in turn, so that the
-    first of them are of many relations."""
+    """All general facts, {"prompt": …, "target": …, "relation": …}, one of each relation in turn, so that the
+    first few cover many relations."""
     relations = json.loads((Path(__file__).parent / "general_facts.json").read_text("utf-8"))["relations"]
     columns = [
         [

@@ -44,22 +44,22 @@ _REMOVED = {
     "with a quota": "goes when gc is given a quota and room is short",
     "now": "goes: nothing of it is published",
 }
-"""Phrases for folders that `mizarr gc` would remove."""
+"""What `mizarr gc` would do with a folder that it may remove, in words, by `Removal`."""
 
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A stored run or result."""
+    """A folder of the store: a run of a model or a result."""
 
     usage: Usage
-    """Size, number of files and last use."""
+    """Size on disk, number of files and time of last use."""
     records: tuple[Record, ...]
-    """Store records of the run or result: one per key."""
+    """Records of the keys under which the folder is published; empty for an unfinished one."""
     notes: tuple[Note, ...]
-    """Provenance notes."""
+    """Provenance notes of its computations."""
     written: float
-    """Modification time of its newest file, in seconds since the epoch. Pages show this instead of the last
-    use, because showing a page is a use."""
+    """Modification time of the newest file of the folder, in seconds since the epoch. Pages show this instead
+    of the last use, because showing a page is a use."""
     run: ListedRun | None = None
     """Row of the run in `mizarr ls`; None for a result."""
 
@@ -70,14 +70,16 @@ class HeldFolder:
 
     @property
     def label(self) -> str:
-        """Label to show: the stage of a result, the model of a run."""
+        """Label to show: "run of <model>" for a run, the name of the stage for a result, "unfinished" without
+        a record."""
         if self.run is not None:
             return f"run of {self.run.model}"
         return self.records[0].label if self.records else "unfinished"
 
     @property
     def is_cell(self) -> bool:
-        """Whether it is a cell of a larger result."""
+        """Whether the folder is a cell of a larger result: a part that was computed and committed by
+        itself."""
         return "/cell/" in self.label
 
     def note(self, name: str) -> Any:
@@ -86,13 +88,13 @@ class HeldFolder:
 
     @property
     def model(self) -> str:
-        """Digest of a run's model; "" if it is not noted."""
+        """Digest of the model of a run; "" if no note has it."""
         run_note = self.note("run") or {}
         return str(run_note.get("model", ""))
 
     @cached_property
     def inputs(self) -> dict[str, list[str]]:
-        """Inputs that it was computed from: name -> content digests."""
+        """Inputs that the folder was computed from: name of the input -> content digests."""
         inputs: dict[str, list[str]] = {}
         for note in self.notes:
             inputs.update(inputs_of(note))
@@ -108,7 +110,7 @@ class AskedQuestion:
     results: Mapping[str, HeldFolder]
     """Stored results, by their names in the workflow."""
     pieces: tuple[HeldFolder, ...]
-    """Runs and other results that these were computed from, directly or indirectly."""
+    """Runs and other results that the results were computed from, directly or indirectly."""
 
     @property
     def bytes(self) -> int:
@@ -123,9 +125,9 @@ class Snapshot:
     store: Store
     """The store."""
     folders: Mapping[str, HeldFolder]
-    """Runs and results by their paths relative to the store."""
+    """Runs and results of the store, by path relative to it."""
     pins: Mapping[str, str]
-    """Name of a pin -> key that it protects."""
+    """Name of each pin -> key that it protects from `mizarr gc`."""
     damaged: tuple[str, ...] = ()
     """Error messages of entries that could not be read."""
     unread: int = 0
@@ -141,7 +143,7 @@ class Snapshot:
 
     @cached_property
     def results(self) -> list[HeldFolder]:
-        """Committed results and their cells, last written first."""
+        """Committed results, and cells of larger results, last written first."""
         folders = [folder for folder in self.folders.values() if folder.run is None and folder.records]
         return sorted(folders, key=lambda folder: (-folder.written, folder.data))
 
@@ -185,7 +187,7 @@ class Snapshot:
 
     @cached_property
     def leftovers(self) -> list[HeldFolder]:
-        """Folders without a key that are no runs: computations in progress, or killed."""
+        """Folders of computations that are in progress or were killed: no runs, and without a key."""
         return [folder for folder in self.folders.values() if folder.run is None and not folder.records]
 
     @cached_property
@@ -199,7 +201,7 @@ class Snapshot:
 
     @cached_property
     def _readers(self) -> dict[str, list[str]]:
-        """Paths of folders by the content digests that they were computed from."""
+        """Paths of the folders that were computed from a content, by the digest of the content."""
         paths: dict[str, list[str]] = {}
         for folder in self.folders.values():
             for contents in folder.inputs.values():
@@ -236,7 +238,7 @@ class Snapshot:
         return () if folder is None else folder.notes
 
     def removal(self, folder: HeldFolder) -> Removal:
-        """When `mizarr gc` would remove a folder."""
+        """When `mizarr gc` would remove a folder: "never", "with a quota" or "now"."""
         if self.pin(folder) or folder.data in self._spared:
             return "never"
         if folder.records:
@@ -244,7 +246,7 @@ class Snapshot:
         return "now" if folder.usage.used < self.at - GRACE else "never"
 
     def fate(self, folder: HeldFolder) -> str:
-        """What `mizarr gc` would do with a folder, in words for people; code decides by `removal`."""
+        """What `mizarr gc` would do with a folder, as a phrase for pages; code reads `removal` instead."""
         removal = self.removal(folder)
         if removal != "never":
             return _REMOVED[removal]
@@ -256,7 +258,7 @@ class Snapshot:
 
 
 class Holdings:
-    """Cheap, repeatable snapshots of a store; thread-safe."""
+    """Source of snapshots of a store's contents, which are cheap to take again; thread-safe."""
 
     def __init__(self, store: Store, refresh: float = REFRESH) -> None:
         self.store = store
@@ -303,7 +305,8 @@ class Holdings:
                 self._seen, self._looking = time.monotonic(), None
 
     def _so_far(self, *, is_whole: bool = False) -> Snapshot:
-        """Partial snapshot; until the folders are counted, one is reported as unread."""
+        """Snapshot of what has been read. is_whole: whether everything has; otherwise at least one folder is
+        reported as unread."""
         pins: dict[str, str] = {}
         with suppress(CorruptEntry):
             pins = self.store.pins()
@@ -327,30 +330,29 @@ class Holdings:
                 records[name] = record
                 by_data.setdefault(record.data, []).append(record)
         self._records = records
-        used = self.store.index.last_used()
-        looks = {data: self._look_at(data) for data in folders}
+        last_used = self.store.index.last_used()
+        stats = {data: self._look_at(data) for data in folders}
+        # A folder whose (time stamps, keys) are unchanged is not read again.
         states = {
             data: (
-                tuple(None if stat is None else stat.stamp for stat in looks[data]),
+                tuple(None if stat is None else stat.stamp for stat in stats[data]),
                 tuple(record.key for record in by_data.get(data, ())),
             )
             for data in folders
         }
         # During the first read, folders appear in the shared dict one by one, for partial snapshots.
         cached = self._cached if self._whole is None else {}
-        for data in sorted(folders, key=lambda data: _newest(looks[data]), reverse=True):
-            before = self._cached.get(data)
-            try:
-                folder = (
-                    # Unchanged time stamps and keys; without time stamps a folder is always read again.
-                    before[1]
-                    if before is not None and before[0] == states[data] and any(states[data][0])
-                    else self._folder(data, tuple(by_data.get(data, ())))
-                )
-            except (CorruptEntry, OSError, LookupError) as error:
-                damaged.append(f"{data}: {error}")
-                continue
-            cached[data] = states[data], _used(folder, used.get(data, 0.0))
+        for data in sorted(folders, key=lambda data: _newest(stats[data]), reverse=True):
+            cached_state, folder = self._cached.get(data, (None, None))
+            time_stamps, _ = states[data]
+            # Without time stamps a folder is always read again.
+            if folder is None or cached_state != states[data] or not any(time_stamps):
+                try:
+                    folder = self._folder(data, tuple(by_data.get(data, ())))
+                except (CorruptEntry, OSError, LookupError) as error:
+                    damaged.append(f"{data}: {error}")
+                    continue
+            cached[data] = states[data], _used(folder, last_used.get(data, 0.0))
         self._cached, self._damaged = cached, damaged
 
     def _look_at(self, data: str) -> list[Stat | None]:
@@ -371,7 +373,7 @@ def _newest(looks: Iterable[Stat | None]) -> float:
 
 
 def _used(folder: HeldFolder, at: float) -> HeldFolder:
-    """Folder with its time of last use raised to `at`."""
+    """The folder with its time of last use raised to `at`, in seconds since the epoch, if that is later."""
     if at <= folder.usage.used:
         return folder
     run = None if folder.run is None else replace(folder.run, used=at)

@@ -23,13 +23,13 @@ __all__ = ["column", "labelled", "largest", "ranked", "record", "records", "stac
 
 
 def values_of(array: xr.DataArray, *dims: str | Any) -> Floats:
-    """Numbers of a labelled array, transposed to `dims`, or in stored axis order without `dims`."""
+    """Numbers of a labelled array with its axes in the order `dims`; in stored order without `dims`."""
     values: Floats = (array.transpose(*dims) if dims else array).values
     return values
 
 
 def record(result: xr.Dataset, *names: str, **renamed: str) -> dict[str, Any]:
-    """Variables of a dataset as Python values.
+    """Variables of a dataset as a dict of Python values.
 
     Arguments:
         result: the dataset.
@@ -40,7 +40,8 @@ def record(result: xr.Dataset, *names: str, **renamed: str) -> dict[str, Any]:
 
 
 def records(result: xr.Dataset, dim: str, *names: str, **renamed: str) -> list[dict[str, Any]]:
-    """One `record` per index along a dimension; variables without the dimension are repeated in each.
+    """One dict of Python values per index along a dimension; variables without the dimension are repeated in
+    each.
 
     Arguments:
         result: the dataset.
@@ -78,7 +79,8 @@ def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]
 def largest(
     result: xr.Dataset, by: xr.DataArray, count: int | None, *names: str, **renamed: str
 ) -> list[dict[str, Any]]:
-    """A `record` per cell of the largest values of an array, preceded by the labels of the cell.
+    """One dict per cell of an array, largest value first: the labels of the cell, then variables of the
+    dataset there.
 
     Arguments:
         result: dataset that the records are read from.
@@ -90,7 +92,7 @@ def largest(
 
 
 def labelled(values: Any, name: str, unit: str = "1", **axes: Any) -> xr.DataArray:
-    """An array with named, labelled axes.
+    """An xarray array with named axes, labels, and the name and unit of its quantity.
 
     Arguments:
         values: the numbers.

@@ -32,7 +32,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class PrintedNumber:
-    """A published number, and the place of its counterpart in a workflow's JSON document."""
+    """A published number, and where its counterpart is in the JSON document of a workflow."""
 
     model: str
     """Model that the number was published for."""
@@ -45,7 +45,7 @@ class PrintedNumber:
 
     @property
     def place(self) -> str:
-        """The path as text: "layers.3.kl"."""
+        """Path to the value as text: "layers.3.kl"."""
         return ".".join(map(str, self.path))
 
     def agrees(self, computed: Any) -> bool:
@@ -70,21 +70,22 @@ class Replication:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Published settings of the workflow."""
     offline: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that differ in the offline run on a shipped model; None for the workflow's default."""
+    """Settings that differ in the offline run on a shipped model; the value None stands for the workflow's
+    default."""
     dictionary: str = ""
     """Repository of the feature dictionary that is downloaded in addition; empty for none."""
     claims: tuple[PrintedNumber, ...] = ()
-    """Published numbers."""
+    """Published numbers that computed ones are compared with."""
     revision: str = "main"
     """Revision of the models."""
 
     def asked(self, model: str) -> dict[str, Any]:
-        """Settings of the run on a published model."""
+        """Settings of the run on a published model, which `model` names."""
         return {**self.settings, "model": model, "revision": self.revision}
 
     @property
     def here(self) -> dict[str, Any]:
-        """Settings of the offline run on a shipped model."""
+        """Settings of the offline run on a shipped model, without those at the workflow's default."""
         settings = {**self.settings, **self.offline}
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -106,7 +107,8 @@ def value_at(document: Any, path: Path) -> Any:
 
 
 def recovered(layer: int) -> Path:
-    """Path of the percentage recovered by patching a layer at the subject's first position."""
+    """Path, in the document of `activation_patching`, of the percentage recovered by patching a layer at the
+    subject's first position."""
     return ("results", 0, "subject_recovery", layer)
 
 

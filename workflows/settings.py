@@ -79,7 +79,7 @@ RECURRENT = "specimen-rwkv"
 
 
 def setting(default: Any, description: str) -> Any:
-    """A field of a settings dataclass, with its default and a help text of one line.
+    """Field of a settings dataclass with a default and a help text of one line.
 
     Arguments:
         default: value without one given.
@@ -89,7 +89,7 @@ def setting(default: Any, description: str) -> Any:
 
 
 def loading(name: str) -> Any:
-    """A field of a settings dataclass with default and help text of the option `name` of `ModelRef`."""
+    """Field of a settings dataclass that has the default and help text of an option of `ModelRef`."""
     (item,) = [item for item in options_of(ModelRef) if item.name == name]
     text: str = item.metadata["help"].removesuffix(".")
     return setting(item.default, text if text.startswith("cpu") else text[0].lower() + text[1:])
@@ -97,7 +97,7 @@ def loading(name: str) -> Any:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Settings of a workflow that reads the files of one model."""
+    """Base class for settings of workflows that read the files of one model."""
 
     model: str = setting("specimen", MODEL_HELP)
     revision: str | None = loading("revision")
@@ -107,7 +107,7 @@ class FileSettings:
     CPU."""
 
     def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
-        """Reference to the workflow's model.
+        """Reference by which the workflow's model is loaded.
 
         Arguments:
             loaded: a loaded model to use instead of the named one.
@@ -118,14 +118,15 @@ class FileSettings:
 
 @dataclass(frozen=True)
 class ModelSettings(FileSettings):
-    """Settings of a workflow that runs one model."""
+    """Base class for settings of workflows that run one model."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = setting(
         "float32", "dtype that the model computes in"
     )
 
     def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
-        """See `FileSettings`."""
+        """Reference by which the workflow's model is loaded, with the dtype of the settings; arguments as in
+        `FileSettings.reference`."""
         reference = super().reference(loaded, model)
         # A loaded model has its own dtype, which the default of the setting must not override.
         return reference if loaded is not None else replace(reference, dtype=self.dtype)
@@ -133,7 +134,7 @@ class ModelSettings(FileSettings):
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """Mixin for settings of a workflow that makes claims (views/findings.py)."""
+    """Mixin for settings of workflows that make claims: number of controls, and seed."""
 
     controls: Natural = setting(
         50, "number of random causes of equal size, as controls of an effect; 0: none, nothing is claimed"
@@ -155,7 +156,8 @@ class WeightSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class DataSettings(ControlSettings):
-    """Mixin for settings of a workflow on facts, shipped or from files (material/facts/fact_data.py)."""
+    """Mixin for settings of workflows on facts, which are shipped or read from files
+    (material/facts/fact_data.py)."""
 
     data: tuple[str, ...] = setting(
         (),
@@ -166,21 +168,21 @@ class DataSettings(ControlSettings):
 
 @dataclass(frozen=True)
 class PromptSettings(ModelSettings):
-    """Settings of a workflow on one prompt."""
+    """Base class for settings of workflows on one prompt."""
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
 
 
 @dataclass(frozen=True)
 class FactSettings(PromptSettings):
-    """Settings of a workflow on one prompt and its expected next word (`answers.fact`)."""
+    """Base class for settings of workflows on one prompt and its expected next word (`answers.fact`)."""
 
     target: str = setting("", "next word whose logit is measured; may be empty")
 
 
 @dataclass(frozen=True)
 class EdgeSettings:
-    """Mixin for settings of a workflow on attention between two positions (stages/corpus/positions.py)."""
+    """Mixin for settings of workflows on attention between two positions (stages/corpus/positions.py)."""
 
     query: int | str = setting(
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
@@ -193,7 +195,8 @@ class EdgeSettings:
 
 @dataclass(frozen=True)
 class ChosenPlaceSettings(DataSettings, FactSettings):
-    """Settings of a workflow on one position in one layer, selected on other facts unless it is named."""
+    """Base class for settings of workflows on one position in one layer, which is selected on other facts
+    unless the settings name it."""
 
     layer: int | None = setting(
         None, "layer shown in full; none: the one with the largest effect on other facts"
@@ -208,7 +211,8 @@ class ChosenPlaceSettings(DataSettings, FactSettings):
 
 @dataclass(frozen=True)
 class ChosenEdgeSettings(EdgeSettings, ChosenPlaceSettings):
-    """Settings of a workflow on attention from one position to another, selected on other facts."""
+    """Base class for settings of workflows on attention from one position to another, selected on other facts
+    unless the settings name it."""
 
     key: int | str | None = setting(
         None, "position that is read; none: the kind of position with the largest effect on other facts"
@@ -217,8 +221,8 @@ class ChosenEdgeSettings(EdgeSettings, ChosenPlaceSettings):
 
 @dataclass(frozen=True)
 class InjectionSettings(ModelSettings):
-    """Settings of a feature experiment (feature_exchange/presets.py); empty ones are taken from the
-    preset."""
+    """Base class for settings of workflows that inject features; empty ones are taken from a preset
+    (feature_exchange/presets.py)."""
 
     model: str = setting("", "hub id or directory")
     preset: str = setting("specimen", "published experiment, or the specimen's own")
@@ -236,7 +240,7 @@ class InjectionSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class AnswerSettings(ModelSettings):
-    """Settings of a workflow on prompts and their expected next words (`subject.answered`)."""
+    """Base class for settings of workflows on prompts and their expected next words (`subject.answered`)."""
 
     prompts: tuple[str, ...] = setting(
         (), "prompts to read; none: facts that the model knows, or those shipped with it"
@@ -257,17 +261,18 @@ class AnswerSettings(ModelSettings):
         """
         if words and len(words) not in (1, len(self.prompts)):
             raise ConfigError(
-                f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
+                f"expected one {name} for all prompts, or one per prompt ({len(self.prompts)}), found "
+                f"{len(words)}; give as many as there are prompts"
             )
 
 
 SubjectRule = Literal["whole", "differing", "last_fact"]
-"""How the tokens of a fact's subject are found (material/facts/fact_pairs.py)."""
+"""Rule for the tokens of a fact's subject that are patched (material/facts/fact_pairs.py)."""
 
 
 @dataclass(frozen=True)
 class PairSettings(DataSettings, ModelSettings):
-    """Settings of a workflow that patches pairs of facts in blocks of layers
+    """Base class for settings of workflows that patch pairs of facts in blocks of layers
     (material/facts/fact_pairs.py)."""
 
     limit: Natural = setting(12, "number of pairs, from the first on; 0: all")
@@ -285,7 +290,7 @@ class PairSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class TaskSettings(DataSettings, ModelSettings):
-    """Settings of a workflow on pairs of prompts of tasks (circuits/tasks.py)."""
+    """Base class for settings of workflows on tasks, each with pairs of prompts (circuits/tasks.py)."""
 
     tasks: tuple[str, ...] = setting(
         (),
@@ -301,7 +306,7 @@ class TaskSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class CircuitSettings(TaskSettings):
-    """Settings of a workflow on circuits for a task."""
+    """Base class for settings of workflows on circuits of tasks."""
 
     controls: Natural = setting(
         20, "number of random circuits of equal size, as controls; 0: none, nothing is claimed"
@@ -314,7 +319,7 @@ class CircuitSettings(TaskSettings):
 
 
 def require_together(settings: Any, *names: str) -> None:
-    """Require settings that belong together: ConfigError if only some of them are set.
+    """Raise ConfigError if some, but not all, of several settings are set.
 
     Arguments:
         settings: an instance of a settings dataclass.
@@ -330,7 +335,7 @@ def require_together(settings: Any, *names: str) -> None:
 
 
 def preset_of(name: str, presets: Mapping[str, T]) -> T:
-    """A preset by name; ConfigError with the nearest name for an unknown one.
+    """Preset of a name. Raises ConfigError for an unknown name, with the nearest one.
 
     Arguments:
         name: name of the preset.
@@ -382,6 +387,8 @@ def _allows_none(hint: Any) -> bool:
 
 
 def _read(hint: Any, value: Any, key: str) -> Any:
+    """Value of one setting, checked and converted to its annotated type `hint`. Raises ConfigError, with
+    `key` as the name of the setting."""
     if callable(getattr(value, "tolist", None)):
         value = value.tolist()
     elif isinstance(value, Iterator):
@@ -400,7 +407,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
             as_text(item, key)
         # Settings are part of keys, which are JSON: readers of JSON are exact up to 2**53.
         elif isinstance(item, int) and abs(item) > LARGEST:
-            raise ConfigError(f"expected {key} to hold numbers up to {LARGEST}, found {item}")
+            raise ConfigError(f"expected {key} of at most {LARGEST}, found {item}; set a smaller number")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
@@ -413,7 +420,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
 
 
 def _in_words(hint: Any) -> str:
-    """An annotation in words: "int of at least 1", "a, b or c", "a list of str"."""
+    """Annotation of a setting in words, for messages: "int of at least 1", "a, b or c", "a list of str"."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(filter(None, (", ".join(map(str, parts[:-1])), str(parts[-1]))))

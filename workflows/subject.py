@@ -38,40 +38,41 @@ Need = Literal["any model", "attention", "weights", "states", "state of RWKV", "
 effective attention of a recurrence. "states": a recurrent state in every layer."""
 _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
     "any model": ("any model", lambda config: True),
-    "attention": ("a model that attends", lambda config: config.attention_kind == "pattern"),
+    "attention": ("a model with query-key attention", lambda config: config.attention_kind == "pattern"),
     "weights": (
-        "a model that shows how much each position reads of each other one",
+        "a model with attention weights between positions",
         lambda config: config.attention_kind is not None,
     ),
     "states": (
-        "a recurrent model whose tokens write to a state in every layer",
+        "a recurrent model with a state in every layer",
         lambda config: any(
             len(config.layers_with(f"{room}_write")) == config.num_layers for room in STATE_ROOMS
         ),
     ),
     "experts": (
-        "a mixture of experts",
+        "a mixture-of-experts model",
         lambda config: bool(config.layers_with("expert_weights")),
     ),
     "state of RWKV": (
-        "a recurrent model whose tokens write to a state of matrices (RWKV-5 to 7)",
+        "an RWKV model with matrix-valued states (RWKV-5 to 7)",
         lambda config: any(point.kind == "rwkv_write" for point in config.hook_points),
     ),
 }
 """Need -> (its description in error messages, whether a model meets it)."""
 FEWEST_KNOWN = 4
-"""Number of known general facts from which a model is asked about these alone: a claim needs two to choose a
-cause on and two to score it on."""
+"""Smallest number of known general facts for a model to be asked about these alone, instead of about all: a
+claim needs two to choose a cause on and two to score it on."""
 SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
 class Subject:
-    """A model's files, config and tokenizer, from its name or from a loaded model."""
+    """The model of a workflow without its weights: files, config and tokenizer, by name or from a loaded
+    model."""
 
     known_facts: Sequence[bool] | None = None
     """Which of the general facts the model knows; None before `ModelWorkflow.choose_facts` has read it."""
     asks_general: bool = False
-    """Whether `general_facts` was read."""
+    """Whether the workflow has asked for `general_facts`."""
 
     def __init__(self, model: ModelRef | Model | str) -> None:
         """Raises SourceChanged if the files of a loaded model have changed since it was loaded."""
@@ -114,7 +115,7 @@ class Subject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Fields on the model that candle-mi's JSON documents contain."""
+        """JSON fields that describe the model, named as in candle-mi's documents."""
         config = self.config
         return {
             "model_id": self.name,
@@ -124,7 +125,7 @@ class Subject:
         }
 
     def require(self, need: Need, question: str) -> None:
-        """Raise ConfigError unless the model meets a need.
+        """Raise ConfigError if the model does not have what a workflow needs.
 
         Arguments:
             need: what is needed.
@@ -134,13 +135,13 @@ class Subject:
         if not is_met(self.config):
             raise ConfigError(
                 f"{question}: expected {expected}, found {self.name} ({self.config.model_type}); name "
-                "another: model=…"
+                "another model: model=…"
             )
 
     @property
     def attention_kind(self) -> str:
-        """Name of the variable with attention weights between positions, "pattern" or the effective attention
-        of a recurrence. Raises ConfigError for models with neither."""
+        """Name of the captured variable with attention weights between positions: "pattern", or the effective
+        attention of a recurrence. Raises ConfigError for a model with neither."""
         self.require("weights", "attention")
         return self.config.attention_kind or ""
 
@@ -159,7 +160,7 @@ class Subject:
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """Facts to ask this model about by default: [{"prompt": …, "target": …}, …].
+        """Facts that the model is asked about by default: [{"prompt": …, "target": …}, …].
 
         For a model that ships with mizarr the shipped facts, for any other `general_facts`.
         """
@@ -167,8 +168,8 @@ class Subject:
 
     @property
     def general_facts(self) -> list[dict[str, Any]]:
-        """General facts that the model knows (general_facts.py); all of them before that was
-        measured, and if it knows fewer than FEWEST_KNOWN."""
+        """General facts that the model knows (general_facts.py). All of them before it was measured which it
+        knows, and if it knows fewer than FEWEST_KNOWN."""
         self.asks_general = True
         facts = list(general_facts())
         if self.known_facts is None or sum(self.known_facts) < FEWEST_KNOWN:
@@ -177,8 +178,8 @@ class Subject:
 
     @cached_property
     def general_ranks(self) -> ExperimentNode:
-        """The node that ranks the answers of all general facts in the model; its axis `prompt` follows
-        `general_facts`."""
+        """Node that ranks the answers of all general facts in the model; the axis `prompt` of its result has
+        the order of `general_facts()`."""
         from ..stages.causal.answer_ranks import AnswerRanks
 
         facts = [(self.asked(fact["prompt"]), fact["target"]) for fact in general_facts()]
@@ -219,7 +220,7 @@ class Subject:
         return experiment.on(self.source)
 
     def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
-        """The node that runs the model and stores activations.
+        """Node that runs the model on prompts and stores activations.
 
         Arguments:
             tokens: prompts.
@@ -234,7 +235,8 @@ class Subject:
         return CaptureNode(self.source, tokens, spec)
 
     def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
-        """The node that stores attention weights between positions (`attention_kind`).
+        """Node that runs the model on prompts and stores attention weights between positions
+        (`attention_kind`).
 
         Arguments:
             tokens: prompts.
@@ -247,9 +249,9 @@ class Subject:
 
         if self.config.looks_ahead:
             raise ConfigError(
-                "expected a model whose positions see no later ones, as questions about attention look back, "
-                f"found {self.name}; capture {BY_NAME[self.attention_kind].path.format('*')!r} and read it "
-                "with ds.mi.attn"
+                "expected a model with a causal mask, which workflows on attention assume, found "
+                f"{self.name}, whose positions attend to later ones too; capture "
+                f"{BY_NAME[self.attention_kind].path.format('*')!r} and read it with ds.mi.attn"
             )
         path = BY_NAME[self.attention_kind].path
         return self.capture(tokens, *(path.format(layer) for layer in (["*"] if layers is None else layers)))
@@ -259,7 +261,7 @@ class Subject:
         return [self.tokenizer.decode_token(int(token)) for token in ids]
 
     def token_labels(self, ids: Iterable[Any]) -> list[str]:
-        """Text of each token id with visible whitespace, for tables, titles and axes."""
+        """Text of each token id with visible whitespace, such as "␣in", for tables, titles and axes."""
         return list(map(format_token, self.token_texts(ids)))
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
@@ -275,14 +277,14 @@ class Subject:
         return None if self.config.predicts_next else self.tokenizer.mask_id
 
     def asked(self, prompt: str) -> str:
-        """The prompt as the model gets it: for masked language models with a mask token appended, unless the
-        prompt contains one."""
+        """Prompt in the form that the model gets: for masked language models with a mask token appended,
+        unless the prompt has one."""
         if self.mask is None or self.mask in self.tokenizer.encode(prompt).ids:
             return prompt
         return f"{prompt} {self.tokenizer.pieces([self.mask])[0]}"
 
     def masked(self, prompt: Encoding, masks: int) -> list[int]:
-        """Token ids of a prompt with mask tokens to fill in.
+        """Token ids of a prompt with mask tokens to be filled in.
 
         Arguments:
             prompt: the tokenised prompt; one that contains a mask is returned unchanged.
@@ -293,18 +295,19 @@ class Subject:
         """
         if self.mask is None:
             raise ConfigError(
-                f"expected a tokenizer with a mask to fill in, found none in that of {self.name}; name it in "
-                "tokenizer_config.json: mask_token"
+                f"expected a mask token in the tokenizer of {self.name}, found none; name it as mask_token "
+                "in its tokenizer_config.json"
             )
         if self.mask in prompt.ids:
             return list(prompt.ids)
         # Special tokens at the end, such as BERT's [SEP], stay behind the masks.
-        end = next((n for n, special in enumerate(reversed(prompt.special)) if not special), 0)
-        stop = len(prompt.ids) - end
-        return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]
+        reversed_special = enumerate(reversed(prompt.special))
+        n_final_special = next((n for n, is_special in reversed_special if not is_special), 0)
+        text_end = len(prompt.ids) - n_final_special
+        return [*prompt.ids[:text_end], *[self.mask] * masks, *prompt.ids[text_end:]]
 
     def read_at(self, ids: Sequence[int]) -> int:
-        """Position whose logits predict the answer: that of the mask (in some models the one before it,
+        """Position whose logits predict the answer: that of the mask (in some models the position before it,
         `Architecture.mask_shift`), or the last one. Raises ConfigError for several masks."""
         position = self._answer_position(ids)
         return max(position - self.config.mask_shift, 0) if ids[position] == self.mask else position
@@ -313,8 +316,8 @@ class Subject:
         masks = [position for position, token in enumerate(ids) if token == self.mask]
         if len(masks) > 1:
             raise ConfigError(
-                f"expected one mask in a prompt to {self.name}, found {len(masks)}; ask for one token at a "
-                "time"
+                f"expected a prompt with one mask token for {self.name}, found {len(masks)}; leave one and "
+                "write the other words out"
             )
         return masks[0] if masks else len(ids) - 1
 
@@ -332,42 +335,44 @@ class Subject:
         return pieces
 
     def pieces_of_answers(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """`answer_pieces` for many (prompt, answer) pairs at once."""
+        """Token ids of each answer after its prompt, for many (prompt, answer) pairs at once; see
+        `answer_pieces`."""
         if self.mask is not None:
             return [self._filled(prompt, answer) if answer else [] for prompt, answer in pairs]
-        words = [
+        prompts = [prompt for prompt, _ in pairs]
+        endings = [
             answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
             for prompt, answer in pairs
         ]
-        prompts_ids = self.tokenizer.ids_of([prompt for prompt, _ in pairs])
-        joined_ids = self.tokenizer.ids_of(
-            [prompt + word for (prompt, _), word in zip(pairs, words, strict=True)]
-        )
-        return [
-            joined[len(before) :]
+        whole_texts = [prompt + ending for prompt, ending in zip(prompts, endings, strict=True)]
+        all_ids = zip(self.tokenizer.ids_of(prompts), self.tokenizer.ids_of(whole_texts), strict=True)
+        pieces = []
+        for ending, (prompt_ids, whole_ids) in zip(endings, all_ids, strict=True):
+            answer_ids = whole_ids[len(prompt_ids) :]
             # A tokenizer may merge the end of the prompt with the beginning of the answer.
-            if joined[: len(before)] == before and len(joined) > len(before)
-            else self.tokenizer.encode(word, add_special=False).ids
-            for word, before, joined in zip(words, prompts_ids, joined_ids, strict=True)
-        ]
+            if not answer_ids or whole_ids[: len(prompt_ids)] != prompt_ids:
+                answer_ids = self.tokenizer.encode(ending, add_special=False).ids
+            pieces.append(answer_ids)
+        return pieces
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
-        """Token ids of an answer that fills the mask of a prompt."""
-        with_mask = self.asked(prompt)
-        encoding = self.tokenizer.encode(with_mask)
-        before, position = encoding.ids, self._answer_position(encoding.ids)
+        """Token ids of an answer at the mask of its prompt; those of the answer alone if filling it in
+        changes other tokens."""
+        masked_text = self.asked(prompt)
+        encoding = self.tokenizer.encode(masked_text)
+        masked_ids, position = encoding.ids, self._answer_position(encoding.ids)
         start, end = encoding.offsets[position]
         # The mask token's span may include a space, which stays.
-        mask = with_mask[start:end]
-        text = with_mask[:start] + mask.replace(mask.strip(), answer.strip()) + with_mask[end:]
-        filled = self.tokenizer.encode(text).ids
-        stop = len(filled) - (len(before) - position - 1)
-        if (
-            filled[:position] == before[:position]
-            and filled[stop:] == before[position + 1 :]
-            and stop > position
-        ):
-            return filled[position:stop]
+        mask = masked_text[start:end]
+        filled_text = masked_text[:start] + mask.replace(mask.strip(), answer.strip()) + masked_text[end:]
+        filled_ids = self.tokenizer.encode(filled_text).ids
+        n_after_mask = len(masked_ids) - position - 1
+        stop = len(filled_ids) - n_after_mask
+        is_same_around = (
+            filled_ids[:position] == masked_ids[:position] and filled_ids[stop:] == masked_ids[position + 1 :]
+        )
+        if is_same_around and stop > position:
+            return filled_ids[position:stop]
         return self.tokenizer.encode(answer, add_special=False).ids
 
     def answer_id(self, prompt: str, answer: str) -> int:
@@ -382,7 +387,8 @@ class Subject:
         return token_id
 
     def answer_ids(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
-        """`answer_id` for many (prompt, answer) pairs at once."""
+        """First token id of each answer after its prompt, for many (prompt, answer) pairs at once; see
+        `answer_id`."""
         pieces_of_each = self.pieces_of_answers(pairs)
         for (prompt, answer), pieces in zip(pairs, pieces_of_each, strict=True):
             if not pieces:
@@ -402,7 +408,7 @@ def shipped_facts() -> list[dict[str, Any]]:
 def answered(
     subject: Subject, prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(prompts, answers): the prompts of the settings or shipped facts, and as many answers, or none.
+    """(prompts, answers): those of the settings, or facts of the model; as many answers as prompts, or none.
 
     Arguments:
         subject: the model.
@@ -422,7 +428,7 @@ def shipped_prose() -> str:
 
 
 def read_texts(path: str) -> list[str]:
-    """Read the texts of documents, as `Corpus` does; a plain text file is one document.
+    """Texts of all documents of a file or folder, as `Corpus` reads them; a plain text file is one document.
 
     path: file or folder; empty for the shipped prose.
 
@@ -438,8 +444,11 @@ def read_texts(path: str) -> list[str]:
     for file in Corpus(path).files:
         for document in read_documents(file, Reading(whole=True)):
             if not isinstance(document.content, str):
-                raise PromptError(f"expected texts in {str(file)!r}, found token ids; give their texts")
+                raise PromptError(
+                    f"expected texts in {str(file)!r}, found token ids; name a file of texts, which the "
+                    "workflow tokenizes itself"
+                )
             texts.append(document.content)
     if not texts:
-        raise PromptError(f"expected at least one text in {path!r}, found none")
+        raise PromptError(f"expected at least one text in {path!r}, found none; name another file or folder")
     return texts

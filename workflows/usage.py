@@ -27,20 +27,21 @@ class Use:
     declaration: Declaration
     """Name, parameters and home module of the stage."""
     workflows: tuple[str, ...]
-    """Names of workflows with the stage in their graph."""
+    """Names of the workflows that have the stage in their graph."""
     form_of: str = ""
-    """A different form of this stage that a workflow uses, if this form is unused; empty without one."""
+    """Name of another form of the stage that workflows use in its place, if they do not use this one; empty
+    otherwise."""
 
     @property
     def doors(self) -> tuple[str, ...]:
-        """Workflows that use the stage; without any, the form used instead; without that, the module to
-        import."""
+        """How users reach the stage: names of workflows; without any, the form used instead; without that,
+        the module to import."""
         if self.workflows:
             return self.workflows
         return (f"form of {self.form_of}" if self.form_of else f"library: {self.declaration.home}",)
 
     def to_json(self) -> dict[str, Any]:
-        """Fields of the declaration, `workflows`, and `form_of` (None if empty)."""
+        """JSON fields: those of the declaration, `workflows`, and `form_of` (None if empty)."""
         use = {"workflows": list(self.workflows), "form_of": self.form_of or None}
         return {**self.declaration.to_json(), **use}
 
@@ -61,7 +62,7 @@ def uses() -> dict[str, Use]:
 
 
 def _registered_names(nodes: Iterable[Node]) -> Iterator[str]:
-    """Names of nodes in the registry."""
+    """Names under which the stages and experiments of some nodes are registered."""
     for node in nodes:
         if isinstance(node, ExperimentNode):
             yield node.experiment.registered

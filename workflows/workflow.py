@@ -42,34 +42,35 @@ if TYPE_CHECKING:
 __all__ = ["ModelWorkflow", "Nodes", "Workflow", "loaded"]
 
 Nodes = dict[str, "ResultNode"]
-"""Nodes of a workflow, by the names of their results."""
+"""Nodes of a workflow's graph, by the names of their results."""
 
 
 class Workflow:
-    """A question, the graph of stages that answers it, and, after `run`, the results."""
+    """Base class of workflows: a question about a model, the graph of stages that answers it and, after
+    `run`, the results."""
 
     name: ClassVar[str]
     """Name of the workflow, as in `WORKFLOWS` and on the command line."""
     question: ClassVar[str]
-    """The question that it answers, one sentence."""
+    """The question that the workflow answers, in one sentence."""
     settings_type: ClassVar[type[Any]]
-    """Dataclass of its settings."""
+    """Dataclass of the workflow's settings."""
 
     descriptive: ClassVar[str] = ""
-    """For a workflow without causal claims: one sentence on what its results describe; else empty."""
+    """For a workflow that makes no causal claims: one sentence on what its results describe; else empty."""
 
     needs: ClassVar[Need] = "any model"
-    """What the workflow needs of a model, such as attention."""
+    """What the workflow needs of a model, such as "attention"."""
 
     extra: ClassVar[str] = ""
-    """Optional dependency that it needs to compute (stages/extras.py); empty for none."""
+    """Optional dependency that the workflow needs to compute (stages/extras.py); empty for none."""
 
     settings: Any
     """Settings of this instance."""
     nodes: Nodes
     """Nodes of the results, by name; their inputs form the rest of the graph."""
     store: Store | None = None
-    """Store of the results; None before `run`."""
+    """Store that holds the results; None before `run`."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
         """Create a workflow without running it; model: a loaded model to use instead of the named one."""
@@ -80,7 +81,7 @@ class Workflow:
         self._memory: dict[str, int] = {}
 
     def run(self, store: Store, **options: Any) -> Self:
-        """Compute the results that are not stored yet, and open all.
+        """Compute the results that are not stored yet, and open all results.
 
         Arguments:
             store: store to read and write.
@@ -107,7 +108,7 @@ class Workflow:
         return self
 
     def open_results(self, store: Store) -> Self:
-        """Open the stored results of all nodes."""
+        """Open the stored results of all nodes, which must have been computed."""
         from ..pipeline.memory import highest_peaks
         from ..pipeline.nodes import one_look
 
@@ -134,7 +135,7 @@ class Workflow:
         return subject
 
     def _chosen_settings(self) -> dict[str, Any]:
-        """Settings that differ from their defaults, as plain values, without model and device."""
+        """Settings that differ from their defaults, as plain values; without model and device."""
         values = as_given(self.settings)
         default = as_given(type(self.settings)())
         return {
@@ -144,19 +145,20 @@ class Workflow:
         }
 
     def fact_nodes(self) -> Nodes:
-        """Node that ranks the answers of general facts, if the known ones are still to be chosen; `run`
-        computes it before all others."""
+        """Node that ranks the answers of general facts, if it is not known yet which of them the model knows;
+        `run` computes it before all others."""
         return {}
 
     def choose_facts(self, store: Store) -> None:
-        """Plan anew about those general facts that the model knows, by the stored result of `fact_nodes`."""
+        """Plan the nodes anew for those general facts that the model knows, by the stored result of
+        `fact_nodes`."""
 
     def first_nodes(self) -> Nodes:
         """Nodes whose results decide which other nodes are needed; `run` computes them first."""
         return {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """Remove from `nodes` those that the stored results of `first_nodes` make unnecessary.
+        """Remove those nodes from `nodes` that the stored results of `first_nodes` make unnecessary.
 
         Arguments:
             store: the store of the results.
@@ -178,7 +180,8 @@ class Workflow:
             require(extra, self.name if extra == self.extra else f"drawing the figures of {self.name}")
 
     def result(self, name: str) -> xr.Dataset:
-        """A result by name, as a lazy labelled dataset; ConfigError before `run`, or for an unknown name."""
+        """Result of a node by name, as a lazy labelled dataset. Raises ConfigError before `run`, and for an
+        unknown name."""
         if not self._results:
             raise ConfigError(f"{self.name} has not run yet; call .run(store) first")
         if name not in self._results:
@@ -207,7 +210,7 @@ class Workflow:
 
     @property
     def knowledge(self) -> str:
-        """How many of the general facts the model knows, a sentence; empty if it was not asked about any."""
+        """Sentence on how many of the general facts the model knows; empty if it was not asked about any."""
         return ""
 
     @property
@@ -219,7 +222,8 @@ class Workflow:
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """Texts in figures that are neither in settings nor in results, such as feature labels by people."""
+        """Texts drawn in figures that are neither in settings nor in results, such as feature labels by
+        people; figures with other ones are drawn anew."""
         return ()
 
     def header(self) -> dict[str, Any]:
@@ -245,20 +249,21 @@ class Workflow:
 
     @property
     def not_claimed(self) -> str:
-        """Reason why nothing is claimed, in a sentence; empty if there are claims."""
+        """Sentence on why nothing is claimed; empty if there are claims."""
         return ""
 
     def claims(self) -> Iterable[Claim]:
-        """Claims, the most important first. Only workflows that make claims override this method."""
+        """Claims about the results, the most important first. Only workflows that make claims override this
+        method."""
         raise NotImplementedError
 
     def claims_caption(self) -> str:
-        """How the causes of the claims were selected, in a sentence."""
+        """Caption of the claims: how their causes were selected, in sentences."""
         return ""
 
     @cached_property
     def findings(self) -> Findings:
-        """The claims as a view, or the reason why nothing is claimed."""
+        """View of the claims, or of the reason why nothing is claimed."""
         from .views import Findings
 
         if self.not_claimed:
@@ -267,7 +272,7 @@ class Workflow:
         return Findings.of(*self.claims(), caption=self.claims_caption(), sources=sources)
 
     def unclaimed(self) -> Findings:
-        """The view that gives the reason why nothing is claimed."""
+        """View with the reason why nothing is claimed."""
         from .views import Findings
 
         return Findings.none(self.not_claimed, self.claim_sources or tuple(self.nodes))
@@ -280,7 +285,7 @@ class Workflow:
     # -- the answer
 
     def views(self) -> Iterable[View]:
-        """Views of the results, in reading order, without the claims (views/).
+        """Views of the results in reading order, without the claims (views/).
 
         A terminal prints tables, values and notes; a page shows figures after all other views; `draw` writes
         figures; a JSON document contains the `json` of each view.
@@ -308,7 +313,7 @@ class Workflow:
         return path
 
     def tables(self) -> list[Table]:
-        """Tables of the results, for a terminal."""
+        """All tables of the results, for a terminal."""
         return [table for view in self.shown if (table := view.rich()) is not None]
 
     def draw(self, folder: str | Path) -> list[Path]:
@@ -351,7 +356,7 @@ class Workflow:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook: the question and all views, except for panels that a figure contains."""
+        """HTML for a notebook: the question and all views; panels that a figure contains are not repeated."""
         title = f"<h3>{escape(self.question)}</h3>"
         if not self._results:
             return f"{title}<p>{escape(self.name)} has not run yet.</p>"
@@ -401,7 +406,8 @@ class Workflow:
 
 
 class ModelWorkflow(Workflow):
-    """A workflow about one model, which its settings name. Subclasses define its nodes in `plan`."""
+    """Base class of workflows about one model, which the settings name; subclasses define their nodes in
+    `plan`."""
 
     settings: ModelSettings
     """Settings of this instance."""
@@ -418,19 +424,20 @@ class ModelWorkflow(Workflow):
         self.nodes = self._planned()
 
     def _planned(self) -> Nodes:
-        """The nodes of `plan`, and the ranks of the answers of the general facts if it asked for facts."""
+        """Nodes of `plan`; if it asked for general facts, also the node that ranks their answers."""
         nodes = self.plan()
         if not self.subject.asks_general:
             return nodes
         return {GENERAL_NODE: self.subject.general_ranks, **nodes}
 
     def fact_nodes(self) -> Nodes:
-        """See `Workflow`."""
+        """Node that ranks the answers of general facts, if `plan` asked for them and it is not known yet
+        which the model knows."""
         is_open = self.subject.asks_general and self.subject.known_facts is None
         return {GENERAL_NODE: self.nodes[GENERAL_NODE]} if is_open else {}
 
     def choose_facts(self, store: Store) -> None:
-        """See `Workflow`."""
+        """Plans the nodes anew for those general facts that the model knows."""
         ranks = self.subject.general_ranks.open(store)["rank"].values
         self.subject.known_facts = (ranks == 0).tolist()
         for name in list(vars(self)):
@@ -445,7 +452,7 @@ class ModelWorkflow(Workflow):
 
     @property
     def knowledge(self) -> str:
-        """See `Workflow`."""
+        """Sentence on how many of the general facts the model knows; empty if it was not asked about any."""
         known = self.subject.known_facts
         if known is None or not self.subject.asks_general:
             return ""
@@ -459,12 +466,13 @@ class ModelWorkflow(Workflow):
 
 
 def loaded(name: str) -> cached_property[xr.Dataset]:
-    """Descriptor for an attribute of a workflow: a result by name, loaded into memory once."""
+    """Descriptor for a workflow's attribute that holds a result by name, loaded into memory at first
+    access."""
     return cached_property(lambda workflow: workflow.result(name).load())
 
 
 def is_drawn(path: Path, recipe: str) -> bool:
-    """Whether the metadata of a PNG contains a recipe; needs no imaging library.
+    """Whether a PNG file was drawn by a recipe, which its metadata then contains; needs no imaging library.
 
     Arguments:
         path: path of the PNG.

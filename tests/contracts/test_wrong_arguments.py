@@ -219,12 +219,12 @@ export(ds,"nofolder/x.npz") -> the folder 'nofolder' to export into does not exi
 export(ds,"x.npz",layout="x") -> expected --layout (layout=) 'long' or 'wide', found 'x'
 export(ds,"x.npz",context=0) -> expected context of at least 1, found 0
 export(ds,"y",format="saelens",context=1.5) -> expected context to be a whole number, found 1.5; write
-export(xr.Dataset(),"x.npz") -> the dataset to export has no variables; name some that are stored
-import_activations(None,model="x",store=new) -> expected files to be the path of a file or folder, as a text
-import_activations([],model="x",store=new) -> expected activations in , found no arrays; say what they hold:
+export(xr.Dataset(),"x.npz") -> expected a dataset with variables, found none; name some to export
+import_activations(None,model="x",store=new) -> expected files as a text or a Path, found None; name a
+import_activations([],model="x",store=new) -> expected activations in , found no arrays; map arrays to their
 import_activations("nowhere.npz",model="x",store=new) -> expected a file at 'nowhere.npz', found none; check
-import_activations("good.safetensors",model=None,store=new) -> expected the name of the model the arrays are
-import_activations("good.safetensors",model="x",store=None) -> expected the folder or URL of a store as a text
+import_activations("good.safetensors",model=None,store=new) -> expected model to name the model that
+import_activations("good.safetensors",model="x",store=None) -> expected the folder of a store, or its URL,
 import_activations("good.safetensors",model="x",store=new,names=5) -> expected names as a mapping, found 5;
 import_activations("good.safetensors",model="x",store=new,names={"a":5}) -> no array is named 'a'; there are
 import_activations("good.safetensors",model="x",store=new,tokens=5) -> expected tokens as a list, found 5;
@@ -232,8 +232,8 @@ import_activations("good.safetensors",model="x",store=new,tokens=[[1.5]*4]) -> e
 import_activations("good.safetensors",model="x",store=new,tokens=[[-1]*4]) -> expected token ids >= 0, found
 import_activations("good.safetensors",model="x",store=new,tokens=["abcd"]) -> expected the token ids to
 import_activations("good.safetensors",model="x",store=new,texts="abc") -> expected texts as a list, found
-import_activations("good.safetensors",model="x",store=new,texts=[5]) -> expected texts as a list of texts,
-import_activations("good.safetensors",model="x",store=new,dtype=5) -> expected dtype 'bfloat16' or none,
+import_activations("good.safetensors",model="x",store=new,texts=[5]) -> expected texts as a list of str,
+import_activations("good.safetensors",model="x",store=new,dtype=5) -> expected dtype='bfloat16' or no dtype,
 import_activations("good.safetensors",model="x",store=new,n_layers="x") -> expected n_layers to be a whole
 import_activations("good.safetensors",model="x",store=new,n_layers=0) -> expected n_layers of at least 1,
 import_activations("good.safetensors",model="x",store=new,skip=5) -> expected skip as a list, found 5; write

@@ -289,7 +289,7 @@ def test_one_prompt_comes_back_as_a_run(store, tmp_path):
 def test_a_choice_of_tokens_is_no_run(store, tmp_path):
     part = put_run(store, cells=STATES).open().mi.sel(position=[-1])
     path = mizarr.export(part, tmp_path / "last.npz")
-    with pytest.raises(PromptError, match="found a selection"):
+    with pytest.raises(PromptError, match="found gaps in the array 'position'"):
         mizarr.import_activations(path, model="tiny", store=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -435,8 +435,8 @@ FIRST, SECOND = POST.format(0), POST.format(1)
 RAGGED = posts() | {"row_size": SIZES}
 BAD = {
     "unknown hook": ({"blocks.0.hook_resid_pst": ZEROS}, {}, HookPointNotFound, "hook_resid_post"),
-    "nothing": ({"row_size": SIZES}, {}, HookPointNotFound, "say what they hold"),
-    "pattern": ({"blocks.0.attn.hook_pattern": ZEROS}, {}, ShapeError, "two positions per number"),
+    "nothing": ({"row_size": SIZES}, {}, HookPointNotFound, "map arrays to their hook points"),
+    "pattern": ({"blocks.0.attn.hook_pattern": ZEROS}, {}, ShapeError, "one per pair of positions"),
     "unused name": (posts(), {"names": {"block": FIRST}}, HookPointNotFound, "no array is named 'block'"),
     "unused skip": (posts(), {"skip": ["los"]}, HookPointNotFound, "no array is named 'los'"),
     "row sizes": (posts() | {"row_size": SIZES + 1}, {}, ShapeError, "check token ids and row_size"),
@@ -488,14 +488,14 @@ BAD = {
     "one span": (posts() | {"char_start": np.arange(15)}, {}, PromptError, "give both or neither"),
     "mask of less": (
         {POST.format(0): np.zeros((2, 5, 3), "f4"), "attention_mask": np.ones((2, 4), int)}, {}, ShapeError,
-        "[2, 5], found [2, 4]",
+        "[2, 5], the prompts and positions of array 'blocks.0.hook_resid_post', found [2, 4]",
     ),
     "a layer that no array has": (
         {"a": NUMBERS[0]}, {"names": {"a": "blocks.{layer}.hook_resid_post"}}, HookPointNotFound, "{layer}"
     ),
     "what might be states": (posts() | {"layer_1": NUMBERS[0]}, {}, HookPointNotFound, "skip='layer_1'"),
-    "no model": (posts(), {"model": ""}, ConfigError, "name of the model"),
-    "dtype": (posts(), {"dtype": "float8"}, ConfigError, "'bfloat16' or none"),
+    "no model": (posts(), {"model": ""}, ConfigError, "name the model"),
+    "dtype": (posts(), {"dtype": "float8"}, ConfigError, "'bfloat16' or no dtype"),
 }  # fmt: skip
 
 
@@ -535,7 +535,7 @@ def test_notes_that_are_none_are_told(tmp_path):
     safetensors.numpy.save_file(posts(), tmp_path / "a.safetensors", {"mizarr": "{"})
     assert "JSON" in message(tmp_path / "new", ConfigError, tmp_path / "a.safetensors")
     safetensors.numpy.save_file(posts(), tmp_path / "b.safetensors", {"mizarr": "[]"})
-    assert "named values" in message(tmp_path / "new", ConfigError, tmp_path / "b.safetensors")
+    assert "JSON object" in message(tmp_path / "new", ConfigError, tmp_path / "b.safetensors")
     np.savez(tmp_path / "a.npz", **posts(), **{"text.json": np.zeros(3, "u1")})
     assert "JSON in text.json" in message(tmp_path / "new", ConfigError, tmp_path / "a.npz")
 

@@ -137,11 +137,11 @@ def test_tables_figures_and_documents_come_out(name: str, given, store: Path, tm
     ("planning_in_poems", {"inject_word": "Danielle"}, "a word that is one token of specimen"),
     ("planning_in_poems", {"inject": "2:99"}, "feature number from 0 to 11 in layer 2 .*, found 99"),
     ("planning_in_poems", {"dictionary": "no/such"}, "mizarr features fetch no/such"),
-    ("attention_routing", {"site": "poem"}, "expected a token 'poem' in the prompt"),
-    ("attention_routing", {"site": "99"}, "expected a site in 0.."),
+    ("attention_routing", {"site": "poem"}, "a token of the prompt, found 'poem'"),
+    ("attention_routing", {"site": "99"}, "expected the site as a position in 0.."),
     ("correction_test", {"inject_word": "London", "correct": "3:1", "correct_word": "French",
-                         "correct_from_layer": 2, "site": "of"}, "correct_from_layer to be at least 3"),
-    ("correction_test", {"preset": "gemma2-2b-2.5m"}, "has no correction"),
+                         "correct_from_layer": 2, "site": "of"}, "correct_from_layer of at least 3"),
+    ("correction_test", {"preset": "gemma2-2b-2.5m"}, "expected a preset with a correcting feature"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_told_before_anything_runs(name: str, changed, said: str, given):
     words = WORDS if name == "planning_in_poems" else {}

@@ -103,7 +103,7 @@ def test_patches_are_measured_at_the_mask(folder: Path, tmp_path: Path):
 
 def test_prompts_of_several_masks_are_refused(folder: Path, tmp_path: Path):
     mask = {"bert": "[MASK]", "xlm-roberta": "<mask>"}[Model.from_pretrained(folder).config.model_type]
-    with pytest.raises(ConfigError, match=r"expected one mask in a prompt to .*, found 2"):
+    with pytest.raises(ConfigError, match=r"expected a prompt with one mask token for .*, found 2"):
         compute("logit_lens", store=tmp_path / "store", model=str(folder), prompts=(f"The {mask} of {mask}",))
 
 
@@ -116,7 +116,9 @@ AT_THE_END = {
 
 @pytest.mark.parametrize("name", AT_THE_END)
 def test_what_is_asked_at_the_last_token_is_refused(folder: Path, name: str):
-    with pytest.raises(ConfigError, match=r"expected a model that says what comes next, found .* fills in"):
+    with pytest.raises(
+        ConfigError, match=r"expected a model that predicts the next token, found .* fills in"
+    ):
         build(name, model=str(folder), **AT_THE_END[name])
 
 
@@ -151,7 +153,7 @@ def test_attention_that_looks_ahead_is_stored_and_not_asked_what_looks_back(fold
     assert float(pattern.triu(1).max()) > 0
     stored = mizarr.capture(model, [[5, 6, 7]], hooks, store=store)
     torch.testing.assert_close(torch.from_numpy(stored.mi.attn(0).values), pattern)
-    with pytest.raises(ConfigError, match=r"questions about attention look back, found .*; capture 'blocks"):
+    with pytest.raises(ConfigError, match=r"workflows on attention assume, found .*; capture 'blocks"):
         compute("attention_patterns", store=store, model=str(folder), prompt="The capital of France")
     kept = [mizarr.run(model, [mizarr.Run([5, 6, 7], hooks)], store=store)[0] for _ in range(2)]
     computed, read = (each["blocks.0.attn.hook_pattern"] for each in kept)
@@ -225,15 +227,15 @@ def test_masks_of_a_prompt_are_filled_in_where_they_stand_and_beside_the_whole_m
 @pytest.mark.parametrize(
     ("name", "given", "match"),
     [
-        ("folder", {"cache": True}, r"expected no cache of .*, which fills in masks, found cache=True"),
+        ("folder", {"cache": True}, r"expected no cache for .*, which fills in masks, found cache=True"),
         (
             "folder",
             {"stop": ("x",), "top_k": 3},
-            r"expected no stop and no top_k of .*, which fills in masks",
+            r"expected no stop and no top_k for .*, which fills in masks",
         ),
         ("folder", {"order": "surest"}, "no order 'surest' to fill masks in"),
-        ("decoder", {}, r"expected a tokenizer with a mask to fill in, found none .* mask_token"),
-        ("specimen", {"steps": 3}, "expected no steps of specimen, which predicts the next token"),
+        ("decoder", {}, r"expected a mask token in the tokenizer of .*, found none; name it as mask_token"),
+        ("specimen", {"steps": 3}, "expected no steps for specimen, which predicts the next token"),
     ],
 )
 def test_settings_of_the_other_kind_of_model_are_refused(name, given, match, folder, decoder, tmp_path: Path):

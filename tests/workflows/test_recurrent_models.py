@@ -58,7 +58,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "attention_patterns": ({}, ""),
     "head_detection": ({"sequences": 2, "length": 12}, ""),
     "layer_scan": ({"samples": 4}, ""),
-    "expert_routing": ({}, r"expected a mixture of experts, found \w+ \(rwkv6\)"),
+    "expert_routing": ({}, r"expected a mixture-of-experts model, found \w+ \(rwkv6\)"),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
     "inspect_weights": ({}, ""),
     "ov_qk": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),
@@ -85,7 +85,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "feature_pages": ({}, NO_DICTIONARY),
     "clt_probe": ({}, NO_DICTIONARY),
     "clt_vs_plt": ({}, MADE_FOR),
-    "attribution_graph": ({}, "expected transcoders made for .*rwkv6, found none"),
+    "attribution_graph": ({}, "expected transcoders that were trained on .*rwkv6, found none"),
     "stoicheia_inference": ({}, NO_FILE),
     "stoicheia_analysis": ({}, NO_FILE),
     "stoicheia_sweep": ({}, "stoicheia_sweep' has no setting 'model'"),
@@ -128,7 +128,7 @@ def test_every_workflow_answers_or_says_in_one_line_why_not(name, rwkv6, store, 
 def test_rwkv_4_shows_no_weights_and_is_refused(name, tmp_path):
     config = draw_config("rwkv", 0) | {"vocab_size": CONFIG["vocab_size"]}
     model = save(tmp_path / "dove", draw_tensors(config, 0), config)
-    with pytest.raises(ConfigError, match=r"how much each position reads .*, found dove \(rwkv\)"):
+    with pytest.raises(ConfigError, match=r"attention weights between positions, found dove \(rwkv\)"):
         build(name, model=str(model))
 
 
@@ -173,9 +173,7 @@ def test_other_recurrences_answer_them_too(store, tmp_path):
 @pytest.mark.parametrize("family", ["bamba", "nemotron_h"])
 def test_a_hybrid_that_has_states_in_some_layers_only_is_told_so(family, tmp_path):
     save_random_hybrid(tmp_path / "model", family, 3)
-    with pytest.raises(
-        ConfigError, match="expected a recurrent model whose tokens write to a state in every"
-    ):
+    with pytest.raises(ConfigError, match="expected a recurrent model with a state in every"):
         build("state_patching", model=str(tmp_path / "model"))
 
 

@@ -48,13 +48,13 @@ __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
 """Variables of surprise accounting that have one value for each explanation and noise level."""
 FITTED = 1
-"""Seed offset of the samples that neurons are selected and explanations are fitted on; scores use other
-samples."""
+"""Offset added to the seed for the samples on which neurons are selected and explanations fitted; scores use
+samples of the seed itself."""
 
 
 @dataclass(frozen=True)
 class StoicheiaAnalysisSettings(AlgZooSettings):
-    """Settings of `stoicheia_analysis`.
+    """Settings of the workflow `stoicheia_analysis`, which analyses the weights of one AlgZoo RNN.
 
     Raises:
         ConfigError: for a budget that is no multiple of `CHUNK`.
@@ -79,11 +79,14 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
 
     def __post_init__(self) -> None:
         if any(budget % CHUNK for budget in self.budgets):
-            raise ConfigError(f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}")
+            raise ConfigError(
+                f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}; round them"
+            )
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):
-    """Analyses of the weights of one RNN. Raises ConfigError for a transformer."""
+    """Workflow that explains one AlgZoo RNN by its weights: ablations, roles of neurons, linear regions and
+    surprise accounting. Raises ConfigError for a transformer."""
 
     name = "stoicheia_analysis"
     question = "How does a tiny RNN do its task, and how much of it is explained?"
@@ -145,7 +148,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @cached_property
     def neuron(self) -> int:
-        """Index of the neuron whose ablation costs most on the samples that nothing is scored on."""
+        """Index of the neuron of the claim: its ablation costs most on samples that are used for nothing
+        else."""
         return int(self.result("chosen")["order"][0])
 
     @property
@@ -155,7 +159,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @cached_property
     def cards(self) -> list[dict[str, Any]]:
-        """A record per neuron: role, most correlated function, effect of its ablation, and weights."""
+        """A record per neuron: its role, the input function its state is most correlated with, the effect of
+        its ablation, and its weights."""
         network, roles = self.network, self.roles
         ih, hh = network.weights["weight_ih"].values[:, 0], network.weights["weight_hh"].values
         return [
@@ -174,7 +179,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """Accuracy; weights; ablations and roles of neurons; linear regions; surprise accounting."""
+        """Views in reading order: accuracy, weights, ablations and roles of neurons, linear regions, surprise
+        accounting."""
         yield self._accuracy()
         yield from self._weights()
         yield from self._neurons()
@@ -206,7 +212,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield Claim.against(claim, effect, -self.null, of, unit=unit)
 
     def _accuracy(self) -> View:
-        """Accuracy on samples and, for two and three numbers, the exact one."""
+        """View of the accuracy on samples and, for sequences of two or three numbers, of the exact
+        accuracy."""
         view, is_scalar = self.accuracy(self.counted), self.network.task.is_scalar
         if "exact" not in self.nodes:
             return view
@@ -217,7 +224,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         return replace(view, pairs=(*view.pairs, pair), json={**view.json, f"exact_{name}": value})
 
     def _weights(self) -> Iterator[View]:
-        """Heatmaps of the standardised weights."""
+        """Heatmaps of recurrent and readout weights, scaled so that every neuron has an input weight of 1 or
+        -1; none if an input weight is 0."""
         if "standardized" not in self.nodes:
             return
         standardized = self.result("standardized").load()
@@ -245,10 +253,22 @@ class StoicheiaAnalysis(AlgZooWorkflow):
                 (
                     recurrent,
                     "Recurrent weights",
-                    "in units of each neuron's input; the sign after a neuron is that of its input weight",
+                    (
+                        "Each cell: weight from one neuron (column) to another (row), with every neuron "
+                        "scaled so that its input weight is 1 or -1. The sign after a neuron is that of its "
+                        "input weight."
+                    ),
                     "to neuron",
                 ),
-                (readout, "Readout", "rows are outputs", "output"),
+                (
+                    readout,
+                    "Readout weights",
+                    (
+                        "Each cell: weight from one neuron (column) to one output (row), with every neuron "
+                        "scaled so that its input weight is 1 or -1."
+                    ),
+                    "output",
+                ),
             )
         ]
         yield Data(
@@ -277,10 +297,11 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("inhibited by", "held_by"),
             strong=lambda card: card["neuron"] == self.neuron,
             title="Roles and ablations of neurons",
-            caption=f"role: most correlated function of the input, from a correlation of {THRESHOLD} on, "
-            f"which is no evidence of a cause; change of {self.measure}: by ablating the neuron; excited, "
-            "inhibited by: neurons with the two largest positive and negative recurrent weights; bold: "
-            "selected neuron",
+            caption="One row per neuron of the RNN. Role: the function of the input that its final state is "
+            f"most correlated with, if the correlation is {THRESHOLD} or more; this is no evidence of a "
+            f"cause. Change of {self.measure}: by ablating the neuron. Excited, inhibited by: neurons with "
+            "the two largest positive and negative recurrent weights into it. Bold: the neuron of the claim, "
+            "whose ablation costs most on other samples.",
             sources=("roles", "ablation"),
             json={"neurons": cards, "baseline": float(ablation["baseline"])},
         )
@@ -294,6 +315,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         }
         single = Bars(
             title="Ablation of one neuron",
+            caption=f"Change of {self.measure} when one neuron of the RNN is ablated. Line: median over "
+            "random bases of the state, each with the direction whose ablation costs most.",
             x=tuple(labels),
             lines=(Line("delta", ablation["delta"].values),),
             x_name="neuron",
@@ -306,15 +329,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             Heatmap.of(
                 pair_delta,
                 "Ablation of two neurons",
-                f"change of {self.measure}",
+                f"Each cell: change of {self.measure} when two neurons are ablated together.",
                 **options,
                 sources=("ablation",),
             ),
             Heatmap.of(
                 interaction,
                 "Interaction of two neurons",
-                "change by ablating both, minus the changes by ablating each; below 0: each can replace the "
-                "other",
+                f"Each cell: change of {self.measure} by ablating both neurons, minus the changes by "
+                "ablating each alone; below 0, each can replace the other.",
                 **options,
                 sources=("ablation",),
             ),
@@ -332,7 +355,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         cards_view = Heatmap.of(
             by_time,
             "Correlation of final states with functions of the input",
-            "absolute correlation with the most correlated function of each role",
+            "Each cell: absolute correlation, over samples, of one neuron's final state with the most "
+            "correlated function of the input in one role.",
             row_name="neuron",
             column_name="role",
             value_name="correlation",
@@ -372,8 +396,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             curves,
             start=self.neuron,
             title="Correlation of states with functions of the input, by step",
-            caption="absolute correlation of a neuron's state after each number with the most correlated "
-            "function of each role of the numbers up to it",
+            caption="Absolute correlation, over samples, of one neuron's state after each number of the "
+            "input with functions of the numbers read so far; one curve per role, for its most correlated "
+            "function.",
             sources=("roles",),
             json={
                 "roles_by_time": {
@@ -406,8 +431,10 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("open gates", lambda row: f"{row['active']} of {gates}"),
             ("linear map in the region, a row per output", lambda row: _matrix(row["map"])),
             title=f"{regions.sizes['region']} linear regions in {n_samples:,} samples",
-            caption=f"of at most 2^{gates} regions; {100 * float(regions['active_fraction']):.1f} % of all "
-            "gates are open, mean over samples",
+            caption="One row per linear region: a set of inputs with the same open ReLUs (gates), one per "
+            "neuron and step, on which the network is one linear map. Share: of the samples. At most "
+            f"2^{gates} regions are possible; {100 * float(regions['active_fraction']):.1f} % of all gates "
+            "are open, mean over samples.",
             sources=("regions",),
             json={
                 "regions": {
@@ -449,9 +476,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=("exact",),
         )
         view_note = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
+        meaning = (
+            "number of open ReLUs"
+            if network.task.is_scalar
+            else "answer of the network, with wrong ones marked"
+        )
         caption = (
-            "white lines separate regions in which the network is one linear map; areas are "
-            f"probabilities{view_note}"
+            f"All inputs of {network.sequence} numbers, by direction. Colour: {meaning}. White lines "
+            "separate regions in which the network is one linear map. Areas are probabilities of normally "
+            f"distributed inputs{view_note}."
         )
         return Figure(
             name="stoicheia_regions",
@@ -463,12 +496,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     def _surprise(self) -> Iterator[View]:
         """Table of surprise accounting, and errors of accuracies estimated from explanations."""
         surprise, curve = self.result("surprise").load(), self.result("curve").load()
-        columns = ["estimator", "description", "agreement_rate", "sigma", "selection_bits", *BY_SIGMA]
-        rows = [
-            row | (dict.fromkeys(("estimator", "description", "agreement_rate")) if i else {})
-            for name in surprise["estimator"].values
-            for i, row in enumerate(records(surprise.sel(estimator=name), "sigma", *columns))
-        ]
+        of_explanation = ("estimator", "description", "agreement_rate")
+        rows: list[dict[str, Any]] = []
+        for name in surprise["estimator"].values:
+            explanation = surprise.sel(estimator=name)
+            first, *others = records(
+                explanation, "sigma", *of_explanation, "sigma", "selection_bits", *BY_SIGMA
+            )
+            # What is the same for every noise level stands in the first row of an explanation only.
+            rows += [first, *(row | dict.fromkeys(of_explanation) for row in others)]
         n_samples = int(surprise.attrs["samples"])
         yield Table.of(
             rows,
@@ -487,17 +523,20 @@ class StoicheiaAnalysis(AlgZooWorkflow):
                 lambda answers: f"{answers:,.0f}" if np.isfinite(answers) else "any number",
             ),
             title="Surprise accounting",
-            caption=f"residual bits encode the network's answers to {n_samples:,} samples given the "
-            "explanation; the bound holds if explanation and residual bits together are at most the "
-            "selection bits; ratio: of both sides; holds up to: number of answers for which the bound would "
-            "hold",
+            caption="One row per explanation of the network and level of noise on its weights. Agreement: "
+            "share of samples on which explanation and network answer alike. Explanation bits: length of the "
+            f"explanation; residual bits: needed to encode the network's answers to {n_samples:,} samples "
+            "given the explanation; selection bits: those of all weights at that level of noise. The "
+            "bound holds if explanation and residual bits together are at most the selection bits. Ratio: of "
+            "both sides; holds up to: number of answers for which the bound would hold.",
             sources=("surprise",),
             json={"surprise": _account(surprise)},
         )
         yield from self._curve(curve)
 
     def _curve(self, curve: xr.Dataset) -> Iterator[View]:
-        """Mean squared error of estimates of the accuracy by number of samples. curve: of `compute_curve`."""
+        """Curves of the mean squared error of the estimated accuracy by number of samples. curve: result of
+        the stage `compute_curve`."""
         rising = curve.sortby("samples")
         lines = [
             Line("samples, expected", rising["baseline_expected"].values, control=True),
@@ -510,7 +549,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
         view = Lines(
             title="Error of an accuracy estimated from samples",
-            caption="of the network, and of explanations in its place, whose error ends at their bias",
+            caption="Mean squared error of the accuracy when it is estimated from a number of samples: of "
+            "the network's answers (expected and measured), and of the answers of each explanation in its "
+            "place, whose error does not fall below the explanation's bias.",
             x=tuple(rising["samples"].values.tolist()),
             lines=tuple(lines),
             x_name="samples",
@@ -531,7 +572,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
 
 def _neurons(count: int) -> list[str]:
-    """Labels of the neurons: "0", "1", …"""
+    """Labels of `count` neurons for an axis: "0", "1", …"""
     return list(map(str, range(count)))
 
 

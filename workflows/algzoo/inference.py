@@ -34,7 +34,8 @@ ENUMERATED = 50_000
 
 @dataclass(frozen=True)
 class StoicheiaInferenceSettings(AlgZooSettings):
-    """Settings of `stoicheia_inference`. Raises ConfigError for `shown` not below `inputs`."""
+    """Settings of the workflow `stoicheia_inference`, which runs one AlgZoo network on random inputs. Raises
+    ConfigError if `shown` is not below `inputs`."""
 
     inputs: Count = setting(12, "number of random inputs listed with their answers")
     source: Literal["task", "lcg"] = setting(
@@ -56,7 +57,7 @@ class StoicheiaInferenceSettings(AlgZooSettings):
 
 
 class StoicheiaInference(AlgZooWorkflow):
-    """Answers, accuracy and hidden states of one AlgZoo network."""
+    """Workflow that shows answers, accuracy and hidden states of one AlgZoo network."""
 
     name = "stoicheia_inference"
     question = "What does a tiny network predict, and what are its hidden states?"
@@ -66,7 +67,7 @@ class StoicheiaInference(AlgZooWorkflow):
     states, counted = loaded("states"), loaded("accuracy")
 
     def plan(self) -> Nodes:
-        """Nodes of all activations on the listed inputs, and of the accuracy.
+        """Nodes that compute all activations of the network on the listed inputs, and its accuracy.
 
         Raises:
             ConfigError: for `end_token` with an RNN, or source "lcg" with a transformer.
@@ -74,10 +75,13 @@ class StoicheiaInference(AlgZooWorkflow):
         network, settings = self.network, self.settings
         task, sequence = network.task, network.sequence
         if settings.end_token and network.is_rnn:
-            raise ConfigError(f"expected a transformer for end_token, found the RNN {network.title}")
+            raise ConfigError(
+                f"expected end_token only for a transformer, found the RNN {network.title}; leave it out"
+            )
         if settings.source == "lcg" and not network.is_rnn:
             raise ConfigError(
-                "expected source=task for a transformer, whose inputs are integers, found 'lcg'"
+                "expected source=task for a transformer, whose inputs are integers, found source=lcg, which "
+                "draws real numbers; leave source out"
             )
         x = (
             # Seed 0 starts the generator as candle-mi does, so that numbers compare.
@@ -114,7 +118,7 @@ class StoicheiaInference(AlgZooWorkflow):
         yield from self._drawn()
 
     def _accuracy(self) -> View:
-        """Accuracy with the length of the training."""
+        """View of the accuracy, with the number of sequences that the network was trained on."""
         counted, metadata = self.counted, self.network.metadata
         samples = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
         measured = self.accuracy(counted, samples, with_error=False)
@@ -128,7 +132,7 @@ class StoicheiaInference(AlgZooWorkflow):
         return replace(measured, pairs=(*measured.pairs, *trained), json=about)
 
     def _answers(self) -> View:
-        """Table of the listed inputs with outputs, answers and correct answers."""
+        """Table with a row per listed input: the network's outputs, its answer and the correct answer."""
         x, outputs = self.states["x"].values, self.states["logits"].values
         answers, targets = classes_or_numbers(outputs), self.network.task.targets(x)
         is_scalar = self.network.task.is_scalar
@@ -155,7 +159,8 @@ class StoicheiaInference(AlgZooWorkflow):
             # wrong.
             strong=lambda row: not is_scalar and row["answer"] != row["target"],
             title="Answers to the first inputs",
-            caption="" if is_scalar else "bold: wrong answers",
+            caption="One row per input of the network: its outputs, the answer read from them, and the "
+            f"correct answer of the task.{'' if is_scalar else ' Bold: wrong answers.'}",
             sources=("states",),
             json={"results": rows},
         )
@@ -173,7 +178,8 @@ class StoicheiaInference(AlgZooWorkflow):
                 Heatmap.of(
                     shares.assign_coords(target=labels, output=labels),
                     "Confusion matrix",
-                    "share of the inputs with each correct answer",
+                    "Each cell: share of the inputs with one correct answer (row) to which the network gives "
+                    "one answer (column).",
                     row_name="correct",
                     column_name="answer",
                     value_name="share",
@@ -193,7 +199,8 @@ class StoicheiaInference(AlgZooWorkflow):
                 Heatmap.of(
                     pre_activation.assign_coords(time=steps, neuron=neurons),
                     f"Pre-activations of the ReLUs, input {shown}",
-                    "below 0 the ReLU is closed",
+                    "Each cell: input of one neuron's ReLU (row) after one number (column). Below 0 the ReLU "
+                    "is closed, and the neuron's state is 0.",
                     row_name="neuron",
                     column_name="time step: number read",
                     value_name="pre-activation",
@@ -211,7 +218,8 @@ class StoicheiaInference(AlgZooWorkflow):
                         Heatmap.of(
                             pattern.assign_coords(query_position=tokens, key_position=tokens),
                             f"Attention of layer {layer}, head {head}, input {shown}",
-                            "rows are queries, columns are keys",
+                            "Each cell: attention weight of one query position (row) on one key position "
+                            "(column).",
                             row_name="query position",
                             column_name="key position",
                             value_name="weight",
@@ -226,6 +234,6 @@ class StoicheiaInference(AlgZooWorkflow):
 
 
 def _numbers(values: list[Any]) -> str:
-    """The first eight numbers, separated by spaces."""
+    """The first eight numbers as text, separated by spaces; "…" for the others."""
     shown = [str(value) if isinstance(value, int) else f"{value:+.3g}" for value in values[:8]]
     return " ".join(shown) + (" …" if len(values) > 8 else "")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
 __all__ = ["StoicheiaSweep", "StoicheiaSweepSettings"]
 
 SEQUENCES = 2**20
-"""Default number of sequences of a training, which takes about a second."""
+"""Default number of sequences that a network is trained on, which takes about a second."""
 LAST = -1
-"""Number of training sequences that stands for the longest training of each size and seed in a folder."""
+"""Placeholder for the number of training sequences: of each size and seed in a folder, the network that was
+trained longest."""
 Place = tuple[int, int, int, int]
 """(width, sequence length, seed, number of training sequences) of one network."""
 
 
 @dataclass(frozen=True)
 class StoicheiaSweepSettings:
-    """Settings of `stoicheia_sweep`. Raises ConfigError for a width, length or seed given twice, or none."""
+    """Settings of the workflow `stoicheia_sweep`, which compares AlgZoo networks of several sizes. Raises
+    ConfigError for a width, length or seed that is missing or given twice."""
 
     task: str = setting("2nd_argmax", "task of the networks")
     zoo: str = setting("", "folder of AlgZoo networks; none: networks are trained")
@@ -65,11 +68,14 @@ class StoicheiaSweepSettings:
         for name in ("hidden", "sequences", "seeds", "trained"):
             values = getattr(self, name)
             if (not values and name != "trained") or len(set(values)) < len(values):
-                raise ConfigError(f"expected different {name}, found {list(values)}")
+                raise ConfigError(
+                    f"expected different values of {name}, found {list(values)}; name each once"
+                )
 
 
 class StoicheiaSweep(Workflow):
-    """Accuracy of many networks of one task, by width, sequence length and training seed."""
+    """Workflow that measures the accuracy of many networks of one task, by width, sequence length and
+    training seed."""
 
     name = "stoicheia_sweep"
     question = "How wide must a tiny network be for sequences of each length?"
@@ -81,30 +87,31 @@ class StoicheiaSweep(Workflow):
         super().__init__(settings)
         if model is not None:
             raise ConfigError(
-                f"{self.name}: expected no model, as it compares many networks, found {model!r:.60}"
+                f"{self.name}: expected no model, as it compares many networks, found {model!r:.60}; name a "
+                "folder of networks instead: zoo=FOLDER"
             )
+        self.nodes = {}
         self.task = task_named(settings.task)
-        self.places: list[Place] = [
-            (hidden, sequence, seed, trained)
-            for hidden in settings.hidden
-            for sequence in settings.sequences
-            for seed in settings.seeds
-            for trained in self.trained
-        ]
+        self.places: list[Place] = list(
+            product(settings.hidden, settings.sequences, settings.seeds, self.trained)
+        )
         weights = (
             self._folder_weights(Path(settings.zoo).expanduser()) if settings.zoo else self._trained_weights()
         )
-        self.nodes = {
-            self._label(place): sampled_accuracy_node(
-                node, task=self.task.name, sequence=place[1], samples=settings.samples, seed=settings.seed
+        for place, weights_node in weights.items():
+            _, sequence, _, _ = place
+            self.nodes[self._label(place)] = sampled_accuracy_node(
+                weights_node,
+                task=self.task.name,
+                sequence=sequence,
+                samples=settings.samples,
+                seed=settings.seed,
             )
-            for place, node in weights.items()
-        }
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Numbers of training sequences, ascending; without the setting `SEQUENCES`, or `LAST` for a
-        folder."""
+        """Numbers of training sequences, ascending; if the setting is empty, `SEQUENCES`, or `LAST` for
+        networks of a folder."""
         return tuple(sorted(self.settings.trained)) or (LAST if self.settings.zoo else SEQUENCES,)
 
     def _trained_weights(self) -> dict[Place, ResultNode]:
@@ -138,16 +145,21 @@ class StoicheiaSweep(Workflow):
 
     @property
     def _has_several(self) -> bool:
-        """Whether results have an axis of several checkpoints, `trained`."""
+        """Whether several checkpoints of each training are scored, so that results have the axis
+        `trained`."""
         return len(self.trained) > 1
 
     def _folder_weights(self, folder: Path) -> dict[Place, ResultNode]:
-        """Nodes of the networks that the folder has; for `LAST` the one trained longest.
+        """Weight nodes of the networks in a folder that have the sizes, seeds and checkpoints of the
+        settings.
 
         Raises ConfigError for a folder that does not exist, or has no matching file.
         """
         if not folder.is_dir():
-            raise ConfigError(f"expected a folder of AlgZoo networks, found none at {folder}")
+            raise ConfigError(
+                f"expected a folder of AlgZoo networks at {folder}, found none; check zoo, or leave it out "
+                "to train networks"
+            )
         sizes, longest = {place[:3] for place in self.places}, dict[Place, tuple[int, Path]]()
         for path in sorted(folder.iterdir()):
             metadata = metadata_of_name(path.stem)
@@ -170,8 +182,8 @@ class StoicheiaSweep(Workflow):
 
     @cached_property
     def table(self) -> xr.Dataset:
-        """Accuracy, or RMSE for a scalar task, [hidden, sequence, seed], with several checkpoints [hidden,
-        sequence, seed, trained]; NaN for missing networks."""
+        """Score of each network: accuracy, or RMSE for a scalar task, [hidden, sequence, seed], and a last
+        axis `trained` for several checkpoints; NaN for missing networks."""
         import xarray as xr
 
         settings = self.settings
@@ -199,8 +211,8 @@ class StoicheiaSweep(Workflow):
         return table.isel(trained=0, drop=True).assign_attrs(trained_sequences=self.trained[0])
 
     def views(self) -> Iterator[View]:
-        """Accuracy of the best seed of each size, of every seed and, with several checkpoints, in the course
-        of training."""
+        """Views in reading order: scores by number of training sequences (for several checkpoints), of the
+        best seed of each size, and of every seed."""
         (name,) = map(str, self.table.data_vars)
         scores = self.table[name]
         dims = list(map(str, scores.dims))
@@ -255,7 +267,8 @@ class StoicheiaSweep(Workflow):
         grid = Heatmap.of(
             labelled,
             f"{name} of the best seed",
-            "",
+            f"Each cell: best {name} of {len(self.settings.seeds)} networks of one width (row) that read one "
+            "number of inputs (column); they differ by the seed of their training.",
             row_name="width",
             column_name="numbers",
             low=0.0,
@@ -264,7 +277,8 @@ class StoicheiaSweep(Workflow):
         )
         all_seeds = Lines(
             title=f"{name} of the best seed (line) and of every seed (dots)",
-            caption="seeds of one size differ where training ends in different local minima",
+            caption=f"{name} of networks by width, one line per length of the input. Seeds of one size "
+            "differ where training ends in different local minima.",
             x=tuple(str(hidden) for hidden in self.settings.hidden),
             lines=tuple(
                 Line(f"{n} numbers", best.sel(sequence=n).values, dots=last.sel(sequence=n).values)
@@ -280,17 +294,17 @@ class StoicheiaSweep(Workflow):
         yield Data(json={"dims": dims, name: scores})
 
     def _course(self, name: str, best: xr.DataArray) -> Lines:
-        """Curves of the best seed's score by number of training sequences. best: [hidden, sequence,
-        trained]."""
+        """Curves of the best seed's score by number of training sequences. name: "accuracy" or "rmse". best:
+        the scores, [hidden, sequence, trained]."""
         is_log = min(self.trained) > 0  # the untrained network, at 0, is not on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
-            caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint; the checkpoints of "
-            "a seed are of one training"
+            caption=f"Best {name} of {len(self.settings.seeds)} seeds by number of training sequences; one "
+            "curve per width and length of the input. All checkpoints of a seed are of one training"
             + (
-                ""
+                "."
                 if self.settings.zoo
-                else f", whose learning rate schedule is that of {self.trained[-1]:,} sequences"
+                else f", whose learning rate schedule is that of {self.trained[-1]:,} sequences."
             ),
             x=self.trained if is_log else tuple(f"{trained:,}" for trained in self.trained),
             lines=tuple(
@@ -306,7 +320,7 @@ class StoicheiaSweep(Workflow):
         )
 
     def _label(self, place: Place) -> str:
-        """Name of the result of a network, such as "h4_n3_seed0"."""
+        """Name of the result node of one network, such as "h4_n3_seed0" for width 4 and three numbers."""
         hidden, sequence, seed, trained = place
         return f"h{hidden}_n{sequence}_seed{seed}" + (f"_after{trained}" if self._has_several else "")
 
@@ -315,17 +329,16 @@ class StoicheiaSweep(Workflow):
         """Caption: origin of the networks, number of samples, and number of missing networks."""
         settings = self.settings
         origin = (
-            f"networks of {settings.zoo}"
-            if settings.zoo
-            else f"trained on {self.trained[-1]:,} sequences each"
+            f"read from {settings.zoo}" if settings.zoo else f"trained on {self.trained[-1]:,} sequences each"
         )
         n_missing = len(self.places) - len(self.nodes)
-        return f"{origin}; {settings.samples:,} samples each" + (
-            f"; {n_missing} networks are missing" if n_missing else ""
-        )
+        return (
+            "One row per width (number of neurons), one column per length of the input. Networks are "
+            f"{origin} and scored on {settings.samples:,} random samples each."
+        ) + (f" {n_missing} networks are missing." if n_missing else "")
 
 
 def _number(value: Any) -> float | None:
-    """A number for JSON; None for NaN."""
+    """The value as a float for JSON; None for NaN."""
     number = float(value)
     return number if np.isfinite(number) else None

@@ -25,7 +25,8 @@ __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 
 @dataclass(frozen=True)
 class AlgZooSettings:
-    """Settings that all workflows about one AlgZoo network share."""
+    """Settings that all workflows about one AlgZoo network share: the network, its task, and the samples it
+    is scored on."""
 
     model: str = setting(
         SHIPPED[1],
@@ -41,7 +42,7 @@ class AlgZooSettings:
 
 
 class AlgZooWorkflow(Workflow):
-    """Base of workflows about one AlgZoo network; `plan` returns the nodes to compute."""
+    """Base class of workflows about one AlgZoo network; subclasses define the computed nodes in `plan`."""
 
     settings: AlgZooSettings
 
@@ -116,6 +117,6 @@ class AlgZooWorkflow(Workflow):
         network = self.network
         kind = "RNN" if network.is_rnn else "transformer"
         return (
-            f"{kind} with {network.parameters} parameters, width {network.shape.hidden}, {network.sequence} "
-            f"steps; {network.task.meaning}"
+            f"{kind} with {network.parameters} parameters and {network.shape.hidden} neurons, which reads "
+            f"{network.sequence} numbers. Task: {network.task.meaning}."
         )

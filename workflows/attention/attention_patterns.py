@@ -43,13 +43,14 @@ __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
 @dataclass(frozen=True)
 class AttentionPatternsSettings(EdgeSettings, PromptSettings):
-    """Settings of `attention_patterns`."""
+    """Settings of the workflow `attention_patterns`, which shows the attention weights of one prompt."""
 
     top_k: Count = setting(5, "number of most attended positions listed per layer")
 
 
 class AttentionPatterns(ModelWorkflow):
-    """Attention weights of one prompt: means over heads, and one query and one key for each head."""
+    """Workflow that shows the attention weights of one prompt: means over heads, and the weights of one query
+    and one key in every head."""
 
     name = "attention_patterns"
     question = "Which positions does each head attend to?"
@@ -63,7 +64,8 @@ class AttentionPatterns(ModelWorkflow):
     [layer, head, key_position], largest, largest_head and entropy."""
 
     def plan(self) -> Nodes:
-        """Node of the prompt's attention weights, reduced to head means and the weights of one query.
+        """Node that captures the prompt's attention weights and reduces them to means over heads and the
+        weights of one query.
 
         Raises:
             ConfigError, PromptError: for a query or key outside the prompt, or a key after the query in a
@@ -85,8 +87,9 @@ class AttentionPatterns(ModelWorkflow):
 
     @cached_property
     def key(self) -> int:
-        """Key position: that of the settings, or else the one with the largest weight from the query, mean
-        over layers and heads, apart from the first token and the query; 0 if no other position exists."""
+        """Position of the attended key: the setting or, by default, the position with the largest weight from
+        the query, in the mean over layers and heads, without the first token and the query itself; 0 if there
+        is no other."""
         if self.settings.key is not None:
             return position_of(self.encoding, self.settings.key)
         weights = self.flow["from_query"].mean(("layer", "head")).values.copy()
@@ -100,7 +103,8 @@ class AttentionPatterns(ModelWorkflow):
         return self.subject.token_texts(self.encoding.ids)
 
     def views(self) -> Iterator[View]:
-        """Patterns of every head, weights of the edge by layer and head, and head means."""
+        """Views in reading order: patterns of every head, weight of the edge from query to key by layer and
+        head, and means over heads."""
         flow = self.flow.transpose("layer", "head", "query_position", "key_position")
         tokens, mean = tuple(self.subject.token_labels(self.encoding.ids)), flow["mean_pattern"]
         query_name, key_name = (f"{tokens[position]!r} ({position})" for position in (self.query, self.key))
@@ -135,7 +139,8 @@ class AttentionPatterns(ModelWorkflow):
         yield Lines.of(
             stacked("heads", parts),
             f"Attention weight from {query_name} to {key_name}",
-            self._key_choice(query_name, key_name),
+            f"Weight of one attention edge by layer: mean, largest and smallest over the heads of the layer. "
+            f"{self._key_choice(query_name, key_name)}".rstrip(),
             control="smallest head",
             y_name="attention weight",
             unit="",
@@ -145,17 +150,19 @@ class AttentionPatterns(ModelWorkflow):
         by_layer = Heatmap.of(
             mean.isel(query_position=self.query, key_position=slice(self.query + 1)),
             f"Attention weights of {query_name}",
-            f"by layer, mean over heads; framed: layer of the largest weight on {key_name}",
+            f"Each cell: weight of {query_name} on one key in one layer, mean over heads. Framed: the layer "
+            f"with the largest weight on {key_name}.",
             columns=tokens[: self.query + 1],
             column_name="key",
             value_name="weight",
             low=0.0,
-            framed=((row, self.key) * 2,),
+            framed=((row, self.key, row, self.key),),
         ).without_first_token()
         all_queries = Heatmap.of(
             mean.sel(layer=peak),
             f"All queries, in layer {peak}",
-            f"mean over heads, in the layer of the largest weight from {query_name} to {key_name}",
+            "Each cell: attention weight of one query on one key, mean over heads, in the layer with the "
+            f"largest weight from {query_name} to {key_name}.",
             rows=tokens,
             columns=tokens,
             row_name="query",
@@ -164,13 +171,17 @@ class AttentionPatterns(ModelWorkflow):
             low=0.0,
         ).without_first_token()
         by_head = Heatmap.of(
-            edge, "The same edge by head", f"from {query_name} to {key_name}", value_name="weight", low=0.0
+            edge,
+            "Weight of one edge by head",
+            f"Each cell: attention weight of one head from {query_name} to {key_name}.",
+            value_name="weight",
+            low=0.0,
         )
         title = f"Attention of {self.subject.name}"
         yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, all_queries))
 
     def _key_choice(self, query_name: str, key_name: str) -> str:
-        """Sentence on the choice of the key position; empty for a key from the settings."""
+        """Sentence for captions on how the key was chosen; empty if the settings name it."""
         if self.settings.key is not None or self.key == 0:
             return ""
         return (
@@ -219,8 +230,9 @@ class AttentionPatterns(ModelWorkflow):
             *((name, partial(attended, rank)) for rank, name in enumerate(rank_names)),
             title=f"Attention weights of {tokens[self.query]!r} ({self.query}), mean over the heads of "
             f"{self.subject.name}",
-            caption=f"largest, 2nd, …: among all keys but the first token, an attention sink. Its weight on "
-            f"{tokens[key]!r} ({key}) is largest in layer {peak}: {weight:.3f}",
+            caption="One row per layer. Largest, 2nd, …: keys with the largest attention weights of this "
+            "query, among all keys but the first token, an attention sink. The weight on "
+            f"{tokens[key]!r} ({key}) is largest in layer {peak}: {weight:.3f}.",
             json={"layers": layers},
         )
         by_head = self.flow.sel(layer=peak).isel(key_position=key)
@@ -241,6 +253,8 @@ class AttentionPatterns(ModelWorkflow):
             ("mean", "weight", ".3f"),
             ("largest head", largest, str),
             title=f"Attention weights on {tokens[key]!r} ({key}) in layer {peak}, by query",
-            caption=f"the query of the table above: {incoming[self.query]:.3f}",
+            caption="One row per query position. Mean: over all heads of the layer; largest head: the "
+            f"largest weight of a single head. For the query {tokens[self.query]!r} ({self.query}) the mean "
+            f"is {incoming[self.query]:.3f}.",
             json={"incoming": readers},
         )

@@ -48,16 +48,19 @@ if TYPE_CHECKING:
 __all__ = ["HeadDetection", "HeadDetectionSettings"]
 
 LOOKS = {
-    "previous_token_head": ("Previous token", "attends to the previous token"),
-    "duplicate_token_head": ("Duplicate token", "attends to earlier occurrences of the current token"),
-    "induction_head": ("Induction", "attends to the token after an earlier occurrence of the current token"),
+    "previous_token_head": ("Previous token", "the previous token"),
+    "duplicate_token_head": ("Duplicate token", "earlier occurrences of the current token"),
+    "induction_head": ("Induction", "the token after an earlier occurrence of the current token"),
 }
-"""Heatmap title and caption by kind of head."""
+"""Heatmap title, and what the head attends to, by kind of head."""
 STATISTICS = {
-    "entropy": ("Entropy", "entropy of the attention weights in nats; 0: all weight on one key"),
-    "bos_share": ("On the first token", "share of the attention weight"),
-    "current_share": ("On the current token", "share of the attention weight"),
-    "distance": ("Distance", "mean number of tokens from key to query"),
+    "entropy": (
+        "Entropy",
+        "Entropy of each head's attention weights in nats, mean over queries; 0: all weight on one key.",
+    ),
+    "bos_share": ("On the first token", "Share of each head's attention weight on the first token."),
+    "current_share": ("On the current token", "Share of each head's attention weight on the query itself."),
+    "distance": ("Distance", "Mean number of tokens from the attended key to the query, for each head."),
 }
 """Title and caption of the heatmap of each statistic of a head's attention."""
 SCORES = ("score", "spread", "control")
@@ -68,7 +71,8 @@ COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORE
 
 @dataclass(frozen=True)
 class HeadDetectionSettings(ControlSettings, ModelSettings):
-    """Settings of `head_detection`."""
+    """Settings of the workflow `head_detection`, which scores heads on repeated random tokens or on
+    prompts."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: repeated random tokens")
     sequences: Count = setting(16, "number of random sequences")
@@ -86,7 +90,8 @@ class HeadDetectionSettings(ControlSettings, ModelSettings):
 
 
 class HeadDetection(ModelWorkflow):
-    """Scores of every head as a previous-token, duplicate-token and induction head, and their controls."""
+    """Workflow that scores every head as a previous-token, duplicate-token and induction head, with a control
+    on shuffled tokens."""
 
     name = "head_detection"
     question = "Which heads are induction heads, and which attend to the previous token?"
@@ -122,8 +127,8 @@ class HeadDetection(ModelWorkflow):
         }
 
     def _tokens(self) -> tuple[PackedTokens, PackedTokens, int]:
-        """Tokens of all prompts, the same tokens shuffled, and the first position of a prompt that is scored
-        as a query."""
+        """Tokens of all prompts, the same tokens with repetitions shuffled, and the first position of each
+        prompt whose attention is scored."""
         from ...store import PackedTokens
 
         settings, subject = self.settings, self.subject
@@ -154,8 +159,8 @@ class HeadDetection(ModelWorkflow):
 
     @cached_property
     def scores(self) -> xr.Dataset:
-        """In memory: score, spread over prompts and control [kind, layer, head], and statistics [layer,
-        head]."""
+        """Scores in memory: score, its spread over prompts and the control score, [kind, layer, head];
+        statistics of attention, [layer, head]."""
         scores = self.result("scores").assign(control=self.result("control")["score"])
         return scores.merge(self.result("statistics")).load()
 
@@ -168,8 +173,8 @@ class HeadDetection(ModelWorkflow):
         return largest(scores, scores["score"], self.settings.top, *SCORES, *STATISTICS)
 
     def _other_displacements(self, shortest: int) -> list[int]:
-        """Distances after an earlier occurrence, in tokens, for the null distribution: drawn at random from 2
-        on. shortest: number of tokens of the shortest prompt."""
+        """Distances after an earlier occurrence, in tokens from 2 on, drawn at random for the null
+        distribution. shortest: number of tokens of the shortest prompt."""
         settings = self.settings
         # A distance of a whole block would be the next occurrence, where induction heads attend again.
         longest = shortest - 1 if settings.prompts else settings.length - 1
@@ -181,8 +186,8 @@ class HeadDetection(ModelWorkflow):
 
     @cached_property
     def lead(self) -> xr.DataArray:
-        """Scores minus those on shuffled tokens, by distance after an earlier occurrence of the current
-        token, [displacement, layer, head]; displacement 1 is induction."""
+        """Attention scores minus those on shuffled tokens, [displacement, layer, head]. displacement: how
+        many tokens after an earlier occurrence of the current token the attended token is; 1 is induction."""
         score, shuffled_score = (
             self.result(name)["score"].load() for name in ("displaced", "displaced_control")
         )
@@ -190,17 +195,18 @@ class HeadDetection(ModelWorkflow):
 
     @property
     def not_claimed(self) -> str:
-        """Reason why prompts too short for a second distance give no claim; empty for longer ones."""
+        """Reason why nothing is claimed if prompts are too short to measure a second displacement; empty
+        otherwise."""
         is_short = self.lead.sizes["displacement"] == 1 and self.settings.controls
-        return (
-            "no verdict: the prompts are too short to measure attention at another distance"
-            if is_short
-            else ""
+        reason = (
+            "Nothing is claimed, as the prompts are too short to measure attention at another distance after "
+            "an earlier occurrence."
         )
+        return reason if is_short else ""
 
     def claims(self) -> Iterator[Claim]:
-        """Induction score of the best head minus its score on shuffled tokens, compared with the best head at
-        other distances after an earlier occurrence."""
+        """Claim that the best induction head attends to tokens after earlier occurrences more than on
+        shuffled tokens, compared with the best head at other displacements."""
         lead = self.lead
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
@@ -227,7 +233,7 @@ class HeadDetection(ModelWorkflow):
 
     @property
     def measure(self) -> str:
-        """Name of the score, for captions and axes."""
+        """Name of the score in words, for captions and axes, by the setting `error_measure`."""
         if self.settings.error_measure == "abs":
             return "1 - mean absolute difference from the detection pattern"
         return "share of attention on the detection pattern"
@@ -237,53 +243,93 @@ class HeadDetection(ModelWorkflow):
         head."""
         data, model = self.scores.transpose("kind", "layer", "head"), self.subject.name
         best = {kind: self.best(kind) for kind in KINDS}
-        kinds = {
-            kind: {
-                **{name: data[name].sel(kind=kind) for name in SCORES},
-                "best": [{name: row[name] for name in ("layer", "head", *SCORES)} for row in rows],
-            }
-            for kind, rows in best.items()
-        }
-        statistics = {name: {"unit": data[name].attrs["units"], "by_head": data[name]} for name in STATISTICS}
-        names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
+        table_rows = []
+        for kind, heads in best.items():
+            kind_name = kind.removesuffix("_head").replace("_", " ")
+            # The kind stands in its first row only.
+            table_rows += [{"kind": kind_name if rank == 0 else ""} | head for rank, head in enumerate(heads)]
         yield Table.of(
-            [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],
+            table_rows,
             ("kind", "kind"),
             *((name, name, "d") for name in ("layer", "head")),
             *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("distance", "distance", ".1f"),
             title=f"Heads of {model} on {self.text_read}",
-            caption=f"score: {self.measure}, ± standard deviation over prompts; shuffled: score at the same "
-            "positions of shuffled tokens; entropy of the attention weights in nats; BOS, own: share of the "
-            "weight on the first and on the current token; distance: mean from key to query in tokens",
-            json={**self.subject.about, "read": self.text_read, "kinds": kinds, "statistics": statistics},
+            caption=f"The heads with the largest score of each kind. Score: {self.measure}, ± standard "
+            "deviation over prompts; shuffled: control, the score at the same positions of shuffled tokens; "
+            "entropy: of the attention weights, in nats; BOS, own: share of the weight on the first and on "
+            "the current token; distance: mean number of tokens from key to query.",
+            json={**self.subject.about, "read": self.text_read, **self._json(data, best)},
         )
-        scores, mixed = (
+        scores, control_scores = (
             [self._scores(kind, best[kind][0], variable) for kind in KINDS]
             for variable in ("score", "control")
         )
-        statistic = [self._statistic(data[name], *labels) for name, labels in STATISTICS.items()]
-        for title, source, by, panels in (
-            ("Scores of each kind of head", "scores", "kind", scores),
-            ("Control: scores at the same positions of shuffled tokens", "control", "kind", mixed),
-            ("Statistics of the attention weights", "statistics", "statistic", statistic),
+        statistics = [self._statistic(data[name], *titles) for name, titles in STATISTICS.items()]
+        kind_titles = [title for title, _ in LOOKS.values()]
+        statistic_titles = [title for title, _ in STATISTICS.values()]
+        for title, result, axis, labels, panels in (
+            ("Scores of each kind of head", "scores", "kind", kind_titles, scores),
+            (
+                "Control: scores at the same positions of shuffled tokens",
+                "control",
+                "kind",
+                kind_titles,
+                control_scores,
+            ),
+            (
+                "Statistics of the attention weights",
+                "statistics",
+                "statistic",
+                statistic_titles,
+                statistics,
+            ),
         ):
-            labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [panel.title for panel in panels]
             options = tuple(zip(labels, panels, strict=True))
-            yield Choice(title=title, sources=(source,), name=by, options=options)
+            yield Choice(title=title, sources=(result,), name=axis, options=options)
         title = f"Scores of the heads of {model} on {self.text_read}"
-        yield Figure(name="head_detection", title=title, panels=(*scores, *mixed), columns=len(KINDS))
+        # Two rows of panels: scores above their controls.
+        yield Figure(
+            name="head_detection", title=title, panels=(*scores, *control_scores), columns=len(KINDS)
+        )
         title = f"Attention weights of the heads of {model} on {self.text_read}"
-        yield Figure(name="head_statistics", title=title, panels=tuple(statistic), columns=2)
+        yield Figure(name="head_statistics", title=title, panels=tuple(statistics), columns=2)
+
+    @staticmethod
+    def _json(scores: xr.Dataset, best: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """JSON fields "kinds", with scores and best heads of each kind, and "statistics" of all heads.
+
+        scores: see `scores`. best: records of the best heads by kind.
+        """
+        kinds = {
+            kind: {
+                **{name: scores[name].sel(kind=kind) for name in SCORES},
+                "best": [{name: head[name] for name in ("layer", "head", *SCORES)} for head in heads],
+            }
+            for kind, heads in best.items()
+        }
+        statistics = {
+            name: {"unit": scores[name].attrs["units"], "by_head": scores[name]} for name in STATISTICS
+        }
+        return {"kinds": kinds, "statistics": statistics}
 
     def _scores(self, kind: str, best: dict[str, Any], variable: str) -> Heatmap:
         """Heatmap of detection scores, or of control scores on shuffled tokens, [layer, head].
 
         kind: one of `KINDS`. best: record of the head that is framed. variable: "score" or "control".
         """
-        title, caption = LOOKS[kind]
-        titles = f"{title}, best: layer {best['layer']}, head {best['head']}", caption
-        shuffled_titles = "Shuffled tokens", "score at the same positions"
+        title, attended = LOOKS[kind]
+        titles = (
+            f"{title}, best: layer {best['layer']}, head {best['head']}",
+            f"How much each head attends to {attended}: {self.measure}. Framed: the best head.",
+        )
+        shuffled_titles = (
+            f"{title}, shuffled tokens",
+            (
+                "Control: score of each head at the same positions, with the tokens of every repetition "
+                "shuffled. Framed: the best head on unshuffled tokens."
+            ),
+        )
         row = self.scores["layer"].values.tolist().index(best["layer"])
         return Heatmap.of(
             self.scores[variable].sel(kind=kind).transpose("layer", "head"),
@@ -292,7 +338,7 @@ class HeadDetection(ModelWorkflow):
             low=min(0.0, *(float(self.scores[name].min()) for name in ("score", "control"))),
             high=1.0,
             numbers=".2f",
-            framed=((row, best["head"]) * 2,),
+            framed=((row, best["head"], row, best["head"]),),
             frame_name="best head on the unshuffled tokens",
         )
 

@@ -46,14 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["LayerScan", "LayerScanSettings"]
 
 BUILT_IN = ("repeated", "unrepeated")
-"""Conditions A and B without a corpus."""
+"""Names of conditions A and B if samples are built from shipped prose."""
 PLIP = ("python_doctest", "rust_test")
-"""Default conditions A and B of a corpus, those of plip-rs."""
+"""Default names of conditions A and B in a corpus file, those of plip-rs."""
 
 
 @dataclass(frozen=True)
 class LayerScanSettings(ControlSettings, ModelSettings):
-    """Settings of `layer_scan`. Raises ConfigError for conditions without a corpus."""
+    """Settings of the workflow `layer_scan`, which compares attention under two conditions. Raises
+    ConfigError for conditions without a corpus."""
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
     condition_a: str = setting(
@@ -73,7 +74,7 @@ class LayerScanSettings(ControlSettings, ModelSettings):
 
 
 class LayerScan(ModelWorkflow):
-    """Attention from markers to targets under two conditions, compared in every layer."""
+    """Workflow that compares attention from a marker to its targets under two conditions, in every layer."""
 
     name = "layer_scan"
     question = "At which layer does a marker attend to its target?"
@@ -125,21 +126,22 @@ class LayerScan(ModelWorkflow):
         layers = [layer for layer in attention_layers if start <= layer <= end]
         if not layers:
             raise ConfigError(
-                f"expected a layer with attention in {start}..{end}, found them at {attention_layers}; set "
-                "start_layer and end_layer"
+                f"expected a layer with attention in {start}..{end}, found attention in layers "
+                f"{attention_layers} only; set start_layer and end_layer"
             )
         return layers
 
     def _samples(self) -> tuple[str, list[list[Sample]]]:
-        """Format version of the corpus, and the samples of conditions A and B."""
+        """Format version of the corpus, and the samples of conditions A and B: (version, [samples of A,
+        samples of B])."""
         settings = self.settings
         if settings.corpus:
             return read_samples(settings.corpus, self.conditions, unit=settings.unit)
         return "2.0", list(repeated_samples(shipped_prose(), settings.samples))
 
     def _placed(self, groups: list[list[Sample]]) -> tuple[list[Placed], list[int]]:
-        """Samples with token positions of marker and targets, those of condition A first, and the index of
-        each sample's condition. Samples whose characters are in no token are left out."""
+        """Samples with token positions of marker and targets, those of condition A first, and the condition
+        (0 or 1) of each sample. Samples whose characters are in no token are left out."""
         placed, condition = [], []
         for i, group in enumerate(groups):
             encodings = self.subject.tokenizer.encode_batch([sample.code for sample in group])
@@ -149,24 +151,26 @@ class LayerScan(ModelWorkflow):
                     condition.append(i)
         if not placed:
             raise PromptError(
-                f"expected samples whose marker and targets are tokens, found none among "
-                f"{self.conversion.total_samples} of {' and '.join(self.conditions)}"
+                "expected samples whose marker and targets are covered by tokens, found none among the "
+                f"{self.conversion.total_samples} samples of {' and '.join(self.conditions)}; check the "
+                "positions in the corpus, and whether unit is characters or bytes"
             )
         return placed, condition
 
     def _pairs(self, tokens: PackedTokens) -> tuple[Any, Any]:
-        """For every target, the index of (marker, target) on the pair axis and the index of its sample, both
-        int64 [target]."""
-        starts = pair_starts(tokens)
-        pair, sample = [], []
+        """For every target, int64 [target]: where its attention weight is on the flattened (query, key) axis,
+        UNSEEN if it comes after its marker; and the index of its sample."""
+        pattern_starts = pair_starts(tokens)
+        pair_indices, sample_indices = [], []
         for i, placed in enumerate(self.placed):
-            # A target after its marker has no weight under a causal mask: UNSEEN.
+            query = placed.marker
             # Patterns are lower triangles, stored row by row: query q begins at q * (q + 1) / 2.
-            row = int(starts[i]) + placed.marker * (placed.marker + 1) // 2
-            pair += [row + target if target <= placed.marker else UNSEEN for target in placed.targets]
-            sample += [i] * len(placed.targets)
-        self.unseen = pair.count(UNSEEN)
-        return np.array(pair, np.int64), np.array(sample, np.int64)
+            row_start = int(pattern_starts[i]) + query * (query + 1) // 2
+            # A target after its marker has no weight under a causal mask: UNSEEN.
+            pair_indices += [row_start + key if key <= query else UNSEEN for key in placed.targets]
+            sample_indices += [i] * len(placed.targets)
+        self.unseen = pair_indices.count(UNSEEN)
+        return np.array(pair_indices, np.int64), np.array(sample_indices, np.int64)
 
     @property
     def best(self) -> tuple[int, float]:
@@ -178,17 +182,18 @@ class LayerScan(ModelWorkflow):
     def not_claimed(self) -> str:
         """Reason why fewer than two samples in a condition give no claim; empty for two or more."""
         fewest = min(self.condition.count(i) for i in (0, 1))
-        return "no verdict: a condition has fewer than two samples" if fewest < 2 else ""
+        return "Nothing is claimed, as a condition has fewer than two samples." if fewest < 2 else ""
 
     def claims(self) -> Iterator[Claim]:
-        """Largest t of any layer, compared with that of random assignments of samples to conditions."""
+        """Claim that attention is larger in condition A: the largest t of any layer, compared with that of
+        random assignments of samples to conditions."""
         weight, is_b = self.scan["weight"].transpose("layer", "sample").values, np.array(self.condition) == 1
         t = welch_t(weight, is_b)
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
         condition_a, condition_b = self.conditions
         text = (
-            f"in layer {self.layers[int(t.argmax())]}, the layer of the largest Welch's t of {len(t)}, "
-            f"markers attend to their targets more in {condition_a!r} than in {condition_b!r}, t"
+            f"in layer {self.layers[int(t.argmax())]}, markers attend to their targets more in "
+            f"{condition_a!r} than in {condition_b!r} (Welch's t, the largest of {len(t)} layers)"
         )
         of = f"random assignments of samples to conditions, each with the largest t of {len(t)} layers"
         yield Claim.against(text, t.max(), drawn, of)
@@ -241,7 +246,9 @@ class LayerScan(ModelWorkflow):
         )
         means = Lines(
             title="Attention from marker to target",
-            caption="mean over samples, band of one standard deviation; in a figure one dot per sample",
+            caption="Attention weight from the marker to its targets, mean over heads and targets, by layer. "
+            "Lines: mean over the samples of a condition; bands: one standard deviation; dots (in figures): "
+            "single samples.",
             x=tuple(self.layers),
             x_name="layer",
             y_name="attention, mean over heads and targets",
@@ -253,14 +260,15 @@ class LayerScan(ModelWorkflow):
         log_p = -np.log10(np.maximum(self.scan["p"].values, np.finfo(float).tiny))
         is_a_larger = mean[0] > mean[1]
         verdict = (
-            f"smallest p-value with more attention in A: {p:.1e} in layer {best}"
+            f"Smallest p-value with more attention in {self.conditions[0]}: {p:.1e} in layer {best}."
             if p < 1
-            else "in no layer is attention larger in A"
+            else f"In no layer is attention larger in {self.conditions[0]}."
         )
         p_values = Bars(
             title="P-value of the difference",
-            caption=f"Welch's t test, not corrected for the number of layers; grey: less attention in "
-            f"{self.conditions[0]}; {verdict}",
+            caption="Welch's t test, in each layer, of whether attention from marker to target differs "
+            f"between {self.conditions[0]} and {self.conditions[1]}; not corrected for the number of layers. "
+            f"Grey: less attention in {self.conditions[0]}. {verdict}",
             x=tuple(map(str, self.layers)),
             x_name="layer",
             y_name="-log10 p",
@@ -275,21 +283,32 @@ class LayerScan(ModelWorkflow):
         yield from together("layer_scan", title, means, p_values)
 
     def _caption(self) -> str:
-        """Caption of the table: numbers of samples, the test, and samples or targets treated specially."""
+        """Caption of the table of layers: its columns, numbers of samples, and samples or targets that are
+        left out or moved."""
         counts = [int(n) for n in self.scan["n"].isel(layer=0)]
         conversion = self.conversion
-        test = f"Welch's t test, two-sided, not corrected for {len(self.layers)} layers"
-        notes = [f"{counts[0]} and {counts[1]} samples, mean over heads; {test}"]
+        notes = [
+            (
+                "One row per layer. A, B: attention weight from the marker to its targets, mean over heads, "
+                f"± standard deviation over {counts[0]} samples of A and {counts[1]} of B."
+            ),
+            (
+                f"t, df, p: Welch's t test, two-sided, not corrected for {len(self.layers)} layers. Bold: "
+                "the smallest p with more attention in A."
+            ),
+        ]
         if conversion.fuzzy_matches:
-            notes.append(f"{conversion.fuzzy_matches} characters in no token, moved to the nearest token")
+            notes.append(
+                f"{conversion.fuzzy_matches} characters are in no token and were moved to the nearest one."
+            )
         if conversion.total_samples > sum(counts):
             notes.append(
-                f"{conversion.total_samples - sum(counts)} samples left out, as their marker or targets are "
-                "in no token"
+                f"{conversion.total_samples - sum(counts)} samples are left out, as their marker or targets "
+                "are in no token."
             )
         if self.unseen:
-            notes.append(f"{self.unseen} targets come after their marker, with a weight of 0")
-        return "; ".join(notes)
+            notes.append(f"{self.unseen} targets come after their marker, with a weight of 0.")
+        return " ".join(notes)
 
     def viewer_json(self) -> dict[str, Any]:
         """Document for the Deloson viewer, `layer_scan_universal_*.json`, with its fields and no others."""
@@ -307,11 +326,13 @@ class LayerScan(ModelWorkflow):
 
     def _tests(self) -> list[dict[str, Any]]:
         """Results of the test in each layer, with the viewer's field names in its order."""
-        parts = [records(self.scan, "layer", "layer")]
+        # Each group of fields has a dict per layer; those of a layer are merged, in the viewer's order.
+        groups = [records(self.scan, "layer", "layer")]
         for name, condition in zip(("python", "rust"), CONDITIONS, strict=True):
             columns = {f"{name}_{statistic}": statistic for statistic in ("mean", "std", "n")}
-            parts.append(records(self.scan.sel(condition=condition), "layer", **columns))
-        parts.append(records(self.scan, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
-        return [
-            {name: value for row in rows for name, value in row.items()} for rows in zip(*parts, strict=True)
-        ]
+            groups.append(records(self.scan.sel(condition=condition), "layer", **columns))
+        groups.append(records(self.scan, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
+        merged: list[dict[str, Any]] = groups[0]
+        for group in groups[1:]:
+            merged = [fields | further for fields, further in zip(merged, group, strict=True)]
+        return merged

@@ -56,24 +56,28 @@ __all__ = ["AblationOfEach", "AblationOfEachSettings"]
 PARTS = ("attn_out", "mlp_out")
 """Kinds of hook points of the ablation by layer: outputs of attention and of the MLP."""
 MANY = 50
-"""Number of shipped facts that the mean for the prompt shown is computed over by default."""
+"""Number of shipped facts over which the default mean activation is computed for ablations in the displayed
+prompt."""
 FEW = 8
-"""Number of shipped facts that the mean for each other fact is computed over."""
+"""Number of shipped facts over which the mean activation is computed for ablations in each other fact."""
 FACTS = 6
 """Largest number of facts to choose the head on by default."""
 SAMPLES = 10
-"""Largest number of random prompts for how=resample; KL is the mean over them."""
+"""Largest number of random prompts that each output is resampled from for how=resample; KL is the mean over
+them."""
 INSTEAD = {
     "mean": "its mean over reference prompts",
     "zero": "zero",
     "resample": f"its value in up to {SAMPLES} random other prompts of the same length",
 }
 """Replacement of an ablated output in captions, by value of the setting `how`."""
+KL_CAPTION = "KL(unchanged run || ablated run) of the next-token distribution, in nats."
+"""Sentence of captions that defines the measured KL."""
 
 
 @dataclass(frozen=True)
 class AblationOfEachSettings(DataSettings, FactSettings):
-    """Settings of `AblationOfEach`.
+    """Settings of the workflow `ablation`, which ablates one head, attention layer or MLP at a time.
 
     Raises:
         ConfigError: `references` are set and `how` is not "mean".
@@ -96,42 +100,45 @@ class AblationOfEachSettings(DataSettings, FactSettings):
     def __post_init__(self) -> None:
         if self.how != "mean" and self.references:
             raise ConfigError(
-                f"expected references for how=mean alone, found {len(self.references)} for how={self.how}; "
-                "leave them out"
+                f"expected references only with how=mean, found {len(self.references)} with how={self.how}; "
+                "leave references out"
             )
 
 
 class AblationOfEach(KnownWorkflow):
-    """Single ablations: every head, and the attention and MLP output of every layer."""
+    """Workflow that ablates every head, and the attention and MLP output of every layer, one at a time."""
 
     name = "ablation"
     question = "Which heads and layers does the answer depend on?"
     settings_type = AblationOfEachSettings
     settings: AblationOfEachSettings
     described: ClassVar[str] = (
-        " Layers are described, not claimed: a model has too few for a null distribution."
+        " Nothing is claimed about whole layers: a model has too few of them for a null distribution."
     )
-    """Last sentence of the caption of the claims: what is described without a claim."""
+    """Last sentence of the caption of the claims, on what nothing is claimed about."""
     unit: ClassVar[str] = "head"
-    """Unit that is ablated, "head" or "expert"; also the name of its axis."""
+    """What is ablated, "head" or "expert"; also the name of its axis in results."""
 
     layers = loaded("layers")
-    """Ablation of the attention and of the MLP of every layer, [kind, layer], in memory."""
+    """Result of ablating the attention and the MLP of every layer, [kind, layer], in memory."""
 
     @cached_property
     def units(self) -> xr.Dataset:
-        """Ablation of every unit in the prompt shown, [layer, unit], in memory."""
+        """Result of ablating every unit (head or expert) in the displayed prompt, [layer, unit], in
+        memory."""
         return self.result(f"{self.unit}s").load()
 
     def plan(self) -> Nodes:
-        """Ablations by head and by layer in the prompt shown, and by head in other facts for the claim."""
+        """Nodes of the ablations by head and by layer in the displayed prompt, and of ablations by head in
+        other facts for the claim."""
         shared = self._shared()
         parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
         units = self.on_model(Ablation(**self._grid, **shared))
         return {"heads": units, "layers": self.on_model(parts), **self._fact_nodes(shared["tokens"])}
 
     def _shared(self) -> dict[str, Any]:
-        """Arguments that the ablations by head and by layer in the prompt shown have in common."""
+        """Arguments of `Ablation` that the ablations by head and by layer in the displayed prompt have in
+        common."""
         settings = self.settings
         self.prompt, self.target = shown_fact(self.subject, settings)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
@@ -147,14 +154,13 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def _kind(self) -> str:
-        """Kind of hook point at which a unit is ablated; for heads their outputs before the output
-        projection."""
+        """Kind of hook point at which a head is ablated: its output before the output projection."""
         return self.subject.config.read_kind
 
     @property
     def _grid(self) -> dict[str, Any]:
-        """Arguments of an ablation of every unit, in the layers that have such units. Raises ConfigError
-        without."""
+        """Arguments of `Ablation` that ablate every head or expert, in the layers that have any. Raises
+        ConfigError if no layer has."""
         config = self.subject.config
         layers = config.layers_with(self._kind)
         if not layers:
@@ -170,8 +176,8 @@ class AblationOfEach(KnownWorkflow):
         }
 
     def _fact_nodes(self, prompt_ids: tuple[int, ...]) -> Nodes:
-        """Nodes that ablate every unit in other facts, [draw = fact, layer, unit], and that measure which of
-        these facts the model knows; empty with controls=0.
+        """Nodes that ablate every head or expert in other facts, [draw = fact, layer, unit], and that measure
+        which of these facts the model knows; empty with controls=0.
 
         Facts that the mean is computed over are left out, and so is the prompt shown, with tokens
         `prompt_ids`."""
@@ -203,24 +209,24 @@ class AblationOfEach(KnownWorkflow):
         return affordable(2 * one_run * config.num_layers * n_units, FACTS, least=FEWEST_FACTS)
 
     def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
-        """Ablation of every unit in another fact."""
+        """Experiment that ablates every head or expert in another fact."""
         instead = self._instead(tokens, fact.target, FEW)
         return Ablation(**self._grid, tokens=tokens, metrics=(KL(),), **instead)
 
     @property
     def compared(self) -> list[int]:
-        """Indices of the units that claims compare, into the flattened [layer, unit]."""
+        """Indices of the heads or experts that claims compare, into the flattened array [layer, unit]."""
         return list(range(self.units["kl"].size))
 
     @cached_property
     def lost(self) -> Floats:
-        """KL of the ablation of each unit on other facts, in nats: [fact, layer, unit]."""
+        """KL by the ablation of each head or expert in other facts, in nats, [fact, layer, unit]."""
         return values_of(self.result("facts")["kl"], "draw", "layer", self.unit)
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """KL of the ablation of each compared unit on other facts that the model knows, in nats: [fact,
-        unit]."""
+        """KL by the ablation of each compared head or expert in other facts that the model knows, in nats,
+        [fact, unit]."""
         # Facts to choose on are the first half, as in `_fact_nodes`.
         parts = zip(np.split(self.lost, 2), (CHOSEN_ON, SCORED), strict=True)
         chosen_on, scored_on = (
@@ -229,8 +235,8 @@ class AblationOfEach(KnownWorkflow):
         return CandidateEffects(chosen_on, scored_on)
 
     def claims(self) -> Iterator[Claim]:
-        """The unit with the largest mean KL on other facts, scored on held-out facts and in the prompt shown;
-        then, for comparison, the unit with the smallest."""
+        """Claims about the head or expert with the largest mean KL on other facts, on held-out facts and in
+        the displayed prompt; then, for comparison, about the one with the smallest."""
         n_units, layers, settings = self.lost.shape[2], self.units["layer"].values, self.settings
         most, least = (self.compared[index[0]] for index in (self.candidates.best, self.candidates.weakest))
 
@@ -259,14 +265,15 @@ class AblationOfEach(KnownWorkflow):
         """Caption of the claims: how many known facts the units were chosen and scored on."""
         counts, totals = self.known_counts
         return (
-            f"The {self.unit} with the largest mean KL ({float(self.candidates.mean.max()):.3f} nats) on "
-            f"{counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} other facts, those that the model answers "
-            f"correctly; it is scored on {counts[SCORED]} held-out facts. For comparison, the {self.unit} "
-            f"with the smallest mean KL.{self.described}"
+            f"The {self.unit} was chosen as the one whose ablation has the largest mean KL "
+            f"({float(self.candidates.mean.max()):.3f} nats) on {counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} "
+            f"other facts, those that the model answers correctly. It is scored on {counts[SCORED]} held-out "
+            f"facts. The last claim is a comparison: the {self.unit} with the smallest mean "
+            f"KL.{self.described}"
         )
 
     def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:
-        """Arguments of `Ablation` that say what replaces an ablated output in one prompt.
+        """Arguments of `Ablation` that define what replaces an ablated output in one prompt.
 
         Arguments:
             tokens: token ids of the prompt.
@@ -303,40 +310,50 @@ class AblationOfEach(KnownWorkflow):
         yield Data(json=self._about())
         instead = INSTEAD[self.settings.how]
         panels = [
-            self._loss("heads", self.units, "KL when a head is ablated", f"its output replaced by {instead}"),
             self._loss(
-                "layers", layers, "KL when attention or MLP is ablated", f"output replaced by {instead}"
+                "heads",
+                self.units,
+                "KL when a head is ablated",
+                f"Each cell: one head's output is replaced by {instead}. {KL_CAPTION}",
+            ),
+            self._loss(
+                "layers",
+                layers,
+                "KL when attention or MLP is ablated",
+                f"Each cell: the output of one layer's attention or MLP is replaced by {instead}. "
+                f"{KL_CAPTION}",
             ),
         ]
         if self.pieces:
             panels += [
-                self._change("heads", self.units, "Target when a head is ablated"),
-                self._change("layers", layers, "Target when attention or MLP is ablated"),
+                self._change("heads", self.units, "Target probability when a head is ablated"),
+                self._change("layers", layers, "Target probability when attention or MLP is ablated"),
             ]
         title = f"Ablations in {self.subject.name}: '{format_text(self.prompt)}'"
         yield from together("ablation", title, *panels, beside=[self.findings], columns=2)
         yield self._most()
 
     def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
-        """KL of every ablation of a grid."""
+        """Heatmap of the KL of every ablation of a grid, [layer, head] or [layer, kind]."""
         return Heatmap.of(grid["kl"], title, caption, sources=(name,), low=0.0, json={name: _grid_json(grid)})
 
     def _change(self, name: str, grid: xr.Dataset, title: str) -> Heatmap:
-        """Change of the target's probability by every ablation of a grid, in percentage points."""
+        """Heatmap of the change of the target's probability by every ablation of a grid, in percentage
+        points."""
         change = 100 * (grid["probability"] - self.clean)
         word = self.word
         return Heatmap.of(
             change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
             title,
-            f"{word!r} has {format_probability(self.clean)} in the unchanged run; below zero: the ablation "
-            "lowers it",
+            f"Change of the probability of {word!r}, in percentage points, by each ablation. It is "
+            f"{format_probability(self.clean)} in the unchanged run; below zero, the ablation lowers it.",
             sources=(name,),
             diverging=True,
         )
 
     @property
     def word(self) -> str:
-        """First token of the target, whose probability is measured."""
+        """First token of the target as text; its probability is measured."""
         return self.subject.token_labels(self.pieces[:1])[0]
 
     @property
@@ -345,7 +362,7 @@ class AblationOfEach(KnownWorkflow):
         return float(self.units["unpatched"].sel(run="clean", metric="probability"))
 
     def _most(self) -> Table:
-        """Table of the units with the largest KL."""
+        """Table of the heads or experts with the largest KL."""
         units, names = self.units, ["kl"]
         columns: list[tuple[Any, ...]] = [
             ("layer", "layer", "d"),
@@ -355,17 +372,25 @@ class AblationOfEach(KnownWorkflow):
         if self.pieces:
             change = units["probability"] - self.clean
             units, names = units.assign(probability_change=change), [*names, "probability_change"]
-            columns.append((repr(self.word), "probability_change", points))
+            columns.append((f"change of P({self.word!r})", "probability_change", points))
         top_units = largest(units, units["kl"].transpose("layer", self.unit), self.settings.top, *names)
         return Table.of(
             top_units,
             *columns,
             title=f"{self.subject.name}: the {self.unit}s with the largest effect on "
             f"'{format_text(self.prompt)}'",
-            caption=f"KL(unchanged || {self.unit} ablated) of the next-token distribution, in nats",
+            caption=self._most_caption(),
             sources=(f"{self.unit}s",),
             json={"most": top_units},
         )
+
+    def _most_caption(self) -> str:
+        """Caption of the table of the units with the largest KL; explains the probability column if there is
+        one."""
+        kl = f"One row per {self.unit}, ablated alone. {KL_CAPTION}"
+        if not self.pieces:
+            return kl
+        return f"{kl} Last column: change of the probability of {self.word!r}, in percentage points."
 
     def _about(self) -> dict[str, Any]:
         """Fields of the JSON document that describe the prompt and the target."""

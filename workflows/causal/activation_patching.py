@@ -62,11 +62,13 @@ MEASURES = {
 """Quantity that recovery is a share of, by value of the setting `metric`."""
 
 ROLES = ("the subject's last token", "the last token")
-"""Token roles of every pair: a (layer, role) selected on some pairs is scored on held-out pairs."""
+"""Positions that every pair of prompts has: a (layer, role) selected on some pairs is scored at the same role
+of held-out pairs."""
 
 
 class ActivationPatchingTrace(KnownWorkflow):
-    """Activation patching of some pairs of prompts: one grid per pair and kind of activation."""
+    """Workflow that patches activations of a clean prompt into a corrupted one, one layer and position (or
+    head) at a time."""
 
     name = "activation_patching"
     question = "At which layers and positions does the difference between two prompts decide the answer?"
@@ -78,12 +80,12 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Hook-point kinds to patch: the setting, or by default those of USUAL that all layers have."""
+        """Kinds of hook points to patch: the setting, or by default those of USUAL that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def plan(self) -> Nodes:
-        """Per pair shown, one experiment by position and one by head, as far as `kinds` has any; and
-        controls."""
+        """Nodes that patch each displayed pair, by position and by head, as `kinds` requires; and nodes for
+        the claims."""
         self.pairs = PatchedPairs(self.subject, self.settings)
         self.traced = self.pairs.shown()
         states, heads = self.claimed_kinds, [kind for kind in self.kinds if _by_head(kind)]
@@ -96,8 +98,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         return nodes | (self._control_nodes(states) if states and self.settings.controls else {})
 
     def _control_nodes(self, kinds: Sequence[str]) -> Nodes:
-        """Nodes that patch both roles, [draw, layer, position]: of pairs to choose on, of pairs to score on,
-        and with activations of unrelated prompts; and the node that measures which pairs the model knows.
+        """Nodes for the claims, [draw, layer, position]: patches at both ROLES in pairs to choose on, in
+        pairs to score on, and with activations of unrelated prompts; and the node that measures which pairs
+        the model knows.
 
         Raises ConfigError without any other pair."""
         settings, unrelated, pairs = self.settings, Unrelated(self.subject), self.pairs
@@ -107,9 +110,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         chosen_on, held_out = other_pairs[:half], other_pairs[half : half + settings.others]
         if not chosen_on:
             raise ConfigError(
-                "expected further pairs of prompts to choose a layer and position on, found none that can be "
-                "used: not shown, both prompts of as many tokens, within the context of the model; give more "
-                "pairs in data=…, or set controls=0 to make no claims"
+                "expected pairs of prompts, besides those shown, on which to choose a layer and position, "
+                "found none with equally many tokens in both prompts that fit into the model's context; give "
+                "more pairs: data=FILE, or set controls=0 to make no claims"
             )
         self.scored = self.traced + ([] if settings.prompt else held_out)
         self.num_donors = settings.controls if settings.prompt else settings.donors
@@ -145,14 +148,14 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def claimed_kinds(self) -> list[str]:
-        """Hook-point kinds with a claim: those patched by position."""
+        """Kinds of hook points about which claims are made: those that are patched by position."""
         return [kind for kind in self.kinds if not _by_head(kind)]
 
     claim_sources = CONTROLS
 
     def candidates(self, kind: str) -> CandidateEffects:
-        """Recovery in percent by (layer, role) for one kind, [pair, layer, role], with one control per
-        donor."""
+        """Recovery in percent by (layer, role) for one kind of activation, [pair, layer, role], with one
+        control per unrelated prompt (donor)."""
         # The residual state at the last token determines the answer; no later token reads a recurrent one.
         roles = 1 if kind.startswith("resid") or _is_recurrent_state(kind) else 2
         choice, scored, controls = (self._recovered(name, kind)[..., :roles] for name in self.CONTROLS)
@@ -162,12 +165,13 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def makes_claims(self) -> bool:
-        """Whether `kinds` has one that is patched by position; grids by head make no claims."""
+        """Whether claims are made: some kind of `kinds` is patched by position. Grids by head make no
+        claims."""
         return bool(self.claimed_kinds)
 
     def claims(self) -> Iterator[Claim]:
-        """Per kind, the (layer, role) with the largest mean recovery on other pairs; then, for comparison,
-        the one with the mean recovery nearest to 0."""
+        """Claims, one per kind, about the (layer, role) with the largest mean recovery on other pairs; then,
+        for comparison, about the one with the mean recovery nearest to 0."""
         kinds = self.claimed_kinds
         for kind in kinds:
             candidates = self.candidates(kind)
@@ -180,28 +184,32 @@ class ActivationPatchingTrace(KnownWorkflow):
         donors."""
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         return (
-            f"Of each kind, the layer and position with the largest mean recovery on {counts[0]} other "
-            f"pairs, those whose answer the model predicts; for comparison, of {self.claimed_kinds[0]} the "
-            f"one with the mean recovery nearest to 0. Scored on {counts[1]} pairs; control: the activation "
-            f"of one of {self.num_donors} unrelated prompts per pair."
+            "Recovery: share of the difference between the clean and the corrupted run that one patch brings "
+            "back. For each kind of activation, the claim is about the layer and position with the largest "
+            f"mean recovery on {counts[0]} other pairs of prompts, those whose answer the model predicts. "
+            f"The last claim is a comparison: the place of {self.claimed_kinds[0]} with the mean recovery "
+            f"nearest to 0. Places are scored on {counts[1]} pairs. Control: patching in the activation of "
+            f"one of {self.num_donors} unrelated prompts per pair."
         )
 
     @property
     def _role_names(self) -> tuple[str, str]:
-        """ROLES for claims; a model that fills in masks is read at the mask and not at the last token."""
+        """Names of ROLES in claims; in a model that fills in masks, the answer is read at the mask instead of
+        the last token."""
         if self.subject.mask is None:
             return ROLES
         return ROLES[0], "the token before the mask" if self.subject.config.mask_shift else "the mask"
 
     def counts(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which pairs of a result count, bool [pair]: those that the model knows, and a pair given by the
-        settings."""
+        """Which pairs of a result claims are about, bool [pair]: those that the model knows, and any pair
+        that the settings name."""
         if name != "choice" and self.settings.prompt:
             return np.ones(len(self.scored), bool)
         return self.is_known(CHOSEN_ON if name == "choice" else SCORED)
 
     def _recovered(self, name: str, kind: str) -> Floats:
-        """Recovery in percent for a kind of hook point, in a result of CONTROLS, for pairs that count.
+        """Recovery in percent for one kind of hook point and one of the results CONTROLS, for the pairs that
+        claims are about.
 
         Arguments:
             name: "choice", "scored" or "controls".
@@ -219,18 +227,18 @@ class ActivationPatchingTrace(KnownWorkflow):
     def _claim(
         self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
     ) -> Claim:
-        """Claim about the recovery at one place (layer, role), against unrelated prompts' activations
-        there."""
+        """Claim about the recovery at one (layer, role), compared with activations of unrelated prompts
+        patched there."""
         (layer, role), name = place, "state" if _is_recurrent_state(kind) else kind
         text = (
-            f"{before}patching in the clean {name} of layer {layer} at {self._role_names[role]} recovers "
-            f"{MEASURES[self.settings.metric]}"
+            f"{before}patching the clean {name} of layer {layer} at {self._role_names[role]} into the "
+            f"corrupted run recovers {MEASURES[self.settings.metric]}"
         )
-        of = "an activation of an unrelated prompt of the same length"
+        of = "patching an activation of an unrelated prompt of the same length"
         return candidates.claim(text, place, of, self.settings, unit="%")
 
     def _experiment(self, pair: PatchedPair, kinds: Sequence[str], over: str) -> ActivationPatching:
-        """Patching of every layer of one pair, over "position" or over "head"."""
+        """Experiment that patches each layer of one pair, over every "position" or over every "head"."""
         metrics: tuple[Metric, ...] = (Recovery(self.pairs.metric(pair)), KL())
         if pair.pieces:
             metrics += (Probability(pair.pieces[0]),)
@@ -260,7 +268,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
 
     def by_run(self, i: int, metric: str) -> dict[str, float]:
-        """A metric of the unpatched runs of a pair, by name of the run: "clean" and "corrupted".
+        """Value of a metric in the two unpatched runs of a pair: {"clean": …, "corrupted": …}.
 
         Arguments:
             i: index of the pair.
@@ -271,7 +279,8 @@ class ActivationPatchingTrace(KnownWorkflow):
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` for the JSON document: the fields of candle-mi's example, and the grids of every kind."""
+        """JSON document of pair `i`: the fields of candle-mi's example, and the grids of every kind of
+        activation."""
         pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
         kind, first_grid = next(iter(percent.items()))
         start, last = pair.subject
@@ -311,17 +320,18 @@ class ActivationPatchingTrace(KnownWorkflow):
         return fields
 
     def views(self) -> Iterator[View]:
-        """Per pair: heatmaps of recovery, one per hook-point kind, and a table of the best position or head
-        per layer."""
+        """Views of each pair: a heatmap of recovery per kind of activation, and a table of the best position
+        or head of each layer."""
         yield Data(json={"results": [self.document(i) for i in range(len(self.traced))]})
         for i, pair in enumerate(self.traced):
             put = f"'{format_text(pair.clean)}' patched into '{format_text(pair.corrupted)}'"
             grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
                 title=put,
-                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that is recovered when one "
-                "activation of the clean run replaces that of the corrupted run. 0 %: as corrupted; 100 %: "
-                "as clean; below 0 %: farther from clean than the corrupted run.",
+                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that comes back when one "
+                "activation of the clean run replaces that of the corrupted run. 0 %: as in the corrupted "
+                "run; 100 %: as in the clean run; below 0 %: farther from the clean run than the corrupted "
+                "run is.",
                 sources=self.sources(i),
                 name="patched",
                 options=tuple(grids.items()),
@@ -329,7 +339,8 @@ class ActivationPatchingTrace(KnownWorkflow):
             yield Figure(
                 name=f"activation_patching_{i}",
                 title=f"Recovery of the difference between two prompts in {self.subject.name}",
-                caption=f"Activations of {put}",
+                caption=f"Activations of {put}, one at a time. 0 %: prediction of the corrupted prompt; "
+                "100 %: prediction of the clean prompt.",
                 panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
             yield self._places(i, f"{self.subject.name}: {put}")
@@ -337,25 +348,31 @@ class ActivationPatchingTrace(KnownWorkflow):
     def _grid(self, pair: PatchedPair, kind: str, percent: xr.DataArray) -> Heatmap:
         """Heatmap of recovery for one kind, by layer and position or head; a frame marks where the prompts
         differ."""
-        best, (start, last) = _best(kind, percent), pair.subject
-        # With grouped-query attention, k and v have fewer heads than q and z.
-        options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
-        where = f"head {best.get('head')}"
-        if "position" in best:
-            ids = (pair.clean_ids, pair.corrupted_ids)
-            clean, corrupted = (self.subject.token_labels(row) for row in ids)
-            texts = zip(clean, corrupted, strict=True)
+        best, is_by_head = _best(kind, percent), _by_head(kind)
+        frame_note = ""
+        if is_by_head:
+            best_place = f"head {best['head']}"
+            # With grouped-query attention, k and v have fewer heads than q and z.
+            options: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
+        else:
+            clean, corrupted = map(self.subject.token_labels, (pair.clean_ids, pair.corrupted_ids))
+            tokens = zip(clean, corrupted, strict=True)
+            best_place = f"at '{corrupted[best['position']]}'"
+            first_differing, last_differing = pair.subject
+            last_row = percent.sizes["layer"] - 1
             options = {
-                "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
+                "columns": tuple(to if at == to else f"{at} → {to}" for at, to in tokens),
                 "column_name": "token",
-                "framed": ((0, start, percent.sizes["layer"] - 1, last),),
+                # A frame is (top, left, bottom, right): all layers of the tokens that differ.
+                "framed": ((0, first_differing, last_row, last_differing),),
                 "frame_name": "where the prompts differ",
             }
-            where = f"at '{corrupted[best['position']]}'"
+            frame_note = " Framed: where the prompts differ."
         return Heatmap.of(
             percent,
             NAMES[kind],
-            f"most: {best['recovery']:.0f} % in layer {best['layer']} {where}",
+            f"Recovery by patching {kind} of one layer at one {'head' if is_by_head else 'position'}. "
+            f"Largest: {best['recovery']:.0f} % in layer {best['layer']}, {best_place}.{frame_note}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
@@ -365,32 +382,41 @@ class ActivationPatchingTrace(KnownWorkflow):
         )
 
     def _places(self, i: int, title: str) -> Table:
-        """Table of the position, or head, with the largest recovery in each layer, by kind."""
+        """Table of pair `i` with the position, or head, that has the largest recovery in each layer, by kind
+        of activation."""
         pair, percent = self.traced[i], self.recovered(i)
         tokens = self.subject.token_labels(pair.corrupted_ids)
 
-        def place(kind: str, layer: int) -> Any:
+        def best_place(kind: str, layer: int) -> Any:
             index = int(percent[kind].values[layer].argmax())
             return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 
+        # The rows are indices of layers.
         columns: list[tuple[Any, ...]] = [("layer", int, "d")]
         for kind, grid in percent.items():
-            most = grid.values.max(1).__getitem__
-            columns += [(kind, most, "{:.1f} %".format), ("at", partial(place, kind))]
-        words = dict.fromkeys("head" if _by_head(kind) else "position" for kind in percent)
+            largest_of_layer = grid.values.max(axis=1).__getitem__
+            columns += [
+                (kind, largest_of_layer, "{:.1f} %".format),
+                ("at", partial(best_place, kind)),
+            ]
+        patched_axes = {"head" if _by_head(kind) else "position" for kind in percent}
         caption = (
-            f"share of {MEASURES[self.settings.metric]} that is recovered at the best "
-            f"{' and '.join(sorted(words, reverse=True))}; "
-            f"KL(clean || corrupted) {self.by_run(i, 'kl')['corrupted']:.3f} nats"
+            f"One row per layer. Percentages: share of {MEASURES[self.settings.metric]} that comes back when "
+            "the activation of the clean run is patched into the corrupted run, at the "
+            f"{' or '.join(sorted(patched_axes, reverse=True))} where it is largest. "
+            f"KL(clean || corrupted) is {self.by_run(i, 'kl')['corrupted']:.3f} nats."
         )
         if self.settings.metric == "logit_difference":
-            difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted"
-            caption += f"; logit of {pair.answer!r} minus that of {pair.wrong!r}: "
+            difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted."
+            caption += f" Logit of {pair.answer!r} minus that of {pair.wrong!r}, by run: "
             caption += difference.format(**self.by_run(i, "logit_difference"))
         if pair.pieces:
-            shares = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
+            probabilities = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
             word = self.subject.token_labels(pair.pieces[:1])[0]
-            caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
+            caption += (
+                f" Probability of {word!r}, by run: {probabilities['clean']} clean, "
+                f"{probabilities['corrupted']} corrupted."
+            )
         layers = range(self.subject.config.num_layers)
         return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))
 
@@ -406,7 +432,7 @@ def _by_head(kind: str) -> bool:
 
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
-    """The cell with the largest recovery in a grid [layer, position] or [layer, head]; of equal ones the
-    first."""
+    """Record of the largest recovery in a grid [layer, position] or [layer, head]: kind, layer, position or
+    head, and recovery; of equal values the first."""
     (place,) = ranked(percent, 1)
     return {"kind": kind, **place, "recovery": float(percent.sel(place))}

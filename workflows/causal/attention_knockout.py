@@ -41,7 +41,7 @@ __all__ = ["AttentionKnockout", "AttentionKnockoutSettings"]
 
 @dataclass(frozen=True)
 class AttentionKnockoutSettings(ChosenEdgeSettings):
-    """Settings of `AttentionKnockout`."""
+    """Settings of the workflow `attention_knockout`, which cuts attention from one position to another."""
 
     sweep: bool = setting(
         True, "knock out every key and every head; false: only the edges that claims and controls need"
@@ -49,7 +49,7 @@ class AttentionKnockoutSettings(ChosenEdgeSettings):
 
 
 class AttentionKnockout(EdgeWorkflow):
-    """Knockout of one attention edge in full, and of all other edges of the query for comparison."""
+    """Workflow that knocks out one attention edge and, for comparison, all other edges of the same query."""
 
     name = "attention_knockout"
     question = "What does the model predict when one position cannot attend to another?"
@@ -59,12 +59,13 @@ class AttentionKnockout(EdgeWorkflow):
 
     @cached_property
     def edges(self) -> xr.Dataset:
-        """Knockout of the edge to every key in every layer, in all heads: [layer, key], in memory."""
+        """Result of knocking out the edge from the query to every key, in all heads of one layer at a time,
+        [layer, key], in memory."""
         # All edges have the same query, so that the key alone identifies an edge.
         return self.result("edges").load().swap_dims(edge="key")
 
     def plan(self) -> Nodes:
-        """Knockouts of the edges of one query, of the heads of candidate edges, and of edges in other
+        """Nodes that knock out the edges of one query, single heads of candidate edges, and edges in other
         facts."""
         shared, query = self.read_edge(), self.query
         edges = EdgeKnockout(edges=tuple((query, key) for key in self._swept_keys()), layers=None, **shared)
@@ -74,8 +75,8 @@ class AttentionKnockout(EdgeWorkflow):
         return nodes
 
     def _swept_keys(self) -> list[int]:
-        """Key positions whose edges are knocked out: all with `sweep`, else candidates and random
-        controls."""
+        """Key positions whose edges are knocked out: all with the setting `sweep`, else the candidates and
+        random controls."""
         every = range(self.query + 1)
         if self.settings.sweep:
             return list(every)
@@ -86,21 +87,22 @@ class AttentionKnockout(EdgeWorkflow):
         return sorted((*self.keys, *drawn))
 
     def lost_here(self, key: int) -> Floats:
-        """See `PlaceWorkflow`: KL with the edge to one key knocked out, [layer]."""
+        """KL by layer when the edge to one key of the displayed prompt is knocked out, in nats, [layer]."""
         return values_of(self.edges["kl"].sel(key=key), "layer")
 
     @cached_property
     def heads(self) -> xr.Dataset:
-        """Knockout of the selected edge in every layer and head, [layer, head]."""
+        """Result of knocking out the selected edge in one head at a time, [layer, head]."""
         return self.at_key("heads", self.edge[1])
 
     @property
     def selected(self) -> xr.Dataset:
-        """Knockout of the selected edge in the selected layer."""
+        """Result of knocking out the selected edge in all heads of the selected layer."""
         return self.edges.sel(layer=self.layer, key=self.edge[1])
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """See `PlaceWorkflow`: claim about one edge of this prompt, against other edges of the query."""
+        """Claim about one edge of the displayed prompt, compared with other edges of the same query; see
+        `PlaceWorkflow` for the arguments."""
         effects = self.edges[measure].transpose("layer", "key")
         row, column = (effects.get_index(dim).get_loc(at) for dim, at in (("layer", layer), ("key", key)))
         of = "other (layer, key) edges of this query"
@@ -108,7 +110,8 @@ class AttentionKnockout(EdgeWorkflow):
         return Claim.among(text, effects.values, own_cell, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
-        """Effect of the selected edge; with a sweep also heatmaps and a table of every key and head."""
+        """Views in reading order: tokens changed by the selected edge; with `sweep` also heatmaps and a table
+        of every key and head."""
         selected, (query, key) = self.selected, self.edge
         tokens = self.subject.token_labels(self.encoding.ids)
         names = list(map(self.token_label, range(len(tokens))))
@@ -116,27 +119,29 @@ class AttentionKnockout(EdgeWorkflow):
         yield self.changed_table(
             selected,
             f"{self.subject.name}, layer {self.layer}: {names[query]} cannot attend to {names[key]}",
-            beside=f"; attention weight before the knockout {float(selected['attention']):.3f}",
+            beside=f"Attention weight of the edge before the knockout: {float(selected['attention']):.3f}.",
         )
         if not self.settings.sweep:
             return
+        row = self.edges["layer"].values.tolist().index(self.layer)
         by_key = Heatmap.of(
             self.edges["kl"].transpose("layer", "key"),
             "KL when an edge is knocked out in all heads",
-            f"{names[query]} cannot attend to one key in one layer; framed: the edge in the table",
+            f"Each cell: in one layer, no head can attend from {names[query]} to one key. KL(unchanged run "
+            "|| knockout) of the next-token distribution, in nats. Framed: the edge in the table.",
             sources=("edges",),
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
             low=0.0,
-            # A frame is (top row, left column, bottom row, right column): here a single cell.
-            framed=((self.edges["layer"].values.tolist().index(self.layer), key) * 2,),
+            framed=((row, key, row, key),),
             frame_name="the edge in the table",
             json={"sweep": {"query": query, "keys": self.edges["key"], **_sweep_json(self.edges)}},
         )
         by_head = Heatmap.of(
             self.heads["kl"].transpose("layer", "head"),
             "KL when one edge is knocked out in one head",
-            f"{names[query]} cannot attend to {names[key]} in one head of one layer",
+            f"Each cell: one head cannot attend from {names[query]} to {names[key]}. KL(unchanged run || "
+            "knockout) of the next-token distribution, in nats.",
             sources=("heads",),
             low=0.0,
             json={"heads": _sweep_json(self.heads)},
@@ -151,17 +156,20 @@ class AttentionKnockout(EdgeWorkflow):
             ],
             ("layer", "layer", "d"),
             ("key", lambda row: names[row["key"]]),
-            ("KL", "kl", ".5f"),
+            ("KL, all heads", "kl", ".5f"),
             ("weight", "attention", ".3f"),
             ("head", lambda row: row["in_head"]["head"], "d"),
-            ("KL of the edge in it", lambda row: row["in_head"]["kl"], ".5f"),
-            title=f"Edges of {names[query]} with the largest effect",
-            caption="per layer the key with the largest KL, its attention weight before the knockout, and "
-            f"the head in which knocking out the edge to {names[key]} has the largest KL",
+            ("KL, this head", lambda row: row["in_head"]["kl"], ".5f"),
+            title=f"Attention edges from {names[query]} with the largest effect",
+            caption="One row per layer; KL divergence of the next-token distribution from that of the "
+            f"unchanged run, in nats. Key: the one for which knocking out the edge from {names[query]} in "
+            "all heads has the largest KL; weight: its attention weight before the knockout, mean over "
+            f"heads. Head: the one in which knocking out the edge to {names[key]} alone has the largest KL.",
         )
 
     def _about(self) -> dict[str, Any]:
-        """Fields of candle-mi's example for the JSON document, except those of the tables."""
+        """JSON fields on prompt, edge and effect, named as in candle-mi's example; fields of the tables are
+        not among them."""
         selected = self.selected
         fields = {
             **self.subject.about,
@@ -183,11 +191,12 @@ class AttentionKnockout(EdgeWorkflow):
 
 
 def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:
-    """Measures of a sweep, for the JSON document."""
+    """KL and attention weights of all knockouts of a sweep, as JSON fields."""
     return {"kl_divergence": sweep["kl"], "attention_before": sweep["attention"]}
 
 
 def _most(sweep: xr.Dataset, layer: int) -> dict[str, Any]:
-    """Key or head of a layer whose knockout has the largest KL, with its KL and attention weight."""
+    """Record of the key or head of a layer whose knockout has the largest KL, with its KL and attention
+    weight."""
     cells = sweep.sel(layer=layer)
     return largest(cells, cells["kl"], 1, "kl", "attention")[0]

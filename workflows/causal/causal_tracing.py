@@ -56,19 +56,21 @@ if TYPE_CHECKING:
 __all__ = ["CausalTrace", "CausalTraceSettings"]
 
 IN_WINDOWS = ("attn_out", "mlp_out")
-"""Kinds that are restored in a window of layers, as the output of a single layer carries little."""
+"""Kinds of hook points that are restored in several neighbouring layers at once, as a single layer's output
+restores little."""
 
-ROLES = ("the subject's last token", "the token after it", "the last token")
-"""Token roles of every fact: a (layer, role) selected on some facts is scored on held-out facts."""
+ROLES = ("the subject's last token", "the token after the subject", "the last token")
+"""Positions that every fact has: a (layer, role) selected on some facts is scored at the same role of
+held-out facts."""
 SAMPLES, FACTS, FACT_SAMPLES = 10, 8, 2
 """Largest numbers by default: samples of noise in the prompt shown; facts to choose on; samples in each."""
 OTHERS = 3
-"""Number of further positions of each other fact, drawn at random among those that the noise reaches."""
+"""Number of further positions per fact, drawn at random among those that the noise reaches, as controls."""
 
 
 @dataclass(frozen=True)
 class CausalTraceSettings(DataSettings, FactSettings):
-    """Settings of `CausalTrace`.
+    """Settings of the workflow `causal_tracing`: the fact, its noised subject, and what is restored.
 
     Raises:
         ConfigError: some but not all of prompt, target and subject are set, or a kind does not exist.
@@ -107,7 +109,7 @@ class CausalTraceSettings(DataSettings, FactSettings):
 
 @dataclass(frozen=True)
 class Recalled:
-    """A fact to trace."""
+    """A fact prepared for causal tracing: its prompt, noised positions and answer."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
@@ -120,7 +122,8 @@ class Recalled:
 
 
 class CausalTrace(KnownWorkflow):
-    """Causal tracing of one prompt: a grid [layer, position] per kind of activation."""
+    """Workflow of causal tracing: restores one activation at a time in a prompt with noise on its subject,
+    [layer, position] per kind of activation."""
 
     name = "causal_tracing"
     question = "Which states recover a fact when the embedding of its subject is noised?"
@@ -128,7 +131,8 @@ class CausalTrace(KnownWorkflow):
     settings: CausalTraceSettings
 
     def plan(self) -> Nodes:
-        """One experiment per kind, as windows differ, on the prompt shown and on other facts."""
+        """Nodes that trace the displayed prompt and other facts, one per kind of activation, as windows of
+        layers differ between kinds."""
         settings = self.settings
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
@@ -172,11 +176,11 @@ class CausalTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Hook-point kinds to restore: the setting, or by default those of USUAL that all layers have."""
+        """Kinds of hook points to restore: the setting, or by default those of USUAL that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
-        """Causal tracing of one kind of activation in one fact."""
+        """Experiment that restores one kind of activation in one fact, averaged over samples of noise."""
         settings = self.settings
         return CausalTracing(
             tokens=fact.tokens,
@@ -191,8 +195,9 @@ class CausalTrace(KnownWorkflow):
         )
 
     def _other_facts(self) -> list[Recalled]:
-        """Other facts, each with a position for every role and OTHERS further positions: the first half to
-        choose on, the second to score on. `data` may have fewer than asked for.
+        """Facts other than the displayed one: the first half to choose a (layer, role) on, the second half to
+        score it on. Each has a position for every role and OTHERS random positions; `data` may give fewer
+        than asked for.
 
         Raises ConfigError for too few.
         """
@@ -215,14 +220,16 @@ class CausalTrace(KnownWorkflow):
                 facts.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(facts) == n_facts:
                 break
-        return enough(list(facts.values()), default_data(self.subject, settings.data), n_facts, "a place")
+        data = default_data(self.subject, settings.data)
+        return enough(list(facts.values()), data, n_facts, "a layer and position")
 
     def window_of(self, kind: str) -> int:
         """Number of layers whose activations of a kind are restored together."""
         return self.window if kind in IN_WINDOWS else 1
 
     def _fact(self) -> tuple[str, str]:
-        """Prompt and target; also sets `tokens`, and `noised`, the positions that get noise."""
+        """Prompt and target of the displayed fact; also sets `tokens`, and `noised`, the positions that get
+        noise."""
         settings = self.settings
         if not settings.prompt:
             prompt, counterfactual, target, _ = pair_records(self.subject, settings.data)[0]
@@ -238,12 +245,13 @@ class CausalTrace(KnownWorkflow):
 
     @cached_property
     def grids(self) -> dict[str, xr.Dataset]:
-        """Causal tracing of the prompt shown by kind, [layer, position], in memory."""
+        """Results of tracing the displayed prompt, [layer, position] by kind of activation, in memory."""
         return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
     def candidates(self) -> dict[str, CandidateEffects]:
-        """Rise of the answer's probability by kind, [fact, layer, role], on facts that the model knows.
+        """Rise of the answer's probability when a (layer, role) is restored in facts that the model knows,
+        [fact, layer, role], by kind of activation.
 
         On held-out facts, further random positions follow the roles on the last axis, as controls. Residual
         states have no effect of the last role, as the state there determines the answer."""
@@ -257,7 +265,8 @@ class CausalTrace(KnownWorkflow):
         return by_kind
 
     def _rise(self, name: str, group: str) -> Floats:
-        """Rise of the answer's probability above the noised run, [fact, layer, position].
+        """Probability of the answer with one activation restored minus that of the noised run, [fact, layer,
+        position].
 
         Arguments:
             name: name of the result.
@@ -270,15 +279,16 @@ class CausalTrace(KnownWorkflow):
 
     @property
     def says_answer(self) -> bool:
-        """Whether the answer is the likeliest next token of the prompt shown, without noise."""
+        """Whether the model's most likely next token after the displayed prompt, without noise, is the
+        answer."""
         # The run without noise is the same for every kind.
         grid = next(iter(self.grids.values()))
         return float(grid["unpatched"].sel(run="clean", metric="rank")) == 0
 
     def claims(self) -> Iterator[Claim]:
-        """Per kind of activation, the chosen (layer, role) on held-out facts; for comparison, the (layer,
-        role) with the mean rise nearest to 0; then the chosen ones in the prompt shown, if the model knows
-        its answer."""
+        """Claims, one per kind of activation, about the chosen (layer, role) on held-out facts; one for
+        comparison about the (layer, role) with the mean rise nearest to 0; then about the chosen ones in the
+        displayed prompt, if the model knows its answer."""
         best = {kind: candidates.best for kind, candidates in self.candidates.items()}
         for kind, place in best.items():
             yield self._on_others(kind, place)
@@ -293,15 +303,17 @@ class CausalTrace(KnownWorkflow):
         known facts."""
         n_known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
-            "Of each kind, the layer and position with the largest mean rise of the answer's probability on "
-            "other facts; for comparison, one with the mean rise nearest to 0. The model predicts the "
-            f"answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of {total[1]} "
-            f"held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims are about "
-            "these only."
+            "Rise: probability of the answer with one clean activation restored, minus that of the noised "
+            "run. For each kind of activation, the layer and position were chosen that have the largest mean "
+            "rise on other facts. A comparison claim is about the place with the mean rise nearest to 0. The "
+            f"model predicts the answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of "
+            f"{total[1]} held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims "
+            "are about the facts that it predicts."
         )
 
     def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:
-        """Claim about a place (layer, role) on held-out facts, against other places of each prompt."""
+        """Claim about a (layer, role) on held-out facts, compared with other layers and positions of each
+        prompt."""
         return self.candidates[kind].claim(
             f"{before}{self._cause(kind, place)} raises the probability of the answer",
             place,
@@ -311,8 +323,8 @@ class CausalTrace(KnownWorkflow):
         )
 
     def _here(self, kind: str, place: tuple[int, ...]) -> Claim | None:
-        """Claim about a place (layer, role) in the prompt shown, against its other cells that the noise
-        reaches; None if the noise does not reach the place, or reaches no other."""
+        """Claim about a (layer, role) in the displayed prompt, compared with other layers and positions that
+        the noise reaches; None if the noise does not reach this one, or reaches no other."""
         settings, grid, length = self.settings, self.grids[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
         layer, position = place[0], roles_of(self.noised[-1], length)[place[1]]
@@ -345,21 +357,25 @@ class CausalTrace(KnownWorkflow):
         )
 
     def _cause(self, kind: str, place: tuple[int, ...]) -> str:
-        """Restoring one kind at a place (layer, role), as claims name it."""
+        """Intervention in words, as claims begin: "restoring the clean mlp_out of layer 3 at the last token".
+        place: (layer, index into ROLES)."""
         layers = self.window_of(kind)
         around = f"{layers} layers around " if layers > 1 else ""
         return f"restoring the clean {kind} of {around}layer {place[0]} at {ROLES[place[1]]}"
 
     def views(self) -> Iterator[View]:
-        """Heatmaps of the answer's probability by layer and position, one per kind, and a table of the best
-        cells."""
+        """Views in reading order: heatmaps of the answer's probability by layer and position, one per kind of
+        activation, and a table of the best (layer, position) of each."""
         texts = self.subject.token_labels(self.tokens)
         grids = self.grids
         runs = next(iter(grids.values()))["unpatched"].sel(metric="probability")
         clean, noised = (float(runs.sel(run=run)) for run in ("clean", "corrupted"))
         best = [_best(kind, grid) for kind, grid in grids.items()]
         word = self.subject.token_labels(self.pieces[:1])[0]
-        shares = f"{format_probability(clean)} clean, {format_probability(noised)} noised"
+        runs_text = (
+            f"Without noise the probability is {format_probability(clean)}, with noise alone "
+            f"{format_probability(noised)}."
+        )
         yield Data(
             json=self._about(clean, noised, next(iter(grids.values()))) | {"best": best} | self._choice()
         )
@@ -368,8 +384,8 @@ class CausalTrace(KnownWorkflow):
             Heatmap.of(
                 grid["probability"].transpose("layer", "position"),
                 NAMES[kind],
-                f"probability of {word!r} with {_windowed(self.window_of(kind))} restored from the clean "
-                f"run; {shares}",
+                f"Probability of {word!r} when noise is added to the framed tokens and {kind} of "
+                f"{_windowed(self.window_of(kind))} is restored from the clean run at one token. {runs_text}",
                 sources=(kind,),
                 columns=tuple(f"{text} ({place})" for place, text in enumerate(texts)),
                 column_name="token",
@@ -393,8 +409,9 @@ class CausalTrace(KnownWorkflow):
             ("probability", "probability", format_probability),
             ("share recovered", "restored", "{:.0%}".format),
             title=f"{self.subject.name}: '{format_text(self.prompt)}' with noise on {self._noised_text()!r}",
-            caption="the layer and position of each kind with the highest probability; share recovered: of "
-            f"what the noise removed; {word!r} {shares}",
+            caption="One row per kind of restored activation, at the layer and token where restoring it "
+            f"gives the highest probability of {word!r}. {runs_text} Share recovered: share of that loss "
+            "which restoring brings back.",
         )
 
     def _noised_text(self) -> str:
@@ -403,7 +420,8 @@ class CausalTrace(KnownWorkflow):
         return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
-        """Prompt, noise, and probabilities of the clean and the noised run, for the JSON document."""
+        """JSON fields on prompt and noise, and on the answer's probability in the clean and in the noised
+        run."""
         return {
             **self.subject.about,
             "prompt": self.prompt,
@@ -417,7 +435,8 @@ class CausalTrace(KnownWorkflow):
         }
 
     def _choice(self) -> dict[str, Any]:
-        """Layer and role chosen on other facts, by kind, for the JSON document; empty without claims."""
+        """JSON field with the (layer, role) chosen on other facts, by kind of activation; empty without
+        claims."""
         if self.not_claimed:
             return {}
         best = {kind: (candidates.best, candidates.mean) for kind, candidates in self.candidates.items()}
@@ -430,7 +449,7 @@ class CausalTrace(KnownWorkflow):
 
 
 def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
-    """Positions of ROLES in a prompt.
+    """Positions of ROLES in a prompt: end of the subject, the token after it, and the last token.
 
     Arguments:
         subject_end: position of the last token of the subject.
@@ -440,7 +459,8 @@ def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
 
 
 def is_state(kind: str) -> bool:
-    """Whether a kind is a residual state; at the last token it determines the answer."""
+    """Whether a kind of hook point is the residual stream, whose state at the last token determines the
+    answer."""
     return kind.startswith("resid")
 
 
@@ -451,8 +471,9 @@ def _differing(ids: Sequence[int], other_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
-    """The cell with the highest probability, of equal ones the first. "restored" is 0 for the noised run, 1
-    for the clean run, None where these do not differ."""
+    """Record of the (layer, position) with the highest probability in a grid; of equal ones the first. Its
+    field "restored" is 0 for the noised run, 1 for the clean run, and None if both have the same
+    probability."""
     (best,) = largest(grid, grid["probability"].transpose("layer", "position"), 1, "probability")
     clean, noised = grid["unpatched"].sel(metric="probability", run=["clean", "corrupted"]).values.tolist()
     restored = (best["probability"] - noised) / (clean - noised) if clean != noised else None
@@ -460,5 +481,5 @@ def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
 
 
 def _windowed(layers: int) -> str:
-    """A window of layers in captions."""
+    """Number of layers in words, for captions: "one layer", "3 layers"."""
     return "one layer" if layers == 1 else f"{layers} layers"

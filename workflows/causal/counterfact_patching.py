@@ -37,19 +37,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
-TYPES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
-"""Token types in captions: inside the fact, last token of the fact, text after the fact."""
+TYPES = {"fact": "inside the fact", "fact_final": "last of the fact", "other": "after the fact"}
+"""Token types in tables and captions, by their label: where the patched token is."""
 PAIRS = 12
-"""Largest number of pairs that a page offers to select from."""
+"""Largest number of pairs for which a page has a heatmap to select."""
 
 
 @dataclass(frozen=True)
 class CounterFactPatchesSettings(PairSettings):
-    """Settings of `CounterFactPatches`."""
+    """Settings of the workflow `counterfact_patching`: the pairs of facts, and the blocks of layers."""
 
 
 class CounterFactPatches(PairWorkflow):
-    """Patching of every position in every block of layers, for all pairs of facts."""
+    """Workflow that patches one position of a fact at a time, in blocks of layers, with the states of a
+    counterfactual fact."""
 
     name = "counterfact_patching"
     question = "At which layer does patching the subject change the fact?"
@@ -58,10 +59,11 @@ class CounterFactPatches(PairWorkflow):
     settings: CounterFactPatchesSettings
 
     raw_patches = loaded("patches")
-    """Result of patching, [patch], with variables of pairs beside, in memory."""
+    """Result of patching, in memory: one entry per patched position and block, [patch], and the unpatched
+    predictions, [pair]."""
 
     def plan(self) -> Nodes:
-        """Single-position patches in every block of layers, per pair; for claims also patches of the whole
+        """Nodes that patch each position in every block of layers; for claims also nodes that patch the whole
         subject."""
         shared = self.read_pairs()
         nodes: Nodes = {"patches": self.on_model(CounterFactPatching(**shared))}
@@ -93,32 +95,35 @@ class CounterFactPatches(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about the block of layers in which patching the subject changes the prediction most often on
-        other pairs, and, for comparison, least often."""
+        """Claims about the block of layers in which patching the subject most often makes the model predict
+        the counterfactual answer, chosen on other pairs, and, for comparison, about the block in which it
+        does so least often."""
         shares = self.candidates.mean
         # Of several blocks with equally few changes the last one: it is farthest from the first block.
         weakest = len(shares) - 1 - int(shares[::-1].argmin())
         for block, before in ((self.candidates.best[0], ""), (weakest, "for comparison, ")):
             text = (
-                f"{before}patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
-                f"{layers_label(self.blocks[block])} makes the model predict the counterfactual prompt's "
-                "next token, as a share of pairs"
+                f"{before}share of pairs in which patching the counterfactual "
+                f"{SUBJECTS[self.settings.subject]} into layers {layers_label(self.blocks[block])} makes the "
+                "model predict the counterfactual prompt's next token"
             )
-            of = "the states of an unrelated prompt of the same length"
+            of = "patching states of an unrelated prompt of the same length"
             yield self.candidates.claim(text, (block,), of, self.settings)
 
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the blocks were chosen and scored."""
         return (
-            f"The block in which this happens most often, chosen on {self.claimed_pairs()}. For comparison, "
-            f"the block in which it happens least often. Control: states of {self.settings.donors} unrelated "
-            "prompts per pair."
+            "The block of layers was chosen in which patching most often makes the model predict the "
+            f"counterfactual prompt's next token, on {self.claimed_pairs()}. The last claim is a comparison: "
+            "the block in which it happens least often. Control: patching in states of "
+            f"{self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property
     def patches(self) -> xr.Dataset:
-        """Every patch in memory, [patch], with the next token `said` as text, whether that differs from the
-        unpatched run (`is_different`), and the `token_type` of the patched position."""
+        """All patches in memory, [patch], with three more variables: `said`, the predicted next token as
+        text; `is_different`, whether that differs from the unpatched prediction; `token_type` of the patched
+        position."""
         patches = self.raw_patches
         pair, position = patches["pair_of"].values, patches["position"].values
         next_tokens = self.subject.token_texts(patches["token_id"].values)
@@ -129,7 +134,7 @@ class CounterFactPatches(PairWorkflow):
         return patches.assign({name: ("patch", values) for name, values in columns.items()})
 
     def of(self, i: int) -> xr.Dataset:
-        """The patches of pair `i`, [patch]."""
+        """All patches of pair `i`, [patch]."""
         return self.patches.isel(patch=self.patches["pair_of"].values == i)
 
     @property
@@ -138,7 +143,7 @@ class CounterFactPatches(PairWorkflow):
         return all(pair.labels[-1] == "fact_final" for pair in self.pairs)
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` for the JSON document, in the fields of candle-mi's example."""
+        """JSON document of pair `i`, in the fields of candle-mi's example."""
         names = {
             "orig_pos": "position",
             "cf_pos": "counterfactual_position",
@@ -158,7 +163,8 @@ class CounterFactPatches(PairWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """How often the next token changes, by block and type of token, and the KL of every patch."""
+        """Views in reading order: how often a patch changes the next token, by block and type of token, and
+        the KL of every patch."""
         patches, total, model = self.patches, len(self.pairs), self.subject.name
         different, kinds = patches["is_different"].values, patches["token_type"].values
         in_block = [patches["block"].values == block for block in range(len(self.blocks))]
@@ -184,19 +190,24 @@ class CounterFactPatches(PairWorkflow):
             "total_patches": different.size,
             "total_different": different.sum(),
         }
-        caption = "share of patches that change the next token; mean KL(original || patched) in nats"
+        caption = (
+            "One row per block of layers. The states of one position are replaced by those of the "
+            "counterfactual prompt. Percentages: share of such patches, by type of the patched token, that "
+            "change the most likely next token. Mean KL: KL(original run || patched run) in nats."
+        )
         if self.predicts:
-            caption += "; the last token of a fact is the one whose prediction is read"
+            caption += " The next token is read at the last token of a fact."
         pair = self.prompts_json(0, self.raw_patches)
         clean, counterfactual = (format_token(pair[f"{name}_continuation"]) for name in ("original", "cf"))
         caption += (
-            f"\nfirst pair: {format_text(pair['label'])}; predicted for the original prompt: {clean!r}, "
-            f"for the counterfactual prompt: {counterfactual!r}"
+            f"\nFirst pair: {format_text(pair['label'])}. Predicted for the original prompt: {clean!r}, "
+            f"for the counterfactual prompt: {counterfactual!r}."
         )
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),
-            *((name, name, _share_cell) for name in ("any token", *TYPES)),
+            ("any token", "any token", _share_cell),
+            *((name, token_type, _share_cell) for token_type, name in TYPES.items()),
             ("mean KL", "kl", ".3f"),
             title=f"{model}: how often patching one position changes the next token, {total} pairs",
             caption=caption,
@@ -209,17 +220,19 @@ class CounterFactPatches(PairWorkflow):
         maps = [self._map(i) for i in range(min(total, PAIRS))]
         yield Choice(
             title="How much does a patch change the next-token distribution?",
-            caption="The states of one position, in one block of layers, are taken from the counterfactual "
-            "prompt.",
+            caption="Each cell: the states of one position, in one block of layers, are replaced by those of "
+            "the counterfactual prompt. Value: KL(original run || patched run) in nats. Framed: the most "
+            "likely next token changes.",
             name="pair",
             # strict=False: only the first PAIRS pairs have a map.
             options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
         )
         # If prompts end with their fact, patching its last token patches the prediction itself.
-        names = TYPES | ({"fact_final": "its last token,\nwhich predicts"} if self.predicts else {})
+        names = TYPES | ({"fact_final": "last of the fact,\nwhich predicts"} if self.predicts else {})
         often = Bars(
             title="How often the next token changes",
-            caption=f"{total} pairs of facts, one position patched at a time, by type of token",
+            caption=f"Share of patches that change the most likely next token, over {total} pairs of facts. "
+            "One position is patched at a time; bars by type of the patched token.",
             x=tuple(row["layers"] for row in rows),
             x_name="layers patched together",
             y_name="patches that change the next token",
@@ -232,7 +245,10 @@ class CounterFactPatches(PairWorkflow):
                 if of_type[kind].any()
             ),
         )
-        label = f"{format_text(pair['label'])}; framed: the next token changes"
+        label = (
+            f"{format_text(pair['label'])}. Each cell: states of one token in one block of layers patched. "
+            "Framed: the most likely next token changes."
+        )
         example = replace(maps[0], title="One pair: KL of every patch", caption=label)
         title = f"Where patching changes the fact that {model} predicts"
         panels = (often, example, self.findings)
@@ -241,10 +257,11 @@ class CounterFactPatches(PairWorkflow):
     def _map(self, i: int) -> Heatmap:
         """Heatmap of the KL of every patch of pair `i`, [block, position]."""
         patches, tokens = self.of(i), self.subject.token_labels(self.pairs[i].tokens.original)
-        place = patches["block"].values, patches["position"].values
+        rows, columns = patches["block"].values, patches["position"].values
         kl = np.full((len(self.blocks), len(tokens)), np.nan)
-        kl[place] = patches["kl"].values
-        cells = zip(*(axis[patches["is_different"].values].tolist() for axis in place), strict=True)
+        kl[rows, columns] = patches["kl"].values
+        is_changed = patches["is_different"].values
+        changed = zip(rows[is_changed].tolist(), columns[is_changed].tolist(), strict=True)
         return Heatmap(
             values=kl,
             rows=tuple(map(layers_label, self.blocks)),
@@ -255,7 +272,7 @@ class CounterFactPatches(PairWorkflow):
             unit="nats",
             low=0.0,
             upward=True,
-            framed=tuple(cell * 2 for cell in cells),
+            framed=tuple((row, column, row, column) for row, column in changed),
             frame_name="the next token changes",
         )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..settings import MODEL_HELP, Count, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Data, Heatmap, Line, Lines, Table, View, dim, together
 from ..workflow import Nodes, loaded
-from .ablation import AblationOfEach, AblationOfEachSettings
+from .ablation import INSTEAD, KL_CAPTION, AblationOfEach, AblationOfEachSettings
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,16 +42,18 @@ if TYPE_CHECKING:
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
 
 WEIGHTS = "expert_weights"
-"""Kind of hook point with the routing weights, [token, expert]."""
+"""Kind of hook point whose activations are the routing weights, [token, expert]."""
 IN_USE = 0.01
-"""Least share of tokens routed to an expert that claims compare."""
+"""Smallest share of the corpus's tokens that must be routed to an expert for claims to compare it."""
 PIECE = 400
-"""Characters of prose in one prompt: a few dozen tokens, fewer than the context length of any model."""
+"""Number of characters of prose in one prompt, which are a few dozen tokens: fewer than the context length of
+any model."""
 
 
 @dataclass(frozen=True)
 class ExpertRoutingSettings(AblationOfEachSettings):
-    """Settings of `ExpertRouting`."""
+    """Settings of the workflow `expert_routing`, which measures and ablates the experts of a
+    mixture-of-experts model."""
 
     model: str = setting("specimen-experts", MODEL_HELP)
     how: Literal["mean", "zero", "resample"] = setting("zero", "replacement of an ablated expert's weight")
@@ -65,7 +68,7 @@ class ExpertRoutingSettings(AblationOfEachSettings):
 
 
 class ExpertRouting(AblationOfEach):
-    """Routing of tokens to the experts of every layer, and ablation of every expert."""
+    """Workflow that shows which tokens are routed to which experts, and ablates one expert at a time."""
 
     name = "expert_routing"
     question = "Which experts process which tokens, and what does the loss become without them?"
@@ -74,15 +77,16 @@ class ExpertRouting(AblationOfEach):
     settings: ExpertRoutingSettings
     unit = "expert"
     described: ClassVar[str] = (
-        f" Experts to which less than {IN_USE:.0%} of all tokens are routed are left out. Which tokens "
-        "experts process is described, not claimed."
+        f" Experts to which less than {IN_USE:.0%} of all tokens are routed are left out. Nothing is claimed "
+        "about which tokens an expert processes."
     )
 
     use = loaded("use")
-    """Statistics of routing over the corpus, [layer, expert], in memory."""
+    """Result of `expert_use` in memory: statistics of routing over the corpus, [layer, expert]."""
 
     def plan(self) -> Nodes:
-        """Routing over the corpus, and ablation of every expert in the prompt shown and in other facts."""
+        """Nodes that measure routing over the corpus, and that ablate every expert in the displayed prompt
+        and in other facts."""
         settings = self.settings
         shared = self._shared()
         units = self.on_model(Ablation(**self._grid, **shared))
@@ -129,31 +133,38 @@ class ExpertRouting(AblationOfEach):
 
     @property
     def compared(self) -> list[int]:
-        """See `AblationOfEach`: experts in use."""
+        """Indices into the flattened [layer, expert] of the experts that process at least the share IN_USE of
+        all tokens."""
         # Ablating an unused expert has no effect; a null of such experts would be exceeded by any other.
         share = self.use["share"].transpose("layer", "expert").values.ravel()
         return [int(cell) for cell in np.flatnonzero(share >= IN_USE)]
 
     def views(self) -> Iterator[View]:
-        """Routing shares, KL of each ablation, information of tokens about routing, and tables of experts."""
+        """Views in reading order: routing shares, KL of each ablation, mutual information of tokens and
+        experts, and tables of experts."""
         use = self.use
         yield Data(json=self._about())
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
             "Tokens routed to each expert",
-            f"a token is routed to {self._sent} of {self._count} experts; with uniform routing each would "
-            f"process {self._sent / self._count:.0%} of tokens",
+            f"Share of the corpus's tokens that a layer routes to each expert. A token is routed to "
+            f"{self._sent} of {self._count} experts; with uniform routing each expert would process "
+            f"{self._sent / self._count:.0%} of tokens.",
             value_name="share of tokens",
             low=0.0,
             sources=("use",),
             json={"share": use["share"]},
         )
         kl = self._loss(
-            "experts", self.units, "KL when an expert is ablated", "its routing weight set to zero"
+            "experts",
+            self.units,
+            "KL when an expert is ablated",
+            f"Each cell: one expert's routing weight is replaced by {INSTEAD[self.settings.how]}. "
+            f"{KL_CAPTION}",
         )
         panels: list[Any] = [share, kl, self._token_information()]
         if self.pieces:
-            panels.append(self._change("experts", self.units, "Target when an expert is ablated"))
+            panels.append(self._change("experts", self.units, "Target probability when an expert is ablated"))
         title = f"Experts of {self.subject.name}"
         yield from together("expert_routing", title, *panels, beside=[self.findings], columns=2)
         yield self._readers()
@@ -180,8 +191,9 @@ class ExpertRouting(AblationOfEach):
             shuffled = (Line("shuffled", chance.mean(1), control=True, band=ends),)
         return Lines(
             title="How much a token determines its experts",
-            caption="mutual information of token and expert; dashed: token ids shuffled. Hidden states "
-            "depend on tokens, so that a router with random weights routes by token too",
+            caption="Mutual information, in nats, between a token's id and the experts that process it, over "
+            "the corpus. Dashed: the same with shuffled token ids. A router with random weights also routes "
+            "by token, as hidden states depend on tokens: the difference is described, not claimed.",
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
@@ -196,7 +208,8 @@ class ExpertRouting(AblationOfEach):
         )
 
     def _readers(self) -> Table:
-        """Table of the share of tokens routed to each expert, and the tokens that it processes most."""
+        """Table with a row per expert: the share of tokens routed to it, and the tokens that it processes
+        most."""
         use = self.use
         (rank,) = set(use["top_id"].dims) - {"layer", "expert"}
 
@@ -208,19 +221,18 @@ class ExpertRouting(AblationOfEach):
                 if row["token"] != NO_TOKEN
             ]
 
-        readers = [
-            row | {"layer": layer, "expert": expert, "tokens": tokens_of(in_layer.isel(expert=expert))}
-            for layer in use["layer"].values.tolist()
-            for in_layer in [use.sel(layer=layer)]
-            for expert, row in enumerate(records(in_layer, "expert", "share", "weight"))
-        ]
+        readers = []
+        for layer in use["layer"].values.tolist():
+            layer_use = use.sel(layer=layer)
+            for expert, numbers in enumerate(records(layer_use, "expert", "share", "weight")):
+                tokens = tokens_of(layer_use.isel(expert=expert))
+                readers.append(numbers | {"layer": layer, "expert": expert, "tokens": tokens})
 
-        def tokens(record: dict[str, Any]) -> Any:
-            return tuple(
-                run
-                for row in record["tokens"]
-                for run in (f"{format_token(row['token'])} ", dim(f"{row['share']:.0%}  "))
-            )
+        def tokens_cell(reader: dict[str, Any]) -> Any:
+            texts = [
+                (f"{format_token(row['token'])} ", dim(f"{row['share']:.0%}  ")) for row in reader["tokens"]
+            ]
+            return tuple(chain.from_iterable(texts))
 
         return Table.of(
             readers,
@@ -228,11 +240,11 @@ class ExpertRouting(AblationOfEach):
             ("expert", "expert", "d"),
             ("tokens", "share", "{:.1%}".format),
             ("weight", "weight", ".2f"),
-            ("top tokens", tokens),
+            ("top tokens", tokens_cell),
             title=f"Tokens that the experts of {self.subject.name} process",
-            caption="tokens: share of all tokens routed to the expert; weight: its mean routing weight for "
-            f"these; top tokens: those with {self.settings.least} or more occurrences of which it processes "
-            "the largest share",
+            caption="One row per expert. Tokens: share of all tokens of the corpus routed to it; weight: its "
+            "mean routing weight for them; top tokens: those of whose occurrences it processes the largest "
+            f"share, which is given in percent (tokens with at least {self.settings.least} occurrences).",
             sources=("use",),
             json={"readers": readers},
         )

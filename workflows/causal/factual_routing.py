@@ -36,20 +36,22 @@ if TYPE_CHECKING:
 __all__ = ["Routing", "RoutingSettings"]
 
 OFTEN = 10
-"""Number of heads that count as the top heads of a (pair, block), as candle-mi's appearances_in_top10."""
+"""Number of heads that count as the top heads for one pair and block; 10, as in candle-mi's field
+appearances_in_top10."""
 ROWS, PANELS = 10, 4
-"""Largest numbers of heads listed in the table and of blocks drawn in the figure."""
+"""Largest number of heads listed in the table, and of blocks of layers drawn in the figure."""
 
 
 @dataclass(frozen=True)
 class RoutingSettings(PairSettings):
-    """Settings of `Routing`."""
+    """Settings of the workflow `factual_routing`: the pairs of facts, and the blocks of layers."""
 
     top_k: Count = setting(10, "heads listed per block in the JSON document")
 
 
 class Routing(PairWorkflow):
-    """The last token's attention to the fact, with the subject patched in one block of layers at a time."""
+    """Workflow that measures, head by head, how the last token's attention to a fact changes when the fact's
+    subject is patched in one block of layers."""
 
     name = "factual_routing"
     question = "Which heads carry a fact to the last token?"
@@ -58,7 +60,7 @@ class Routing(PairWorkflow):
     settings: RoutingSettings
 
     def plan(self) -> Nodes:
-        """Subject patches in every block of layers, per pair, and control nodes."""
+        """Node that patches the subject of each pair in every block of layers, and control nodes."""
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
@@ -76,10 +78,10 @@ class Routing(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about attention to the fact: its change summed over heads, for the most effective block of
-        layers; then its change in that block's most effective head and, for comparison, in its least
-        effective one."""
-        heads, of = self.candidates, "the states of an unrelated prompt of the same length"
+        """Claims about the last token's attention to the fact: its change summed over heads, for the most
+        effective block of layers; then its change in that block's most effective head and, for comparison, in
+        its least effective one."""
+        heads, of = self.candidates, "patching states of an unrelated prompt of the same length"
         assert heads.controls is not None  # by_donor gives them
         blocks = CandidateEffects(
             *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
@@ -95,25 +97,27 @@ class Routing(PairWorkflow):
             f"patching the counterfactual {SUBJECTS[self.settings.subject]} into layers "
             f"{layers_label(self.blocks[block])} changes the last token's attention to the fact"
         )
-        text = f"{cause}, absolute change summed over heads"
+        text = f"{cause} (absolute change, summed over all heads)"
         yield blocks.claim(text, (block,), of, self.settings)
         for before, place in (("", best), ("for comparison, ", weakest)):
             _, layer, head = place
-            text = f"{before}{cause} in head {head} of layer {layer}"
+            text = f"{before}{cause} in head {head} of layer {layer} (absolute change)"
             yield heads.claim(text, place, of, self.settings)
 
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the block and the heads were chosen and scored."""
         return (
-            f"The block and the head with the largest mean change, chosen on {self.claimed_pairs()}. For "
-            "comparison, the head with the smallest mean change. Control: states of "
+            "The block of layers and the head were chosen in which patching changes the last token's "
+            f"attention to the fact most, in the mean of {self.claimed_pairs()}. The last claim is a "
+            "comparison: the head with the smallest mean change. Control: patching in states of "
             f"{self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property
     def routing(self) -> xr.Dataset:
-        """Result of patching in memory, with the change of attention `delta`, [pair, block, layer, head], and
-        whether the next token differs from that of the unpatched run, `is_different`, [pair, block]."""
+        """Result of patching in memory, with two more variables: `delta`, the change of attention, [pair,
+        block, layer, head], and `is_different`, whether the next token differs from that of the unpatched
+        run, [pair, block]."""
         result = self.result("routing").load()
         patched = [self.subject.token_texts(row) for row in result["token_id"].values]
         unpatched = self.subject.token_texts(result["original_token_id"].values)
@@ -124,8 +128,9 @@ class Routing(PairWorkflow):
         )
 
     def frequency(self) -> list[dict[str, Any]]:
-        """Heads that are among the top OFTEN heads of any (pair, block), most frequent first, with their
-        counts and their mean |delta| there; equally frequent ones by mean |delta|, then by layer and head."""
+        """Records of the heads that are among the OFTEN with the largest |delta| for any (pair, block), most
+        frequent first, with their counts and mean |delta| there; ties by mean |delta|, then by layer and
+        head."""
         size = np.abs(self.routing["delta"].values)
         flat = size.reshape(-1, size.shape[2] * size.shape[3])
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
@@ -147,7 +152,7 @@ class Routing(PairWorkflow):
         ]
 
     def document(self, i: int) -> dict[str, Any]:
-        """Pair `i` for the JSON document, in the fields of candle-mi's example."""
+        """JSON document of pair `i`, in the fields of candle-mi's example."""
         pair, routing, rule = self.pairs[i].tokens, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
         positions, sources = zip(*pair.subject, strict=True)
@@ -170,7 +175,7 @@ class Routing(PairWorkflow):
         }
 
     def _block_json(self, routing: xr.Dataset, block: int) -> dict[str, Any]:
-        """Record of one patched block of layers for the JSON document.
+        """JSON record of one pair with one block of layers patched.
 
         Arguments:
             routing: part of `routing` for one pair and block.
@@ -188,8 +193,8 @@ class Routing(PairWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Change of attention by head and by patched block, and the heads with the most frequent large
-        changes."""
+        """Views in reading order: change of attention by head, by patched block, and the heads that are most
+        often among those with the largest change."""
         model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
         total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
         changed = 100 * self.routing["is_different"].values.mean(0)
@@ -203,7 +208,8 @@ class Routing(PairWorkflow):
         maps = {layers_label(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
         yield Choice(
             title="In which heads does attention to the fact change when the subject is patched?",
-            caption=f"Absolute change of the last token's attention to the fact, mean of {pairs} pairs.",
+            caption="Each cell: absolute change of the attention weight from the last token to the fact in "
+            f"one head, when the subject is patched in one block of layers; mean over {pairs} pairs.",
             name="layers patched",
             options=tuple(maps.items()),
         )
@@ -216,8 +222,11 @@ class Routing(PairWorkflow):
             ("change of attention", "avg_total_routing_shift", ".3f"),
             ("next token changes", "pct_is_different", "{:.1f} %".format),
             title=f"{model}: attention to the fact when its subject is patched, {pairs} pairs",
-            caption="sum over heads of the absolute change of the last token's mean attention to the fact, "
-            f"mean over pairs; subject: {rule}, in the first pair {format_text(''.join(tokens))!r}",
+            caption="One row per block of layers in which the subject's states are replaced by those of the "
+            "counterfactual prompt. Change of attention: absolute change of the last token's attention "
+            "weight to the fact, summed over all heads, mean over pairs. Next token changes: share of pairs "
+            f"whose most likely next token differs. Patched: the {SUBJECTS[rule]}, in the first pair "
+            f"{format_text(''.join(tokens))!r}.",
             json={
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,
@@ -233,15 +242,19 @@ class Routing(PairWorkflow):
             ("in top 10", "pct_of_blocks", "{:.0f} %".format),
             ("mean absolute change", "avg_abs_delta", ".4f"),
             title="Heads whose attention to the fact changes most",
-            caption=f"in top 10: share of the {count} (pair, block) combinations in which the head is among "
-            f"the {OFTEN} with the largest change; mean over these combinations",
+            caption="One row per head; the change is that of the last token's attention weight to the fact "
+            f"when the subject is patched. In top {OFTEN}: share of the {count} combinations of a pair and a "
+            f"block in which the head is among the {OFTEN} heads with the largest change. Mean absolute "
+            "change: over these combinations.",
         )
         # Of many blocks, those with the largest changes.
         shown = np.sort(np.argsort(-total.mean(0), kind="stable")[:PANELS]).tolist()
         drawn = [(name, panel) for i, (name, panel) in enumerate(maps.items()) if i in shown]
         amount = Bars(
             title="Change of attention by block",
-            caption=f"bars: mean of {pairs} pairs; in brackets: share of pairs whose next token changes",
+            caption="Absolute change of the last token's attention to the fact, summed over heads. Bars: "
+            f"mean of {pairs} pairs; dots: single pairs; in brackets: share of pairs whose most likely next "
+            "token changes.",
             x=tuple(f"{name} ({share:.0f} %)" for name, share in zip(maps, changed, strict=True)),
             x_name="layers patched",
             y_name="absolute change, sum over heads",
@@ -263,8 +276,11 @@ class Routing(PairWorkflow):
             whole: the same for all blocks, which share one colour scale.
         """
         part = part.transpose("layer", "head")
-        most = "largest: layer {layer}, head {head}".format(**ranked(part, 1)[0])
-        return Heatmap.of(part, "", most, low=0.0, high=float(whole.max()))
+        caption = (
+            "Each cell: absolute change of one head's attention from the last token to the fact, mean over "
+            "pairs. Largest: layer {layer}, head {head}."
+        ).format(**ranked(part, 1)[0])
+        return Heatmap.of(part, "", caption, low=0.0, high=float(whole.max()))
 
 
 def _attention_change(result: xr.Dataset) -> Floats:

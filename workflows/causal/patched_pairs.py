@@ -32,7 +32,7 @@ __all__ = ["ActivationPatchingTraceSettings", "PatchedPair", "PatchedPairs"]
 
 @dataclass(frozen=True)
 class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
-    """Settings of `ActivationPatchingTrace`.
+    """Settings of the workflow `activation_patching`: the pairs of prompts, what is patched, and the metric.
 
     Raises:
         ConfigError: only one of the clean and the corrupted prompt is set, an answer is set without a prompt,
@@ -70,14 +70,19 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         require_together(self, "prompt", "corrupted")
         if self.answer and not self.prompt:
-            raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
+            raise ConfigError(
+                f"expected a prompt together with answer={self.answer!r}, found none; set prompt and "
+                "corrupted"
+            )
         if self.wrong and not self.answer:
-            raise ConfigError(f"expected an answer beside wrong={self.wrong!r}, found none")
+            raise ConfigError(
+                f"expected an answer together with wrong={self.wrong!r}, found none; set answer=…"
+            )
         needed = {"logit_difference": ("answer", "wrong"), "probability": ("answer",)}.get(self.metric, ())
         missing = [name for name in needed if self.prompt and not getattr(self, name)]
         if missing:
             raise ConfigError(
-                f"metric={self.metric}: expected {' and '.join(needed)} of the prompt, found no "
+                f"expected {' and '.join(needed)} together with metric={self.metric}, found no "
                 f"{' and no '.join(missing)}; set {'=… and '.join(missing)}=…"
             )
         check_kinds(self.kinds, KINDS)
@@ -112,13 +117,13 @@ class PatchedPair:
 
 
 class PatchedPairs:
-    """The pairs that the settings select, encoded for one model."""
+    """Pairs of clean and corrupted prompts that the settings select, tokenized for one model."""
 
     def __init__(self, subject: Subject, settings: ActivationPatchingTraceSettings) -> None:
         self.subject, self.settings = subject, settings
 
     def shown(self) -> list[PatchedPair]:
-        """The pairs whose grids are shown. Raises ConfigError for prompts that cannot be paired."""
+        """Pairs whose results are displayed. Raises ConfigError for prompts that cannot be paired."""
         settings = self.settings
         if settings.prompt:
             candidates = dict.fromkeys(settings.corrupted, settings.wrong)
@@ -129,9 +134,9 @@ class PatchedPairs:
         ]
 
     def others(self, shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs for selecting and for scoring a layer and position, at most 2 * settings.others: further
-        pairs of `data`, or shipped facts without `data`; pairs that are shown, or do not fit the model, are
-        left out."""
+        """Pairs on which a layer and position are selected and scored, at most 2 * settings.others: further
+        pairs of `data`, or of shipped facts if `data` has none. shown: displayed pairs, which are left
+        out."""
         settings = self.settings
         # More records than needed, as some do not fit; all of a large file would take long to tokenize.
         few = 4 * settings.others + len(shown)
@@ -141,8 +146,8 @@ class PatchedPairs:
         return fitting[: 2 * settings.others]
 
     def _fitting(self, records: Sequence[PairTexts], shown: Sequence[PatchedPair]) -> list[PatchedPair]:
-        """Pairs of records, without those shown, of unequal lengths, too long for the model, or with answers
-        that the metric cannot tell apart."""
+        """Pairs made of records. Left out are displayed pairs, prompts of unequal length or too long for the
+        model, and answers that the metric cannot distinguish."""
         shown_ids, pairs = [(p.clean_ids, p.corrupted_ids) for p in shown], []
         for clean, corrupted, target, wrong in records:
             ids, corrupted_ids = (tuple(self._encoded(text).ids) for text in (clean, corrupted))
@@ -158,14 +163,15 @@ class PatchedPairs:
         return pairs
 
     def metric(self, pair: PatchedPair) -> Metric:
-        """Metric that recovery is a share of, for one pair."""
+        """Metric of one pair of which recovery is a share: KL, difference of logits, or probability."""
         if self.settings.metric == "logit_difference":
             assert pair.wrong_piece is not None
             return LogitDifference(pair.pieces[0], pair.wrong_piece)
         return Probability(pair.pieces[0]) if self.settings.metric == "probability" else KL()
 
     def question(self, pair: PatchedPair) -> AskedPrompt:
-        """Token ids of the clean prompt, the first token of its answer, and the position that predicts it."""
+        """Question for `AnswerRanks`: token ids of the clean prompt, first token of its answer, and the
+        position that predicts it."""
         return pair.clean_ids, pair.pieces[0], self.read_at(pair)
 
     def read_at(self, pair: PatchedPair) -> int:
@@ -173,14 +179,14 @@ class PatchedPairs:
         clean, corrupted = map(self.subject.read_at, (pair.clean_ids, pair.corrupted_ids))
         if clean != corrupted:
             raise ConfigError(
-                f"expected the mask at the same position of both prompts, found {clean} and {corrupted}; "
-                "choose other prompts"
+                "expected the mask at the same position in the clean and in the corrupted prompt, found it "
+                f"at {clean} and {corrupted}; choose other prompts"
             )
         return clean
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
-        """Arguments of patching experiments on one pair: prompts, hook-point kinds, window of layers and read
-        position.
+        """Arguments of patching experiments on one pair: prompts, kinds of hook points, window of layers, and
+        the position whose prediction is read.
 
         Arguments:
             pair: the pair.
@@ -196,11 +202,11 @@ class PatchedPairs:
         }
 
     def _encoded(self, text: str) -> Encoding:
-        """Tokens of a prompt, with a mask appended for models that fill in masks."""
+        """Prompt as tokens, with a mask token appended for models that fill in masks."""
         return encoded(self.subject, self.subject.asked(text))
 
     def _pair(self, clean: str, answer: str, candidates: Mapping[str, str]) -> PatchedPair:
-        """A clean prompt with the first corrupted prompt that has as many tokens.
+        """Pair of a clean prompt and the first of its corrupted prompts that has as many tokens.
 
         Arguments:
             clean: clean prompt.
@@ -218,11 +224,12 @@ class PatchedPairs:
             lengths = ", ".join(f"{text!r} has {len(other_ids)}" for text, other_ids in ids_of.items())
             raise ConfigError(
                 f"expected a corrupted prompt of {len(ids)} tokens, as {clean!r} has, found none "
-                f"({lengths}); choose another"
+                f"({lengths}); choose another: corrupted=…"
             )
         if ids_of[corrupted] == ids:
             raise ConfigError(
-                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
+                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice; change "
+                "the words that the answer depends on"
             )
         pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
         if len(pieces) > 1 and self.settings.answer_piece == "only":
@@ -234,8 +241,8 @@ class PatchedPairs:
         wrong_pieces = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]
         if self.settings.metric == "logit_difference" and pieces[:1] == wrong_pieces:
             raise ConfigError(
-                f"metric=logit_difference: expected answers that begin with different tokens, found "
-                f"{answer!r} and {wrong!r}; choose others, or another metric"
+                "expected answers that begin with different tokens, as metric=logit_difference compares "
+                f"these, found {answer!r} and {wrong!r}; choose other answers, or another metric"
             )
         return PatchedPair(
             clean,

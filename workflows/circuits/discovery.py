@@ -32,13 +32,14 @@ from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
 from ...stages.forward.models.files import SHIPPED
 from ...stages.forward.runs.duration import PassWork
+from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import labelled
 from ..material.sizes import affordable
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
 from ..workflow import Nodes
-from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, CircuitWorkflow
+from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, NAMES, CircuitWorkflow
 
 if TYPE_CHECKING:
     from ...store.arrays import Floats
@@ -48,7 +49,8 @@ __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
 
 @dataclass(frozen=True)
 class CircuitDiscoverySettings(CircuitSettings):
-    """Settings of `CircuitDiscovery`."""
+    """Settings of the workflow `circuit_discovery`: the tasks, how edges are scored, and the size of the
+    circuit. Raises ConfigError for both `effects` and `by_position`."""
 
     size: Natural = setting(0, "number of edges of the circuit; 0: a tenth of all edges")
     by_position: bool = setting(
@@ -62,9 +64,17 @@ class CircuitDiscoverySettings(CircuitSettings):
     listed: Count = setting(25, "edges listed in the table, largest |score| first")
     drawn: Count = setting(60, "edges drawn, among those on a path from the input to the logits")
 
+    def __post_init__(self) -> None:
+        if self.effects and self.by_position:
+            raise ConfigError(
+                "expected effects=true or by_position=true, found both, which would take an exact run for every "
+                "edge at every position; leave one out"
+            )
+
 
 class CircuitDiscovery(CircuitWorkflow):
-    """Circuit discovery per task: edge scores, circuit, and faithfulness on held-out pairs."""
+    """Workflow that finds a circuit for each task: scores edges by gradients, selects a circuit, and measures
+    its faithfulness on held-out pairs."""
 
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
@@ -81,21 +91,24 @@ class CircuitDiscovery(CircuitWorkflow):
         return FORWARD_AND_BACKWARD * self.settings.steps + CIRCUIT_RUN * (3 + self.settings.controls)
 
     def positions(self, task: str) -> int | None:
-        """Number of positions that edges of a task distinguish; None without by_position."""
+        """Number of positions at which a task's edges are distinct; None if edges are the same at every
+        position."""
         # One length for both halves: edges chosen at positions of one half are run at those of the other.
         return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
 
     def edges(self, task: str) -> int:
-        """Number of edges in the graph of a task, counted at every position with by_position."""
+        """Number of edges in the graph of a task; with the setting by_position, each edge counts once per
+        position."""
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Circuit size in edges: the setting, else a tenth of the graph's edges, at least 1."""
+        """Number of edges of a task's circuit: the setting `size`, else a tenth of the graph's edges, at
+        least 1."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Nodes:
-        """Per task: scores and exact effects of edges, and runs of the circuit and of random circuits on
-        held-out pairs."""
+        """Nodes of each task: scores and exact effects of edges, and runs of the circuit and of random
+        circuits on held-out pairs."""
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
@@ -135,8 +148,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
 
     def faithful(self, task: str) -> Floats:
-        """Faithfulness of a task's circuit in percent, [pair]; every pair is divided by the mean
-        denominator."""
+        """Faithfulness of a task's circuit in percent, [pair]: 100 is the whole model, 0 the model with every
+        edge corrupted. All pairs share one denominator, the mean."""
         result = self.result(f"{task}_circuit").load()
         clean, empty = (result[name].values for name in ("clean", "empty"))
         # One denominator for all pairs, as in `faithfulness`: that of a single pair may be near 0.
@@ -151,7 +164,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return Claim.against(text, faithful, random, of, unit="%", held_out=True, seed=seed)
 
     def views(self) -> Iterator[View]:
-        """Per task: a table of the circuit's edges, a map of positions with `by_position`, and a drawing."""
+        """Views of each task: a table of the circuit's edges, a heatmap of positions with the setting
+        `by_position`, and a drawing."""
         documents = {task: self.document(task) for task in self.tasks}
         yield Data(
             json={
@@ -167,23 +181,35 @@ class CircuitDiscovery(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_discovery_{task}",
                 title=f"Circuit of {self.subject.name} for {task}",
-                caption=f"faithfulness on held-out pairs: {documents[task]['faithfulness_percent']:.0f} %",
+                caption="Faithfulness of the circuit on held-out pairs of prompts: "
+                f"{documents[task]['faithfulness_percent']:.0f} % (100 %: as the whole model; 0 %: as with "
+                "every edge corrupted).",
                 panels=(self._drawing(task), *by_position, *([self.findings] if self.done else [])),
                 columns=1,
             )
 
     def document(self, task: str) -> dict[str, Any]:
-        """A task's circuit for tables and the JSON document: edges with scores, faithfulness, and exact
-        effects."""
+        """JSON document of a task's circuit: its edges with scores and exact effects, and its faithfulness;
+        tables read it too."""
         scores = self.result(f"{task}_scores")["score"].values
-        circuit, in_graph = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
-        effects = None
+        circuit, claim = self.circuit(task), self.claim(task)
+        effects, agreement = None, {}
         if self.has_effects:
+            in_graph = Circuit.whole(self.layout).chosen
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
-        # `argwhere` and the boolean index below list edges in the same order.
-        places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
-        order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable").tolist()
-        claim = self.claim(task)
+            agreement = {"scores_and_exact_effects": _agreement(scores[in_graph], effects[in_graph])}
+        # Each row: (position,) source, destination. In the same order as the boolean index below.
+        indices = np.argwhere(circuit.chosen)
+        largest_first = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable")
+        edges = []
+        for index in map(tuple, indices[largest_first].tolist()):
+            edge: dict[str, Any] = {"edge": self.layout.name(*index[-2:])}
+            if self.settings.by_position:
+                edge["position"] = index[0]
+            edge["score"] = float(scores[index])
+            if effects is not None:
+                edge["exact_effect"] = float(effects[index])
+            edges.append(edge)
         return {
             "circuit": circuit.to_json(),
             "edges_there_are": self.edges(task),
@@ -191,27 +217,15 @@ class CircuitDiscovery(CircuitWorkflow):
             "faithfulness_percent": claim.effect,
             "faithfulness_interval_95": claim.spread,
             "random_faithfulness_percent": claim.null.values,
-            **(
-                {}
-                if effects is None
-                else {"scores_and_exact_effects": _agreement(scores[in_graph], effects[in_graph])}
-            ),
-            "edges": [
-                {
-                    "edge": self.layout.name(*place[-2:]),
-                    **({} if len(place) == 2 else {"position": place[0]}),
-                    "score": float(scores[place]),
-                    **({} if effects is None else {"exact_effect": float(effects[place])}),
-                }
-                for place in (places[number] for number in order)
-            ],
+            **agreement,
+            "edges": edges,
         }
 
     def _table(self, task: str, document: dict[str, Any]) -> Table:
-        """Table of the edges of a task's circuit; document: see `document`."""
+        """Table of the edges of a task's circuit. document: the task's JSON document."""
         shown = min(self.settings.listed, len(document["edges"]))
         unit = self.result(f"{task}_scores")["score"].attrs["units"]
-        measured = "exact effect: the measured change; " if self.has_effects else ""
+        measured = "; exact effect: the measured change" if self.has_effects else ""
         return Table.of(
             document["edges"][:shown],
             ("edge", "edge"),
@@ -219,8 +233,9 @@ class CircuitDiscovery(CircuitWorkflow):
             ("score", "score", "+.4f"),
             *([("exact effect", "exact_effect", "+.4f")] if self.has_effects else []),
             title=f"{task}: {shown} of the circuit's {len(document['edges'])} edges, largest |score| first",
-            caption=f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, "
-            f"when this edge alone is corrupted; {measured}means over the pairs that edges were chosen on",
+            caption=f"One row per edge, from the output of one node to the input of a later one. {NAMES} "
+            f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, when "
+            f"this edge alone is corrupted{measured}; means over the pairs that edges were chosen on.",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 
@@ -241,8 +256,9 @@ class CircuitDiscovery(CircuitWorkflow):
         columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",
-            caption=f"the {len(shown)} edges with the largest |score| of {len(pruned)} on paths from the "
-            "input to the logits",
+            caption="Heads and MLPs by layer, with the input at the bottom and the logits on top. Drawn: the "
+            f"{len(shown)} edges with the largest |score| of the {len(pruned)} edges of the circuit that are "
+            "on a path from the input to the logits.",
             upstream=tuple(source for source, _, _ in names),
             downstream=tuple(destination for _, _, destination in names),
             weights=scores[rows, columns],
@@ -265,7 +281,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return Heatmap.of(
             labelled(summed, "|score| of the circuit's edges", unit, read_in=names, position=None),
             f"{task}: where the circuit reads",
-            "sum of |score| over the circuit's edges, by layer and position of the destination",
+            "Each cell: sum of |score| over the edges of the circuit that end in one layer (row) at one "
+            "token position (column).",
             sources=(f"{task}_scores", f"{task}_circuit"),
         )
 

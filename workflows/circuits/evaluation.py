@@ -35,7 +35,7 @@ from ..material.sizes import affordable
 from ..settings import CircuitSettings, Count, Share, setting
 from ..views import Data, Figure, Line, Lines, Table, View
 from ..workflow import Nodes
-from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, PAIRS, PROMPT_LENGTH, CircuitWorkflow
+from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, NAMES, PAIRS, PROMPT_LENGTH, CircuitWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,16 +45,24 @@ if TYPE_CHECKING:
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Sizes of circuits as shares of all edges, as in the Mechanistic Interpretability Benchmark."""
+"""Default sizes of circuits, as shares of all edges: those of the Mechanistic Interpretability Benchmark."""
 FEW_SHARES = (0.005, 0.02, 0.1, 0.5)
-"""Those by default for a large model."""
+"""Default sizes for a large model."""
 MINIMAL_SHARE = 0.02
 """Largest size by default of the circuit that is run without each of its edges, as a share of all edges."""
+CARRIED: dict[Alternative, str] = {
+    "corrupted": "the output of their source in the corrupted prompt",
+    "zero": "zero instead of the output of their source",
+    "mean": "the mean output of their source over the clean prompts",
+    "resampled": "the output of their source in another clean prompt",
+}
+"""What an ablated edge carries, for captions, by value of the setting `alternative`."""
 
 
 @dataclass(frozen=True)
 class CircuitEvaluationSettings(CircuitSettings):
-    """Settings of `CircuitEvaluation`.
+    """Settings of the workflow `circuit_evaluation`: the tasks, how edges are scored and ablated, and the
+    sizes of circuits.
 
     Raises:
         ConfigError: `shares` has fewer than two, does not ascend, or begins at 0; or `share` is 0.
@@ -80,15 +88,20 @@ class CircuitEvaluationSettings(CircuitSettings):
     def __post_init__(self) -> None:
         is_ascending = list(self.shares) == sorted(set(self.shares))
         if self.shares and (len(self.shares) < 2 or not is_ascending or self.shares[0] == 0):
-            raise ConfigError(f"expected two or more ascending shares above 0, found {self.shares}")
+            raise ConfigError(
+                f"expected shares to be two or more ascending numbers above 0, found {self.shares}; set for "
+                "example shares=0.01,0.1,1"
+            )
         if self.share == 0:
             raise ConfigError(
-                "expected a share above 0 for the circuit that is run without each edge, found 0"
+                "expected share, the size of the circuit that is run without each of its edges, above 0, "
+                "found 0; set for example share=0.02"
             )
 
 
 class CircuitEvaluation(CircuitWorkflow):
-    """Faithfulness of circuits by size, and the effect of every edge of one circuit."""
+    """Workflow that measures how faithful circuits of growing size are, and which edges of one circuit a task
+    needs."""
 
     name = "circuit_evaluation"
     question = "How much of a task does a circuit do alone, and which of its edges does it need?"
@@ -129,18 +142,21 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Distinct sizes in edges, ascending; shares of fewer than one edge are left out."""
+        """Numbers of edges of the evaluated circuits, distinct and ascending; shares of less than one edge
+        are left out."""
         return tuple(sorted({size for share in self.shares_run if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
-        """Number of edges that a share of all edges is, rounded down."""
+        """Number of edges that make up a share of all edges, rounded down."""
         return int(share * self.num_edges)
 
     def plan(self) -> Nodes:
-        """Per task: runs of circuits and of random circuits by size, and of one circuit without each edge."""
+        """Nodes of each task: runs of circuits and of random circuits of every size, and of one circuit
+        without each of its edges."""
         if len(self.sizes) < 2:
             raise ConfigError(
-                f"expected shares that give two sizes or more of {self.num_edges} edges, found {self.sizes}"
+                f"expected shares that give circuits of two or more sizes in a graph of {self.num_edges} "
+                f"edges, found the sizes {self.sizes}; add larger shares"
             )
         nodes: Nodes = {}
         for task in self.tasks:
@@ -165,8 +181,8 @@ class CircuitEvaluation(CircuitWorkflow):
         return nodes
 
     def curves(self, task: str) -> dict[str, Floats]:
-        """Faithfulness in percent: "circuit" [size], "complement", the model without it, [size], and "random"
-        [size, draw]."""
+        """Faithfulness in percent, by name: "circuit" [size]; "complement", of the model without the circuit,
+        [size]; "random", of random circuits, [size, draw]."""
         circuits = self.result(f"{task}_circuits").load()
         return {
             "circuit": 100 * faithfulness(circuits),
@@ -177,7 +193,7 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def shares(self) -> Floats:
-        """Sizes as shares of all edges, [size]."""
+        """Sizes of the evaluated circuits as shares of all edges, [size]."""
         shares: Floats = np.array(self.sizes) / self.num_edges
         return shares
 
@@ -191,7 +207,8 @@ class CircuitEvaluation(CircuitWorkflow):
         return Claim.against(text, effect, random, of, unit="%", held_out=True)
 
     def document(self, task: str) -> dict[str, Any]:
-        """A task for tables and the JSON document: curves, their areas, and the effect of each edge."""
+        """JSON document of a task: faithfulness by size, the areas under it, and the effect of each edge;
+        tables read it too."""
         curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
         under, between = areas(self.shares, curves["circuit"] / 100)
         circuit = Circuit(self.layout, minimal["chosen"].values[0] > 0)
@@ -220,7 +237,8 @@ class CircuitEvaluation(CircuitWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Per task: faithfulness by size, and a table of the edges of one circuit by their effect."""
+        """Views of each task: faithfulness by size of the circuit, and a table of the edges of one circuit by
+        their effect."""
         documents = {task: self.document(task) for task in self.tasks}
         yield Data(json={**self.subject.about, "evaluated": documents})
         for task in self.tasks:
@@ -230,7 +248,8 @@ class CircuitEvaluation(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_evaluation_{task}",
                 title=f"Faithfulness of circuits of {self.subject.name} for {task}",
-                caption=f"ablated edges carry: {self.settings.alternative}",
+                caption="Edges outside a circuit are ablated: they carry "
+                f"{CARRIED[self.settings.alternative]}.",
                 panels=(curve, *([self.findings] if self.done else [])),
                 columns=1,
             )
@@ -240,9 +259,11 @@ class CircuitEvaluation(CircuitWorkflow):
         random = document["random_percent"]
         return Lines(
             title=f"{task}: faithfulness by size",
-            caption="areas over the share of edges, not its logarithm: under the curve of circuits "
-            f"{document['cpr']:.3f} (CPR), between it and 100 % {document['cmd']:.3f} (CMD); dashed: median "
-            "of random circuits",
+            caption="Faithfulness on held-out pairs of circuits with a growing share of the model's edges "
+            "(100 %: as the whole model; 0 %: as with every edge ablated), and of the model without these "
+            "circuits. Dashed: median of random circuits of the same sizes. Area under the circuits' curve "
+            f"(CPR): {document['cpr']:.3f}; area between it and 100 % (CMD): {document['cmd']:.3f}. Areas "
+            "are over the share of edges, not its logarithm.",
             x=tuple((100 * self.shares).tolist()),
             x_name="percent of the model's edges",
             log_x=True,
@@ -265,9 +286,10 @@ class CircuitEvaluation(CircuitWorkflow):
             ("edge", "edge"),
             ("faithfulness lost", "lost_percent", "{:+.2f} %".format),
             title=f"{task}: a circuit of {len(lost)} edges with one of them ablated",
-            caption=f"{_shown_edges(len(shown), len(lost), listed)}; in percentage points of faithfulness, "
-            f"which is {document['circuit_percent']:.1f} % for the circuit and "
-            f"{document['without_circuit_percent']:.1f} % for the model without it",
+            caption=f"One row per edge: {_shown_edges(len(shown), len(lost), listed)}. Faithfulness lost, in "
+            "percentage points, when this edge of the circuit is ablated too. Faithfulness is "
+            f"{document['circuit_percent']:.1f} % for the circuit and "
+            f"{document['without_circuit_percent']:.1f} % for the model without it. {NAMES}",
             sources=(f"{task}_minimal",),
         )
 
@@ -279,7 +301,7 @@ def _complement(circuits: xr.Dataset) -> Floats:
 
 
 def _shown_edges(n_shown: int, n_edges: int, listed: int) -> str:
-    """Which edges of a circuit its table shows, in words."""
+    """Which edges of a circuit its table lists, in words for the caption."""
     if n_shown == n_edges:
         return "every edge"
     return f"the {listed} edges with the largest effect and the {listed} with the smallest"

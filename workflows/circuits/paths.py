@@ -44,21 +44,22 @@ if TYPE_CHECKING:
 __all__ = ["PathPatchingTrace", "PathPatchingTraceSettings"]
 
 HEAD, OTHER, QUIETEST = "strong head", "strong MLP or input", "quietest head"
-"""Roles of the listed senders: why `StrongestPaths` selected them."""
+"""Roles of the listed senders: as what `StrongestPaths` selected each of them."""
 CHANGES = "random changes of the same norm, on the same path"
 CONTROL_COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("random, 95 %", lambda sender: "{low_95:+.3f} to {high_95:+.3f}".format(**sender["random"])),
     ("excess", "further", "+.3f"),
     ("p", "p", ".2g"),
 )
-"""Columns of the table of senders that need controls."""
+"""Columns of the table of senders that are shown only if controls were run."""
 SIGNS = 200
 """Number of draws of random signs; they need no further runs of the model."""
 
 
 @dataclass(frozen=True)
 class PathPatchingTraceSettings(TaskSettings):
-    """Settings of `PathPatchingTrace`."""
+    """Settings of the workflow `path_patching`: the tasks, the receivers of paths, and what happens to MLPs
+    between."""
 
     controls: Natural = setting(
         20, "random changes of the same norm per sender, as controls; 0: none, and nothing is claimed"
@@ -78,7 +79,8 @@ class PathPatchingTraceSettings(TaskSettings):
 
 
 class PathPatchingTrace(TaskWorkflow):
-    """Effects of every sender on each receiver, and those of the strongest against random changes."""
+    """Workflow that patches paths: corrupts the output of one head, MLP or the embedding (sender) on its
+    paths to a receiver only."""
 
     name = "path_patching"
     question = "Which heads and MLPs affect the answer, and through which later heads?"
@@ -106,10 +108,11 @@ class PathPatchingTrace(TaskWorkflow):
         return affordable(n_runs * self.operations_per_pair, 1, least=0)
 
     def plan(self) -> Nodes:
-        """Per task: paths to the receivers, and to those one step back."""
+        """Nodes of each task: paths from all senders to the receivers of the settings, and to the inputs of
+        the strongest heads, one step back."""
         settings = self.settings
         if not settings.receivers:
-            raise ConfigError(f"expected at least one receiver, such as {LOGITS!r}, found none")
+            raise ConfigError(f"expected at least one receiver, found none; set receivers={LOGITS}")
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
@@ -131,7 +134,8 @@ class PathPatchingTrace(TaskWorkflow):
 
     @cached_property
     def receivers(self) -> list[_ReceiverEffects]:
-        """Effects on every receiver in each task; receivers one step back follow the others of the task."""
+        """Effects of all senders on every receiver, task by task; receivers one step back come last in each
+        task."""
         effects = []
         for task in self.tasks:
             for node in (name for name in (f"{task}_paths", f"{task}_back") if name in self.nodes):
@@ -141,8 +145,8 @@ class PathPatchingTrace(TaskWorkflow):
         return effects
 
     def claims(self) -> Iterator[Claim]:
-        """Per receiver: the strongest sender against random changes. For receivers that the settings name
-        also the strongest head against other heads, and, for comparison, the weakest head. No claims about
+        """Claims for each receiver about its strongest sender; for receivers that the settings name also
+        about the strongest head compared with other heads and, for comparison, the weakest head. None about
         tasks that the model does not do."""
         for receiver in self.receivers:
             if receiver.task in self.done:
@@ -152,12 +156,13 @@ class PathPatchingTrace(TaskWorkflow):
         """Caption of the claims: selection and scoring of senders, or tasks that the model does not do."""
         count = self.n_pairs
         return self.not_done or (
+            "A sender's output is replaced by that of the corrupted prompt, on its paths to a receiver only. "
             f"Senders were chosen on {count} pairs of each task, among all with a path to the receiver, and "
             f"scored on {count} held-out pairs, against {self.settings.controls} random changes each. {NAMES}"
         )
 
     def _claims(self, receiver: _ReceiverEffects) -> Iterator[Claim]:
-        """Claims about the senders to one receiver."""
+        """Claims about the senders to one receiver; see `claims`."""
         strong = [sender for sender in receiver.listed if sender["role"] != QUIETEST]
         heads = [sender for sender in strong if sender["role"] == HEAD]
         candidates = heads if heads and not receiver.is_back else strong
@@ -170,7 +175,7 @@ class PathPatchingTrace(TaskWorkflow):
         margin = receiver.beyond_heads(strongest)
         if margin is not None:
             text = (
-                f"{receiver.task}: excess of the effect of {strongest['sender']} over the mean absolute "
+                f"in the task {receiver.task}, the effect of {strongest['sender']} exceeds the mean absolute "
                 "effect of the other heads"
             )
             yield receiver.claim(text, margin)
@@ -181,7 +186,7 @@ class PathPatchingTrace(TaskWorkflow):
     def _beyond(
         self, receiver: _ReceiverEffects, sender: Mapping[str, Any], rank: str, before: str = ""
     ) -> Claim:
-        """Claim about a sender against random changes of its output.
+        """Claim that corrupting a sender's output changes the answer more than random changes of it do.
 
         Arguments:
             receiver: effects on the receiver.
@@ -190,16 +195,17 @@ class PathPatchingTrace(TaskWorkflow):
             before: words that begin the sentence.
         """
         text = (
-            f"{before}{receiver.task}: {sender['sender']}, {rank}, corrupted on its path to "
-            f"{receiver.receiver}, changes the difference of right and wrong answer by "
-            f"{sender['effect']:+.3g} {receiver.unit}"
+            f"{before}in the task {receiver.task}, corrupting {sender['sender']} ({rank}) on its paths to "
+            f"{receiver.receiver} changes the right minus the wrong answer by {sender['effect']:+.3g} "
+            f"{receiver.unit}"
         )
         # Without controls, `beyond` is the signed effect itself.
-        text += "; excess over random changes of the same norm" if receiver.has_controls else ""
+        text += "; excess over the effect of random changes of the same norm" if receiver.has_controls else ""
         return receiver.claim(text, receiver.beyond(sender))
 
     def views(self) -> Iterator[View]:
-        """Per receiver: a heatmap of the effects of all senders, and a table and bars of the strongest."""
+        """Views of each receiver: a heatmap of the effects of all senders, and a table and bars of the
+        strongest."""
         yield Data(json={**self.subject.about, "paths": [receiver.to_json() for receiver in self.receivers]})
         for task in self.tasks:
             panels: list[View] = []
@@ -212,8 +218,9 @@ class PathPatchingTrace(TaskWorkflow):
             yield Figure(
                 name=f"path_patching_{task}",
                 title=f"Path patching in {self.subject.name}: {task}",
-                caption="difference of right and wrong answer in the clean run: "
-                f"{of_task[-1].clean:+.3g} {of_task[-1].unit}",
+                caption="Change of the right minus the wrong answer when one sender's output is corrupted on "
+                "its paths to a receiver. In the clean run the difference is "
+                f"{of_task[-1].clean:+.3g} {of_task[-1].unit}.",
                 panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
             )
@@ -225,18 +232,25 @@ class PathPatchingTrace(TaskWorkflow):
         for name, effect in receiver.effects.items():
             if name != INPUT:
                 # Names are "a3.h0" for head 0 of layer 3, and "m3" for the MLP of layer 3.
-                row, _, column = name[1:].partition(".h")
-                values[int(row), int(column) if column else heads] = effect
+                layer, _, head = name[1:].partition(".h")
+                mlp_column = heads
+                values[int(layer), int(head) if head else mlp_column] = effect
         embedding = receiver.effects.get(INPUT)
-        of_embedding = "" if embedding is None else f"; of the embedding: {embedding:+.3f}"
-        step = [part for part in self.receivers if part.node == receiver.node]
-        effects_of_step = [effect for part in step for effect in part.effects.values()]
+        embedding_note = "" if embedding is None else f" For the embedding the change is {embedding:+.3f}."
+        same_step = [other for other in self.receivers if other.node == receiver.node]
+        effects_of_step = [effect for other in same_step for effect in other.effects.values()]
+        framed: tuple[tuple[int, int, int, int], ...] = ()
         strongest = receiver.listed[0]["sender"] if receiver.listed else ""
-        layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
+        if is_head(strongest):
+            row, column = map(int, strongest[1:].split(".h"))
+            # A frame is (top, left, bottom, right): here a single cell.
+            framed = ((row, column, row, column),)
+        frame_note = " Framed: the head with the largest effect on other pairs." if framed else ""
         return Heatmap(
             title=f"{receiver.task}: effects of senders through {receiver.receiver}",
-            caption=f"change of right minus wrong answer ({receiver.unit}) when one sender is corrupted on "
-            f"its path to {receiver.receiver}, mean over {receiver.pairs} held-out pairs{of_embedding}",
+            caption=f"Each cell: change of the right minus the wrong answer ({receiver.unit}) when the "
+            f"output of one head or MLP is corrupted on its paths to {receiver.receiver} only, mean over "
+            f"{receiver.pairs} held-out pairs.{embedding_note}{frame_note}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
             columns=(*map(str, range(heads)), "MLP"),
@@ -247,7 +261,7 @@ class PathPatchingTrace(TaskWorkflow):
             high=float(np.abs(effects_of_step).max()),
             diverging=True,
             upward=True,
-            framed=() if head < 0 else ((layer, head, layer, head),),
+            framed=framed,
             frame_name="strongest head on other pairs",
             sources=(receiver.node,),
         )
@@ -258,8 +272,9 @@ class PathPatchingTrace(TaskWorkflow):
         random = [sender["random"] for sender in listed]
         return Bars(
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption=f"95 % intervals over {receiver.pairs} held-out pairs; grey: random changes of the same "
-            "norm, median and 95 % of them",
+            caption="Change of the right minus the wrong answer when a sender's output is corrupted on its "
+            f"paths to {receiver.receiver}; lines: 95 % intervals over {receiver.pairs} held-out pairs. "
+            "Grey: control, random changes of the sender's output of the same norm, median and 95 % of them.",
             x=tuple(sender["sender"] for sender in listed),
             x_name="sender",
             y_name="change of right minus wrong answer",
@@ -293,17 +308,20 @@ class PathPatchingTrace(TaskWorkflow):
             *(CONTROL_COLUMNS if receiver.has_controls else ()),
             strong=lambda sender: sender["is_beyond_chance"],
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption=f"Change of the difference of right and wrong answer in {receiver.unit}, which is "
-            f"{receiver.clean:+.3g} in the clean run; chosen among {receiver.senders} senders, "
-            f"{receiver.heads} of them heads, on other pairs. Random: changes of the same norm, on the same "
-            "path. Excess: effect, signed as on the other pairs, minus the mean absolute effect of random "
-            "changes; p: null distribution of random signs in each pair. Bold: beyond chance.",
+            caption="One row per sender whose output is corrupted on its paths to the receiver. On other "
+            f"pairs, held out: change of the right minus the wrong answer in {receiver.unit}, which is "
+            f"{receiver.clean:+.3g} in the clean run, on the pairs that senders were chosen on and on "
+            f"held-out pairs, with its 95 % interval. Chosen among {receiver.senders} senders, "
+            f"{receiver.heads} of them heads. Random: the same for random changes of the sender's output of "
+            "the same norm. Excess: effect, signed as on the other pairs, minus the mean absolute effect of "
+            "random changes; p: with random signs of the excess in each pair as the null. Bold: beyond "
+            f"chance. {NAMES}",
             sources=(receiver.node,),
         )
 
 
 class _ReceiverEffects:
-    """Effects of all senders on one receiver in one task, of a result of `StrongestPaths`."""
+    """Effects of all senders (heads, MLPs, embedding) on one receiver in one task."""
 
     def __init__(self, task: str, node: str, result: xr.Dataset, seed: int) -> None:
         """
@@ -336,26 +354,29 @@ class _ReceiverEffects:
         return {name: float(effects.mean()) for name, effects in self._effects.items()}
 
     def beyond(self, sender: Mapping[str, Any]) -> Floats:
-        """Excess of a sender's effect, signed as on the pairs it was chosen on, over the mean absolute effect
-        of random changes, [pair]."""
+        """Effect of a sender minus the mean absolute effect of random changes of its output, [pair]; the
+        effect is positive where it has the sign that it had on the pairs it was chosen on."""
         random = self._result["random"].isel(told=sender["place"]).transpose("pair", "draw").values
         excess: Floats = self._signed(sender) - (np.abs(random).mean(1) if self.has_controls else 0.0)
         return excess
 
     def beyond_heads(self, sender: Mapping[str, Any]) -> Floats | None:
-        """Excess over the mean absolute effect of the other heads, [pair]; None without other heads."""
+        """Effect of a sender minus the mean absolute effect of all other heads, [pair]; None without other
+        heads."""
         other_heads = [
             effects for name, effects in self._effects.items() if is_head(name) and name != sender["sender"]
         ]
         return self._signed(sender) - np.abs(other_heads).mean(0) if other_heads else None
 
     def _signed(self, sender: Mapping[str, Any]) -> Floats:
-        """A sender's effects [pair], positive where they have the sign of its effect on the other pairs."""
+        """Effects of a sender, [pair], multiplied by the sign of its effect on the pairs that it was chosen
+        on."""
         signed: Floats = np.sign(sender["chosen_effect"]) * self._effects[sender["sender"]]
         return signed
 
     def null(self, place: int) -> Null:
-        """Null distribution of the listed sender at index `place`: mean over pairs of each random change."""
+        """Null distribution of the sender at index `place` of `listed`: for each random change of its output,
+        the mean effect over pairs."""
         return Null(self._result["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
     def claim(self, text: str, excess: Floats) -> Claim:
@@ -366,12 +387,12 @@ class _ReceiverEffects:
             excess: effects of the sender minus the mean of its controls, [pair].
         """
         signs = Controls(SIGNS if self.has_controls else 0, self._seed)
-        of = "draws of a random sign for each pair"
+        of = "draws with a random sign of the excess in each pair"
         return Claim.paired(text, excess, of, signs, unit=self.unit, held_out=True)
 
     @cached_property
     def listed(self) -> list[dict[str, Any]]:
-        """Records of the selected senders: strongest heads, strongest other senders, then the weakest
+        """Records of the senders that tables list: strongest heads, strongest other senders, then the weakest
         head."""
         selected = self._result["chosen"].values.tolist()
         # An odd number: as many heads as other senders, and one weakest head.

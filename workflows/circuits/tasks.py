@@ -51,13 +51,15 @@ level: 1 / 2^4 is 6 %."""
 PROMPT_LENGTH = 16
 """Tokens of a prompt of a task, about."""
 RANDOM = "random"
-"""Suffix of the name of the result with random circuits, after the name of the task."""
-NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: inputs of its queries, keys, values; m3: the MLP."
-"""Caption that explains the names of nodes of the graph."""
+"""Name of the result with random circuits, after the name of the task: "copying_random"."""
+NAMES = (
+    "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: inputs of its queries, keys, values; m3: MLP of layer 3."
+)
+"""Sentence for captions that explains the names of heads, inputs of heads, and MLPs."""
 
 
 class TaskWorkflow(ModelWorkflow):
-    """A workflow about tasks and the model's graph of heads and MLPs."""
+    """Base class of workflows about tasks, such as copying, and the model's graph of heads and MLPs."""
 
     settings: TaskSettings
     general_tasks: ClassVar[tuple[str, ...]] = ("ioi",)
@@ -65,20 +67,23 @@ class TaskWorkflow(ModelWorkflow):
 
     @cached_property
     def layout(self) -> Layout:
-        """The model's graph. Raises ConfigError for a model whose residual stream is no sum of outputs."""
+        """Graph of the model's heads and MLPs. Raises ConfigError for a model whose residual stream is not
+        the sum of their outputs."""
         return Layout.of(self.subject.config)
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks: the setting, or the default ones. Raises ConfigError for an unknown task."""
+        """Names of the tasks: the setting `tasks`, or the default ones. Raises ConfigError for an unknown
+        task."""
         settings = self.settings
         tasks = settings.tasks or ((FACTS,) if settings.data else self._default_tasks())
         if settings.data and FACTS not in tasks:
             raise ConfigError(
-                f"expected {FACTS} among the tasks, as data names facts, found {', '.join(tasks)}"
+                f"expected {FACTS} among the tasks, as data names files of facts, found {', '.join(tasks)}; "
+                f"add {FACTS} to tasks, or leave data out"
             )
         if len(set(tasks)) < len(tasks):
-            raise ConfigError(f"expected tasks that differ, found {', '.join(tasks)}")
+            raise ConfigError(f"expected different tasks, found {', '.join(tasks)}; name each once")
         for task in tasks:
             if task not in (FACTS, *TASKS):
                 raise ConfigError(f"no task {task!r}; there are {', '.join((FACTS, *TASKS))}")
@@ -148,8 +153,9 @@ class TaskWorkflow(ModelWorkflow):
                 pairs.append(Pair(clean, corrupted, LogitDifference(right_token, wrong_token)))
         if len(pairs) < count:
             raise ConfigError(
-                f"facts: expected {count} pairs of equal length whose answers begin differently, found "
-                f"{len(pairs)} with this tokenizer; ask for fewer: pairs={len(pairs) // 2}"
+                f"expected {count} pairs of facts with equally many tokens in both prompts and answers that "
+                f"begin with different tokens, found {len(pairs)} with this tokenizer; ask for fewer: "
+                f"pairs={len(pairs) // 2}"
             )
         return pairs
 
@@ -159,7 +165,7 @@ class TaskWorkflow(ModelWorkflow):
         return int(self.layout.edges.sum())
 
     def checked_nodes(self, task: str, experiments: Mapping[str, EdgeExperiment]) -> Nodes:
-        """Nodes of the experiments of a task, named "task_name".
+        """Nodes of the experiments of one task, named "<task>_<experiment>".
 
         Raises ConfigError for an experiment that does not fit the model, before anything runs.
 
@@ -172,20 +178,21 @@ class TaskWorkflow(ModelWorkflow):
         return {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
 
     done_node: ClassVar[str]
-    """Suffix of the name of the result with the clean metric of held-out pairs, such as "circuit"."""
+    """Which result has the metric of the clean held-out prompts: the end of its name, such as "circuit"."""
 
     def is_done(self, values: xr.Dataset) -> bool:
-        """Whether the model does a task: a sign test on the clean metric of the pairs, at level CHANCE."""
+        """Whether the model does a task: the right answer is above the wrong one in more pairs than by chance
+        (a sign test at level CHANCE). values: result with the variable `clean`, [pair]."""
         return by_sign(values["clean"].values) <= CHANCE
 
     @cached_property
     def done(self) -> list[str]:
-        """Task names that pass the sign test; claims are restricted to these."""
+        """Names of the tasks that the model does; claims are made about these only."""
         return [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
 
     @property
     def not_done(self) -> str:
-        """Caption that names tasks on which the model fails the sign test; "" if it passes on all."""
+        """Sentence for captions that names the tasks which the model does not do; "" if it does all."""
         tasks = [task for task in self.tasks if task not in self.done]
         if not tasks:
             return ""
@@ -203,22 +210,23 @@ passes."""
 
 
 class CircuitWorkflow(TaskWorkflow):
-    """A workflow about circuits of tasks, compared with random circuits."""
+    """Base class of workflows that compare circuits of tasks with random circuits."""
 
     settings: CircuitSettings
 
     @property
     def scoring(self) -> dict[str, Any]:
-        """Arguments of experiments that score edges."""
+        """Arguments of experiments that score edges: method and number of steps."""
         return {"method": self.settings.method, "steps": self.settings.steps}
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: the result `done_node` of each task that has random circuits."""
+        """Nodes that tell whether the model does each task; `run` computes them first, as other tasks need no
+        random circuits."""
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: leaves out the random circuits of tasks that the model does not do."""
+        """Removes the random circuits of tasks that the model does not do from `nodes`; see `Workflow`."""
         needless = [
             name.removesuffix(self.done_node) + RANDOM
             for name, node in self.first_nodes().items()
@@ -235,8 +243,8 @@ class CircuitWorkflow(TaskWorkflow):
     def grown(
         self, task: str, sizes: tuple[int, ...], positions: int | None = None, **options: Any
     ) -> dict[str, EdgeExperiment]:
-        """The experiment that runs random circuits on the held-out pairs of a task, by name; empty with
-        controls=0.
+        """Experiment that runs random circuits on the held-out pairs of a task, as {RANDOM: experiment};
+        empty with controls=0.
 
         Arguments:
             task: name of the task.
@@ -268,14 +276,16 @@ class CircuitWorkflow(TaskWorkflow):
         """Caption of the claims: how circuits were chosen and scored, and names of nodes."""
         count = self.n_pairs
         return (
-            f"{self.not_done} Edges were chosen by {self.settings.method} on {count} pairs of each task; "
-            f"circuits were run on {count} held-out pairs. Random circuits are grown from the logits down, "
-            f"so that each of their edges has a path to the logits. {NAMES}"
+            f"{self.not_done} A circuit is a set of edges between heads, MLPs, input and logits; all other "
+            f"edges are ablated. Edges were chosen by {self.settings.method} on {count} pairs of prompts of "
+            f"each task; circuits were run on {count} held-out pairs. Control: random circuits of the same "
+            f"size, grown from the logits down so that each of their edges has a path to the logits. {NAMES}"
         ).strip()
 
 
 def by_sign(values: Floats) -> float:
-    """p-value of a one-sided sign test: probability of as many positive values [pair] under a fair coin."""
+    """p-value of a one-sided sign test: probability that a fair coin gives as many positive values. values:
+    [pair]."""
     # Exact binomial tail: no normal approximation, as there are few pairs.
     count, positive = len(values), int((np.asarray(values) > 0).sum())
     return float(sum(comb(count, k) for k in range(positive, count + 1)) / 2**count)

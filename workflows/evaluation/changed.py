@@ -28,7 +28,7 @@ __all__ = ["Change", "averaged", "reconstructed", "zeroed"]
 
 @dataclass(frozen=True)
 class Change:
-    """An intervention, and control interventions of equal size."""
+    """An intervention on a model, and control interventions of equal size."""
 
     text: str
     """Description with which a claim begins: "setting blocks.0.attn.hook_z to zero"."""
@@ -43,7 +43,8 @@ class Change:
 
 
 def zeroed(subject: Subject, patterns: Sequence[str], draws: int, seed: int) -> Change:
-    """Sets hook points to zero; controls are hook points of the same kinds in other layers.
+    """Intervention that sets hook points to zero; its controls set hook points of the same kinds in other
+    layers to zero.
 
     Arguments:
         subject: the model.
@@ -63,7 +64,8 @@ def zeroed(subject: Subject, patterns: Sequence[str], draws: int, seed: int) -> 
 
 
 def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, draws: int, seed: int) -> Change:
-    """Sets hook points to their mean over the tokens of reference prompts; controls as in `zeroed`.
+    """Intervention that sets hook points to their mean over the tokens of reference prompts; its controls do
+    so with hook points of the same kinds in other layers.
 
     Special tokens in front of a prompt, and the first token in any case, keep their values; see `Means`.
 
@@ -93,8 +95,8 @@ def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, dra
 
 
 def reconstructed(subject: Subject, name: str, model: str, draws: int, seed: int) -> Change:
-    """Replaces activations by a dictionary's reconstructions; controls add errors of equal norm in random
-    directions.
+    """Intervention that replaces activations by a dictionary's reconstructions; its controls add errors of
+    equal norm in random directions.
 
     Arguments:
         subject: the model.
@@ -154,5 +156,5 @@ def _with_layer_controls(
 
 
 def _kinds(points: Sequence[HookPoint]) -> str:
-    """Kinds of the hook points that belong to a layer: "z and mlp_out"."""
+    """Kinds of the hook points, joined: "z and mlp_out"; hook points that belong to no layer are left out."""
     return " and ".join(dict.fromkeys(point.kind for point in points if point.layer is not None))

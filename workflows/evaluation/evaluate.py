@@ -27,7 +27,7 @@ reach 0.05, so their costs are listed and nothing is claimed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -74,18 +74,19 @@ COSTS = {
     "induction loss": ("repetitions", 1),
     "log-probability of answers": ("facts", -1),
 }
-"""Measure -> (name of the cost in JSON, sign): cost = sign * (changed - unchanged), in nats."""
+"""Measures with a cost -> (name of the cost in JSON, sign). Cost in nats: sign * (value with the intervention
+- value of the unchanged model)."""
 COST_NAMES = {
     "text": "text",
     "repetitions": "repeated random tokens",
     "facts": "the answers of facts",
 }
-"""Name of the tokens whose loss each cost is, for claims."""
+"""Tokens on which each cost is measured, in words that follow "loss on" in claims."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings(ControlSettings, ModelSettings):
-    """Settings of `evaluate`.
+    """Settings of the workflow `evaluate`: text, facts, and the intervention whose cost is measured.
 
     Raises:
         ConfigError: for more than one of `zero`, `mean` and `dictionary`.
@@ -130,8 +131,8 @@ class EvaluateSettings(ControlSettings, ModelSettings):
 
 
 class Evaluate(ModelWorkflow):
-    """Loss on text and on repetitions, factual recall and layer order of a model, and the cost of an
-    intervention."""
+    """Workflow that measures a model's loss on text and on repetitions, its recall of facts and the order of
+    its layers, with and without an intervention."""
 
     name = "evaluate"
     question = "How good are the model's predictions, and what does an intervention cost?"
@@ -139,8 +140,8 @@ class Evaluate(ModelWorkflow):
     settings: EvaluateSettings
 
     def plan(self) -> Nodes:
-        """Nodes of losses, factual recall and layer orders, unchanged, with the intervention, and with its
-        controls.
+        """Nodes of losses, recall of facts and layer orders: of the unchanged model, with the intervention,
+        and with its controls.
 
         Raises:
             ConfigError: for a masked language model, or without text to take means over.
@@ -191,7 +192,8 @@ class Evaluate(ModelWorkflow):
     # -- prompts
 
     def _text(self) -> tuple[Prompts, Prompts, Prompts]:
-        """Prompts of wrapped text, the same prompts with shuffled tokens, and as many further prompts."""
+        """Prompts of wrapped text, the same prompts with shuffled tokens, and as many further prompts that
+        are not scored."""
         settings = self.settings
         context = min(settings.context, self.subject.config.context_length)
         packed = line_corpus(self.subject, read_texts(settings.text), (settings.width,), context)
@@ -228,7 +230,8 @@ class Evaluate(ModelWorkflow):
         return _as_prompts(prompts), tuple(self.subject.answer_ids(facts))
 
     def _change(self, further: Prompts) -> Change | None:
-        """The intervention with its controls that `zero`, `mean` or `dictionary` set; None without.
+        """Intervention that the settings `zero`, `mean` or `dictionary` define, with its controls; None if
+        none is set.
 
         further: prompts that are not scored, over which means are taken.
         """
@@ -246,7 +249,7 @@ class Evaluate(ModelWorkflow):
     # -- results
 
     def _gain(self, name: str, control: str) -> Floats:
-        """Loss in the result `control` minus loss in the result `name`, in nats per token, [prompt]."""
+        """Loss of the result `control` minus that of the result `name`, in nats per token, [prompt]."""
         return values_of(self.result(control)["loss"] - self.result(name)["loss"])
 
     def recall(self) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class Evaluate(ModelWorkflow):
 
     @cached_property
     def orders(self) -> dict[str, Any] | None:
-        """Costs of exchanges of two layers; None if none was measured.
+        """Costs of exchanging two layers; None if no exchange was measured.
 
         Returns:
             loss of the model as loaded; costs [exchange], mean rise of the loss; best, the smallest cost,
@@ -303,8 +306,8 @@ class Evaluate(ModelWorkflow):
         }
 
     def _is_better(self, cost: Floats, loss: Floats) -> bool:
-        """Whether an exchange of layers improves a trained model: it lowers the loss, to below that of
-        uniform guessing, with the upper ends of the 95 % intervals over prompts.
+        """Whether the model does better with two layers exchanged: the exchange lowers the loss, to below
+        that of uniform guessing, by the upper ends of the 95 % intervals over prompts.
 
         cost, loss: rise of the loss, and loss with the layers exchanged, in nats per token, [prompt].
         """
@@ -315,7 +318,7 @@ class Evaluate(ModelWorkflow):
     def claims(self) -> Iterator[Claim]:
         """Claims about text, repetitions and facts, about the cost of an intervention, and about the exchange
         of two layers with the smallest cost."""
-        signs = "draws of a random sign for the difference of each prompt"
+        signs = "draws with a random sign of the difference in each prompt"
         for text, name, control in (
             (
                 "the loss on text is lower than on the same text with shuffled tokens",
@@ -338,7 +341,7 @@ class Evaluate(ModelWorkflow):
         yield from self._cost_claims()
         if self.orders is not None:
             count = len(self.orders["costs"])
-            text = "exchanging layers {} and {}, of {} exchanges that of the smallest cost, raises the loss"
+            text = "exchanging layers {} and {}, the exchange with the smallest cost of {}, raises the loss"
             text = text.format(*self.orders["exchanged"], count)
             null = f"draws of random signs, each with the smallest cost of {count} exchanges"
             cost = self.orders["by_prompt"]
@@ -350,13 +353,13 @@ class Evaluate(ModelWorkflow):
         mixed_up = ""
         if self.orders is not None and not self.orders["is_sound"]:
             mixed_up = (
-                "the model does better with layers {} and {} exchanged: its layers are not in the order of "
-                "training; check how the checkpoint was converted"
+                "The model does better with layers {} and {} exchanged: its layers are not in the order of "
+                "training. Check how the checkpoint was converted."
             ).format(*self.orders["exchanged"])
-        return "; ".join(filter(None, (self._too_few(), mixed_up)))
+        return " ".join(filter(None, (self._too_few(), mixed_up)))
 
     def _measures(self, prefix: str = "", **draw: int) -> dict[str, float]:
-        """All measures of the unchanged model, or with an intervention.
+        """All measures by name: of the unchanged model, with the intervention, or with one of its controls.
 
         prefix: of the names of results: "", "changed_" or "other_". draw: `draw=i` for control i of "other_".
         """
@@ -381,8 +384,8 @@ class Evaluate(ModelWorkflow):
         return [self._measures("other_", draw=i) for i in range(n_controls)]
 
     def records(self) -> list[dict[str, Any]]:
-        """A record per measure: measure, unit, value of the unchanged model and, with an intervention,
-        changed and the median and 95 % range of the controls."""
+        """JSON record of each measure: measure, unit and value; with an intervention also the changed value,
+        and the median and 95 % range over the controls."""
         unchanged = self._measures()
         changed = {} if self.change is None else self._measures("changed_")
         units = {"tokens of text said": "share", "facts said": "share", "median rank of answers": "rank"}
@@ -405,8 +408,8 @@ class Evaluate(ModelWorkflow):
 
     @cached_property
     def costs(self) -> list[dict[str, Any]]:
-        """Costs of the intervention, then of each control: records with change, text, repetitions and facts,
-        the last three in nats, positive if predictions get worse."""
+        """Costs of the intervention, then of each control: records with the intervention's name and its cost
+        on text, repetitions and facts, in nats; positive if predictions get worse."""
         assert self.change is not None
         unchanged = self._measures()
         names = (self.change.text, *self.change.control_names)
@@ -447,32 +450,34 @@ class Evaluate(ModelWorkflow):
             yield Claim.against(text, cost[name], draws, self.change.null, **fields)
 
     def _too_few(self) -> str:
-        """Reason why the cost of an intervention is not claimed; empty if it is, or without intervention."""
+        """Sentence for captions on why the cost of the intervention is not claimed; empty if it is, or
+        without an intervention."""
         if self.change is None or len(self.control_measures) >= LEAST:
             return ""
         n_controls = len(self.control_measures)
         if self.settings.draws == n_controls:
             return (
-                f"{n_controls} draws cannot give a p-value of {CHANCE:g}: nothing is claimed of the cost; "
-                f"set draws to {LEAST} or more"
+                f"{n_controls} control interventions cannot give a p-value of {CHANCE:g}, so that nothing is "
+                f"claimed about the cost of the intervention; set draws to {LEAST} or more."
             )
         choices = (
             f"are {n_controls} other choices" if n_controls > 1 else f"is {n_controls or 'no'} other choice"
         )
         return (
-            f"there {choices} of layers to compare the intervention with, and a p-value of {CHANCE:g} needs "
-            f"at least {LEAST}: nothing is claimed of its cost"
+            f"There {choices} of layers to compare the intervention with, and a p-value of {CHANCE:g} needs "
+            f"at least {LEAST}, so that nothing is claimed about its cost."
         )
 
     def views(self) -> Iterator[View]:
-        """Table of all measures, table of costs, and loss by position."""
+        """Views in reading order: table of all measures, table of costs, and loss by position."""
         model, records = self.subject.name, self.records()
         uniform = math.log(self.subject.config.vocab_size)
         mixed = _weighted(self.result("shuffled_text"), "loss")
-        orders = None if self.orders is None else {k: v for k, v in self.orders.items() if k != "draws"}
         settings = self.settings
         changed = settings.dictionary or ", ".join(settings.zero or settings.mean)
         columns, controls_note = self._changed_columns()
+        # Draws of null distributions are left out of the JSON document, as they are many.
+        orders = None if self.orders is None else _without(self.orders, "draws")
         yield Table.of(
             records,
             ("measure", "measure"),
@@ -480,9 +485,11 @@ class Evaluate(ModelWorkflow):
             (model, "value", ".3f"),
             *columns,
             title=f"Evaluation of {model}{f', unchanged and with {changed} changed' if changed else ''}",
-            caption=f"for comparison, the loss of uniform guessing is {uniform:.3f} nats, that on text with "
-            f"shuffled tokens {mixed:.3f} nats; said: the correct token is the most likely one; induction "
-            f"loss: on the repetition of random tokens{controls_note}",
+            caption="One row per measure; losses are means per token. Said: share of tokens or answers that "
+            "are the model's most likely next token; induction loss: on the second occurrence of a block of "
+            "random tokens; answers: the objects of facts, after their prompts. For comparison, the loss of "
+            f"uniform guessing is {uniform:.3f} nats, and that on the text with shuffled tokens "
+            f"{mixed:.3f} nats.{controls_note}",
             json={
                 **self.subject.about,
                 "measures": records,
@@ -491,7 +498,7 @@ class Evaluate(ModelWorkflow):
                 "order": orders,
                 "changed": changed or None,
                 "cost": None if self.change is None else self._costs_json(self.change),
-                "facts": {k: v for k, v in self.recall().items() if k not in ("draws", "gain")},
+                "facts": _without(self.recall(), "draws", "gain"),
             },
         )
         if self.change is not None and not settings.dictionary:
@@ -515,7 +522,7 @@ class Evaluate(ModelWorkflow):
             ("95 % from", "others_low_95", ".3f"),
             ("to", "others_high_95", ".3f"),
         ]
-        return columns, f"; controls: median of {len(self.control_measures)} {self.change.null}"
+        return columns, f" Controls: median of {len(self.control_measures)} {self.change.null}."
 
     def _costs_table(self) -> Table:
         """Table of the costs of the intervention (bold) and of each control, largest cost on text first."""
@@ -526,7 +533,9 @@ class Evaluate(ModelWorkflow):
             *((f"on {cost}", cost, "+.3f") for cost, _ in COSTS.values()),
             strong=lambda row: row is costs[0],
             title="Cost of the intervention and of its controls",
-            caption="increase of the loss over that of the unchanged model, in nats; bold: the intervention",
+            caption="One row per intervention. Increase of the mean loss per token over that of the "
+            "unchanged model, in nats, on text, on repetitions of random tokens and on answers of facts. "
+            "Bold: the intervention; other rows: controls of equal size.",
         )
 
     def _by_position(self, name: str, control: str, title: str) -> Lines:
@@ -543,7 +552,10 @@ class Evaluate(ModelWorkflow):
         # No token is predicted at position 0.
         loss = loss.assign_coords(position=np.arange(loss.sizes["position"])).isel(position=slice(1, None))
         loss = loss.assign_attrs(units="nats", long_name="loss")
-        caption = "mean over prompts; shuffled: the same tokens in random order"
+        caption = (
+            "Loss in nats by position in the prompt, mean over prompts. Shuffled: control, the same tokens "
+            "in random order."
+        )
         return Lines.of(
             loss.transpose("model", "position"),
             title,
@@ -554,15 +566,20 @@ class Evaluate(ModelWorkflow):
         )
 
 
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The fields without those of some names."""
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 def _weighted(losses: xr.Dataset, name: str) -> float:
-    """Mean over all tokens of a variable [prompt] of `CorpusLoss`, which is a mean over the prompt's
-    tokens."""
+    """Mean over all tokens of a variable of `CorpusLoss`, which holds the mean over each prompt's tokens,
+    [prompt]."""
     return float((losses[name] * losses["tokens"]).sum() / losses["tokens"].sum())
 
 
 def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
-    """Log-probabilities of answers in a result of `FactualRecall`, in nats: after every prompt, [prompt,
-    answer's fact], and after the fact's own prompt, [fact]."""
+    """Log-probabilities of answers in a result of `FactualRecall`, in nats: after the prompt of every fact,
+    [prompt's fact, answer's fact], and after the answer's own prompt, [fact]."""
     # Answers are stored once, sorted by token id; several facts may have the same one.
     columns = np.searchsorted(recall["answer"].values, recall["target"].values)
     after_all: Floats = recall["logprob"].values[:, columns]
@@ -570,5 +587,5 @@ def _answer_logprobs(recall: xr.Dataset) -> tuple[Floats, Floats]:
 
 
 def _as_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
-    """Token ids as tuples of ints, as experiments take them."""
+    """Prompts as tuples of token ids, the form that experiments take."""
     return tuple(tuple(int(token) for token in row) for row in rows)

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["AttentionRouting", "AttentionRoutingSettings", "top_heads"]
 
 TOP = 20
-"""Number of heads in the JSON document."""
+"""Number of heads listed in the JSON document."""
 
 
 @dataclass(frozen=True)
 class AttentionRoutingSettings(ControlSettings, InjectionSettings):
-    """Settings of `AttentionRouting`; empty ones are taken from the preset."""
+    """Settings of the workflow `attention_routing`; empty ones are taken from the preset."""
 
     site: str = setting("", "position at which features are exchanged: a token of the prompt, or an index")
     max_strength: Positive = setting(20.0, "largest strength of the range")
@@ -43,7 +43,8 @@ class AttentionRoutingSettings(ControlSettings, InjectionSettings):
 
 
 class AttentionRouting(ExchangeWorkflow):
-    """Attention of the last token to the site in every head, with features exchanged at the site."""
+    """Workflow that exchanges features at one token and measures the last token's attention to it in every
+    head."""
 
     name = "attention_routing"
     question = "Which heads attend elsewhere when features at a token are exchanged?"
@@ -57,17 +58,17 @@ class AttentionRouting(ExchangeWorkflow):
 
     @property
     def range(self) -> list[float]:
-        """Strengths of the range, ascending."""
+        """Strengths at which the exchange is run for the curves, ascending."""
         steps = self.settings.steps
         return [step * self.settings.max_strength / steps for step in range(1, steps + 1)]
 
     def strengths(self) -> tuple[float, ...]:
-        """See `ExchangeWorkflow`: the strength of the claim and the range, ascending."""
+        """All strengths of the exchange, ascending: that of the claim and those of the curves."""
         return tuple(sorted({self.exchange.strength, *self.range}))
 
     def views(self) -> Iterator[View]:
-        """Tables of the exchange and of the heads with the largest changes, all heads as a heatmap, and
-        curves by strength."""
+        """Views in reading order: the exchange, the heads with the largest changes, a heatmap of all heads,
+        and curves by strength."""
         yield from self.opening()
         exchange, strength, swept = self.exchange, self.exchange.strength, self.sweep.isel(place=0)
         change = swept["attention"] - swept["baseline_attention"]
@@ -86,14 +87,18 @@ class AttentionRouting(ExchangeWorkflow):
             ("change", "delta", "+.4f"),
             title=f"{exchange.heading}: attention of {query} to {key} with {injected} injected there, "
             f"strength {strength:g}",
-            caption=f"sum of |change| over all heads and layers: {float(total.sel(strength=strength)):.4f}",
+            caption="The heads with the largest change. Baseline, steered: attention weight of the last "
+            "token on the position of the exchange, without and with the exchange of features there. Sum of "
+            f"|change| over all heads and layers: {float(total.sel(strength=strength)):.4f}.",
         )
         by_head = Heatmap.of(
             change.sel(strength=strength),
             "Change of the attention weight by head",
-            f"strength {strength:g}; framed: layer {layer}, head {head}, {rows[0]['delta']:+.4f}",
+            "Each cell: change of one head's attention from the last token to the position of the exchange, "
+            f"by an exchange of strength {strength:g}. Framed: the largest change, {rows[0]['delta']:+.4f} "
+            f"in layer {layer}, head {head}.",
             diverging=True,
-            framed=((layer, head) * 2,),
+            framed=((layer, head, layer, head),),
             frame_name="largest change",
         )
         curves = {
@@ -106,7 +111,12 @@ class AttentionRouting(ExchangeWorkflow):
             for strength, shift, top in zip(self.range, *by_heads.values, strict=True)
         ]
         by_strength = Lines.of(
-            by_heads, "Change by strength", y_name="change of weight", json={"strength_sweep": points}
+            by_heads,
+            "Change of attention by strength",
+            "Change of the last token's attention weight on the position of the exchange, by strength of the "
+            "exchange: absolute values summed over all heads, and the head with the largest change.",
+            y_name="change of weight",
+            json={"strength_sweep": points},
         )
         query, key = (format_token(exchange.tokens[i]) for i in (exchange.last, exchange.required_site))
         title = f"Attention of {query!r} to {key!r} with features injected, in {self.subject.name}"
@@ -114,7 +124,7 @@ class AttentionRouting(ExchangeWorkflow):
 
     @property
     def head(self) -> tuple[int, int]:
-        """Layer and head with the largest absolute change of attention at the strength of the claim."""
+        """(layer, head) with the largest absolute change of attention at the strength of the claim."""
         (top,) = top_heads(self.sweep.isel(place=0).sel(strength=self.exchange.strength), 1)
         return top["layer"], top["head"]
 
@@ -155,14 +165,15 @@ class AttentionRouting(ExchangeWorkflow):
 
 
 def _changes(result: xr.Dataset) -> xr.DataArray:
-    """Change of the last token's attention to the position of the exchange, [place, exchange, layer,
-    head]."""
+    """Change of the last token's attention to the position at which features are exchanged, [place, exchange,
+    layer, head]."""
     change = result["attention"].isel(strength=0) - result["baseline_attention"]
     return change.transpose("place", "exchange", "layer", "head")
 
 
 def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]]:
-    """Records of heads by |change| of their attention weight, largest first; equal ones by layer and head.
+    """Records of heads by the absolute change of their attention weight, largest first; ties by layer and
+    head.
 
     Arguments:
         sweep: with variables attention and baseline_attention, [layer, head].

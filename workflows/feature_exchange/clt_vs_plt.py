@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["CltVsPlt", "CltVsPltSettings"]
 
 TOP = 20
-"""Number of ranked features that are traced."""
+"""Number of features, ranked by cosine with the word's embedding, whose activity is traced."""
 REFERENCE = {"llama3.2-1b-524k": (0.687, 0.50), "gemma2-2b-426k": (0.457, 0.30)}
 """By preset: published maximum of P(word) under the preset's injection, and a lower bound that it must
 reach."""
 CLOSE = 0.01
 """Largest difference from the published maximum that counts as close."""
 CLAIMED = "suppress_inject"
-"""The protocol, run with both kinds, that is compared with random features."""
+"""Sweep that is compared with random features, for both kinds of transcoders."""
 PROTOCOLS: dict[str, tuple[bool, Any]] = {
     "suppress_only": (False, ""),
     "suppress_inject": (False, "ranked"),
@@ -66,7 +66,7 @@ as in `RankedExchanges.inject`)."""
 
 @dataclass(frozen=True)
 class CltVsPltSettings(ControlSettings, InjectionSettings):
-    """Settings of `CltVsPlt`; empty ones are taken from the preset."""
+    """Settings of the workflow `clt_vs_plt`; empty ones are taken from the preset."""
 
     suppress: tuple[str, ...] = setting(
         (), 'features to suppress in the first run, layer:index; "none" for none'
@@ -85,7 +85,7 @@ class CltVsPltSettings(ControlSettings, InjectionSettings):
 
 
 class CltVsPlt(ExchangeWorkflow):
-    """Exchanges of features of one word, with cross-layer and with per-layer transcoders."""
+    """Workflow that exchanges features of one word, found in cross-layer and in per-layer transcoders."""
 
     name = "clt_vs_plt"
     question = "Do cross-layer and per-layer transcoders find the same features, and do they steer alike?"
@@ -93,11 +93,11 @@ class CltVsPlt(ExchangeWorkflow):
     settings: CltVsPltSettings
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """See `ExchangeWorkflow`: the preset needs per-layer transcoders."""
+        """The preset, if it names per-layer transcoders; raises ConfigError otherwise."""
         if not preset.per_layer:
             raise ConfigError(
-                f"the preset {self.settings.preset!r} names no per-layer transcoders; set per_layer= a "
-                "directory or org/repo"
+                f"expected a preset with per-layer transcoders, found {self.settings.preset!r}; name some: "
+                "per_layer=DIRECTORY or ORG/REPO"
             )
         return preset
 
@@ -113,14 +113,14 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def arms(self) -> dict[str, Dictionary]:
-        """The cross-layer ("clt") and the per-layer ("plt") transcoders that are compared."""
+        """The compared dictionaries: cross-layer transcoders by "clt", per-layer transcoders by "plt"."""
         per_layer = Dictionary.from_pretrained(self.preset.per_layer)
         per_layer.require_fit(self.subject.config, self.subject.name)
         return {"clt": self.exchange.dictionary, "plt": per_layer}
 
     def further_nodes(self) -> Nodes:
-        """Per kind: the ranking, its sweeps, controls at the site, and the tokens that the features
-        promote."""
+        """Nodes of each kind of transcoders: the ranking of its features, sweeps of their exchange, controls
+        at the site, and tokens that the features promote."""
         nodes: Nodes = {}
         ids, site, strength = self.exchange.ids, self.exchange.site, self.exchange.strength
         for arm, dictionary in self.arms.items():
@@ -157,7 +157,8 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def ranked_labels(self) -> dict[str, FeatureLabels]:
-        """Feature labels by arm ("clt", "plt"): promoted token, and token that the feature fires on."""
+        """Labels of the ranked features, by "clt" and "plt": the token that each promotes, and the token that
+        it fires on."""
         labels = {}
         for arm in self.arms:
             trace = self.opened[f"{arm}_trace"]
@@ -168,13 +169,13 @@ class CltVsPlt(ExchangeWorkflow):
 
     @property
     def baseline(self) -> tuple[float, float]:
-        """Probability and logit of the word without injection."""
+        """(probability, logit) of the word at the end of the prompt, without injection."""
         sweep = self.sweep.isel(place=0)
         return float(np.exp(sweep["baseline_logprob"][0])), float(sweep["baseline_logit"][0])
 
     def views(self) -> Iterator[View]:
-        """Table of P(word) by protocol, rankings of both kinds, curves by position, and activity along the
-        prompt."""
+        """Views in reading order: probability of the word by protocol, rankings of both kinds of transcoders,
+        curves by position, and activity along the prompt."""
         yield self.features_table()
         preset, exchange = self.preset, self.exchange
         preset_record = self._record(
@@ -212,14 +213,17 @@ class CltVsPlt(ExchangeWorkflow):
             ("position", lambda row: row[2]["spike_position"], "d"),
             ("token", lambda row: format_token(row[2]["spike_token"])),
             title=f"{exchange.heading}: highest probability of {preset.inject_word!r} over positions",
-            caption=f"without injection {self.baseline[0]:.4e}, logit {self.baseline[1]:.3f}",
+            caption="One row per kind of transcoder (clt: cross-layer, plt: per-layer) and protocol: which "
+            "features are suppressed and injected, at one position at a time. p, logit: of the word at the "
+            "end of the prompt, at the position of the exchange with the highest probability. Without "
+            f"injection p is {self.baseline[0]:.4e} and the logit {self.baseline[1]:.3f}.",
         )
         yield self._ranking()
         by_position = self._by_position(rows)
         title = (
             f"Exchanges of features of {preset.inject_word!r} in {self.subject.name}, by kind of transcoder"
         )
-        yield from together("clt_vs_plt", title, by_position, caption="dashed: without injection")
+        yield from together("clt_vs_plt", title, by_position, caption=by_position.caption)
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(exchange.tokens)]
         for arm in self.arms:
             grid = self.opened[f"{arm}_trace"]["trace"].drop_vars(["score", "source_layer", "feature"])
@@ -227,6 +231,8 @@ class CltVsPlt(ExchangeWorkflow):
             yield Heatmap.of(
                 grid.rename(rank="feature", position="token"),
                 f"{arm}: activity of the top-ranked features along the prompt",
+                f"Each cell: activation at one token of one of the {TOP} features of the {arm} whose "
+                f"decoders have the largest cosine with the embedding of {preset.inject_word!r}.",
             ).without_first_token()
 
     def claims(self) -> Iterator[Claim]:
@@ -239,7 +245,7 @@ class CltVsPlt(ExchangeWorkflow):
             effects = changes(self.opened[f"{arm}_controls"]).max(axis=0)
             text = (
                 f"{arm}: suppressing the five features that write most along {word!r} and injecting the "
-                f"first of them at {self.exchange.site_label} changes P({word!r}) at the end"
+                f"first of them at {self.exchange.site_label} changes P({word!r}) at the end of the prompt"
             )
             of = "sets of other features with the same write norms"
             yield Claim.against(text, effects[0], effects[1:], of)
@@ -261,6 +267,9 @@ class CltVsPlt(ExchangeWorkflow):
             ("rank", lambda rank: rank + 1, "d"),
             *columns,
             title=f"Features that write {self.preset.inject_word!r} to layer {self.target}",
+            caption="The features of the cross-layer (clt) and of the per-layer transcoders (plt) whose "
+            "decoder vectors have the largest cosine with the embedding of the word, side by side by rank; "
+            "with their largest activation in this prompt.",
         )
 
     def _by_position(self, rows: list[tuple[str, str, dict[str, Any]]]) -> Lines:
@@ -277,7 +286,8 @@ class CltVsPlt(ExchangeWorkflow):
         (_, preset_name, preset_record), *ranked = rows
         return Lines(
             title=f"Probability of {word!r} by the position of the injection",
-            caption="dashed: without injection",
+            caption=f"Probability of {word!r} at the end of the prompt when features are exchanged at one "
+            "position; one curve per kind of transcoder (clt, plt) and protocol. Dashed: without injection.",
             y_name=f"probability of {word!r} at the end",
             lines=(
                 Line("without injection", np.full(len(self.exchange.tokens), self.baseline[0]), control=True),
@@ -289,7 +299,8 @@ class CltVsPlt(ExchangeWorkflow):
         )
 
     def _gates(self, highest: float) -> dict[str, Any]:
-        """Comparison of the highest P(word) with the published one; empty if the preset was changed."""
+        """JSON fields that compare the highest probability of the word with the published one; empty if the
+        preset's settings were changed."""
         expected = REFERENCE.get(self.settings.preset)
         # A preset with changed fields has no published number to compare with.
         if expected is None or self.preset != PRESETS[self.settings.preset]:
@@ -302,13 +313,13 @@ class CltVsPlt(ExchangeWorkflow):
         }
 
     def _features(self, name: str) -> list[FeatureId]:
-        """Features of the trace or sweep of this name, in the order of its ranks."""
+        """Features of the result `name`, in the order of its axis `rank`."""
         ranked = self.opened[name]
         pairs = zip(ranked["source_layer"].values.tolist(), ranked["feature"].values.tolist(), strict=True)
         return [FeatureId(layer, index) for layer, index in pairs]
 
     def _short(self, arm: str) -> list[str]:
-        """Short labels of the ranked features of a kind."""
+        """Short labels of the ranked features of one kind of transcoders. arm: "clt" or "plt"."""
         return list(map(self.ranked_labels[arm].short, self._features(f"{arm}_trace")))
 
     def _ranked_json(self, arm: str) -> dict[str, Any]:
@@ -384,6 +395,6 @@ class CltVsPlt(ExchangeWorkflow):
 
 
 def protocols(arm: str) -> list[str]:
-    """Names of the sweeps of a kind. Per-layer transcoders write to a single layer, and have no ranking over
-    layers."""
+    """Names of the sweeps that are run for one kind of transcoders. Per-layer transcoders write to a single
+    layer, so that they have no ranking over layers. arm: "clt" or "plt"."""
     return [name for name, (over_targets, _) in PROTOCOLS.items() if arm == "clt" or not over_targets]

@@ -37,7 +37,7 @@ __all__ = ["CorrectionTest", "CorrectionTestSettings"]
 
 @dataclass(frozen=True)
 class CorrectionTestSettings(ControlSettings, InjectionSettings):
-    """Settings of `CorrectionTest`; empty ones are taken from the preset."""
+    """Settings of the workflow `correction_test`; empty ones are taken from the preset."""
 
     inject: str = setting("", "feature that the commitment injects, layer:index")
     strength: Positive | None = setting(
@@ -59,7 +59,8 @@ class CorrectionTestSettings(ControlSettings, InjectionSettings):
 
 
 class Correction(FeatureExchange):
-    """A commitment of fixed strength, and a correction in later layers, which claims are about."""
+    """Exchange of features of fixed strength (the commitment), and a further feature injected into later
+    layers (the correction), which claims are about."""
 
     settings: CorrectionTestSettings
     cause = "correction"
@@ -67,18 +68,20 @@ class Correction(FeatureExchange):
 
     @cached_property
     def correct(self) -> FeatureId:
-        """Feature of the correction. Raises ConfigError if it would be written before its own layer."""
+        """Feature that the correction injects. Raises ConfigError if it would be written before its own
+        layer."""
         correct, from_layer = self.dictionary.feature(self.preset.correct), self.preset.correct_from_layer
         if from_layer < correct.layer:
             raise ConfigError(
-                f"expected correct_from_layer to be at least {correct.layer}, the layer of {correct}, found "
-                f"{from_layer}"
+                f"expected correct_from_layer of at least {correct.layer}, the layer of the feature "
+                f"{correct}, found {from_layer}; raise it"
             )
         return correct
 
     @cached_property
     def doses(self) -> tuple[Dose, ...]:
-        """Doses of the commitment at fixed strength, then of the correction at the strength of the run."""
+        """All doses: those of the commitment, of fixed strength, then that of the correction, of the strength
+        of the run."""
         strength, from_layer = self.preset.strength, self.preset.correct_from_layer
         # A fixed dose does not grow with the strength of the run, which is that of the correction.
         commitment = [replace(dose, fixed=dose.factor * strength, factor=0.0) for dose in self.preset_doses]
@@ -88,7 +91,7 @@ class Correction(FeatureExchange):
 
     @property
     def strength(self) -> float:
-        """Strength of the claim: the largest one of the correction."""
+        """Strength of the correction that the claim is about: the largest one."""
         return self.settings.max_strength
 
     @property
@@ -98,7 +101,8 @@ class Correction(FeatureExchange):
 
 
 class CorrectionTest(ExchangeWorkflow):
-    """A commitment to one word, and corrections to another word of several strengths."""
+    """Workflow that commits a text to one word by an exchange of features, then corrects it to another word
+    in later layers, at several strengths."""
 
     name = "correction_test"
     question = "Can an exchange of features be undone at later layers?"
@@ -111,21 +115,22 @@ class CorrectionTest(ExchangeWorkflow):
     with_attention = True
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """See `ExchangeWorkflow`: the preset needs a correction."""
+        """The preset, if it has a correcting feature; raises ConfigError otherwise."""
         if not preset.correct:
             raise ConfigError(
-                f"the preset {self.settings.preset!r} has no correction; set correct, correct_word and "
-                "correct_from_layer, or use preset gemma2-2b-426k"
+                f"expected a preset with a correcting feature, found {self.settings.preset!r}; set correct, "
+                "correct_word and correct_from_layer, or use preset=gemma2-2b-426k"
             )
         return preset
 
     def strengths(self) -> tuple[float, ...]:
-        """From 0 up to the largest, evenly spaced."""
+        """Strengths of the correction: from 0 up to the largest, evenly spaced."""
         steps = self.settings.steps
         return tuple(step * self.settings.max_strength / steps for step in range(steps + 1))
 
     def effects(self, result: xr.Dataset) -> Floats:
-        """Change of P(word of the correction) from the commitment alone, [place, exchange]."""
+        """Change of the probability of the correction's word from the run with the commitment alone, [place,
+        exchange]."""
         probability = probabilities(result)
         # Index 1 of the axis "exchange" is the commitment alone; see `FeatureExchange.tried`.
         return probability - probability[:, [1]]
@@ -142,7 +147,8 @@ class CorrectionTest(ExchangeWorkflow):
 
     @cached_property
     def head(self) -> tuple[int, int] | None:
-        """Layer and head whose attention is reported; None if the model has no head 21:5, the default."""
+        """(layer, head) whose attention is reported; None if the settings name none and the model has no head
+        21:5."""
         config, text = self.subject.config, self.settings.head or "21:5"
         layer, _, head = text.partition(":")
         if not (layer.isdecimal() and head.isdecimal()):
@@ -151,14 +157,14 @@ class CorrectionTest(ExchangeWorkflow):
             return int(layer), int(head)
         if self.settings.head:
             raise ConfigError(
-                f"expected a head of {config.num_layers} layers and {config.axis_sizes['head']} heads, found "
-                f"{text}"
+                f"expected head as layer:head, in a model of {config.num_layers} layers with "
+                f"{config.axis_sizes['head']} heads each, found {text}; choose another head"
             )
         return None
 
     def views(self) -> Iterator[View]:
-        """Tables of the exchanged features and of the correction strengths; curves of both word probabilities
-        and of attention."""
+        """Views in reading order: the exchanged features, a table by strength of the correction, and curves
+        of the probabilities of both words and of attention."""
         yield from self.opening()
         exchange, preset, labels, points = self.exchange, self.preset, self.labels, self._points()
         words = (preset.inject_word, preset.correct_word)
@@ -174,7 +180,11 @@ class CorrectionTest(ExchangeWorkflow):
             ("change of attention", "total_routing_shift", ".4f"),
             title=f"{exchange.heading}: {labels.short(exchange.inject)} injected at {exchange.site_label}, "
             f"then {labels.short(exchange.correct)} into layers from {preset.correct_from_layer} on",
-            caption=f"without any injection {before['p_commit_word']:.3e} and {before['p_correct_word']:.3e}",
+            caption="One row per strength of the correction, which is injected into later layers after the "
+            "commitment. p: probability of a word at the end of the prompt; change of attention: sum over "
+            "all heads of |change| of the last token's attention to the position of the exchange. Without "
+            f"any injection the probabilities are {before['p_commit_word']:.3e} and "
+            f"{before['p_correct_word']:.3e}.",
             json={"correction_sweep": points},
         )
         axis: dict[str, Any] = {
@@ -187,7 +197,9 @@ class CorrectionTest(ExchangeWorkflow):
 
         probability = Lines(
             title="Probability of both words",
-            caption="dashed: without any injection",
+            caption=f"Probability of {words[0]!r}, whose feature the commitment injects, and of "
+            f"{words[1]!r}, whose feature the correction injects into later layers, at the end of the "
+            "prompt. Dashed: without any injection.",
             y_name="probability at the end",
             lines=tuple(
                 line(repr(word), field, before[field])
@@ -198,6 +210,8 @@ class CorrectionTest(ExchangeWorkflow):
         )
         attention = Lines(
             title="Change of attention to the site",
+            caption="Attention weight from the last token to the position of the exchange, minus that "
+            "without any injection; absolute values summed over all heads.",
             y_name="sum of |change of weight|, all heads",
             lines=(line("all heads", "total_routing_shift"),),
             low=0.0,
@@ -244,7 +258,8 @@ class CorrectionTest(ExchangeWorkflow):
         ]
 
     def _predicted(self, run: xr.Dataset, prefix: str = "") -> dict[str, Any]:
-        """Probabilities of both words and of the likeliest token of one run.
+        """JSON fields of one run: probabilities of both words, and the most likely token with its
+        probability.
 
         Arguments:
             run: one strength of the sweep.

@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 __all__ = ["FeatureExchange", "changes", "probabilities"]
 
 HELD_OUT = 8
-"""Upper limit of held-out prompts per exchange."""
+"""Largest number of held-out prompts of an exchange."""
 
 
 @dataclass(frozen=True)
 class FeatureExchange:
-    """The exchange of a preset on its model and dictionary.
+    """An exchange of features in one prompt: some are suppressed, one is injected; prepared for the model and
+    dictionary of a preset.
 
     Raises:
         ConfigError, DictionaryError, PromptError: model, dictionary, features and prompt do not fit together.
@@ -65,9 +66,9 @@ class FeatureExchange:
     """Whether the attention of the last token to the position of the exchange is stored."""
 
     cause = "injection"
-    """Name of the last dose in tables."""
+    """Name in tables of the last dose, which claims are about."""
     company = "suppression"
-    """Name of the other doses in tables."""
+    """Name in tables of the doses before the last one."""
 
     def __post_init__(self) -> None:
         self.dictionary.require_fit(self.subject.config, self.subject.name)
@@ -85,13 +86,14 @@ class FeatureExchange:
 
     @cached_property
     def doses(self) -> tuple[Dose, ...]:
-        """Doses of the exchange; claims are about the last one."""
+        """Doses that are injected together: of suppressed features, then of the injected one, which claims
+        are about."""
         return self.preset_doses
 
     @property
     def preset_doses(self) -> tuple[Dose, ...]:
-        """Doses with negative factors for suppressed features, then the injected one; factors multiply the
-        run's strength."""
+        """Doses of the preset: factor -1 for each suppressed feature, then factor 1 for the injected one; the
+        strength of a run multiplies them."""
         suppressed = [Dose(feature.layer, feature.index, factor=-1.0) for feature in self.suppress]
         return (*suppressed, Dose(self.inject.layer, self.inject.index, factor=1.0))
 
@@ -102,7 +104,8 @@ class FeatureExchange:
 
     @property
     def looked_at(self) -> int:
-        """Number of features tried on this prompt before that of the last dose was chosen."""
+        """Number of features tried on this prompt before the one of the last dose was chosen; p-values are
+        corrected for it."""
         return self.preset.looked_at
 
     # -- the prompt
@@ -129,17 +132,18 @@ class FeatureExchange:
 
     @cached_property
     def required_site(self) -> int:
-        """Position of the exchange. Raises ConfigError if the preset has no site."""
+        """Token position at which features are exchanged. Raises ConfigError if the preset names none."""
         return position_of(str(self.preset.site), self.tokens) if self.site is None else self.site
 
     @property
     def every_position(self) -> list[Place]:
-        """One (token ids, position) per token of the prompt: features are exchanged at each in turn."""
+        """Places of an exchange at every token of the prompt in turn: (token ids, position) each."""
         return [(self.ids, position) for position in range(len(self.ids))]
 
     @property
     def site_label(self) -> str:
-        """Token and position of the exchange, as claims name them."""
+        """Token and position of the exchange as claims name them, "' night' (4)"; "the best position" without
+        a site."""
         return "the best position" if self.site is None else self.token_label(self.site)
 
     def token_label(self, position: int) -> str:
@@ -148,7 +152,7 @@ class FeatureExchange:
 
     @property
     def position_axis(self) -> dict[str, Any]:
-        """Fields of curves and bars over `every_position`."""
+        """Fields of a curve or bars with one value per token of the prompt: labels and name of the x axis."""
         return {
             "x": tuple(f"{format_token(token)} ({i})" for i, token in enumerate(self.tokens)),
             "x_name": "token at which features are suppressed and injected",
@@ -165,7 +169,8 @@ class FeatureExchange:
 
     @cached_property
     def random(self) -> list[Dose]:
-        """The last dose with random other features of its layer, scaled to the same norm of the write."""
+        """Control doses: the last dose with other features of its layer, drawn at random and scaled to the
+        same norm of what they write."""
         settings, total = self.settings, self.dictionary.n_features
         return random_like(
             self.doses[-1], settings.controls, total, seed=settings.seed, without=self.doses[:-1]
@@ -173,37 +178,37 @@ class FeatureExchange:
 
     @property
     def controls_label(self) -> str:
-        """Controls in the words of claims."""
+        """The control doses in words that follow a number in claims."""
         company = f", with the same {self.company}" if self.doses[:-1] else ""
         return f"other features of layer {self.doses[-1].layer} with the same write norm{company}"
 
     @cached_property
     def tried(self) -> list[tuple[Dose, ...]]:
-        """Exchanges along the axis "exchange": full exchange; suppression alone, if features are suppressed;
-        then one exchange per random feature, injected instead of the last dose."""
+        """Exchanges along the axis "exchange" of results: the full exchange; the suppression alone, if
+        features are suppressed; then one with each random feature in place of the injected one."""
         company = self.doses[:-1]
         return [self.doses, *([company] if company else []), *((*company, dose) for dose in self.random)]
 
     def of_random(self, values: Floats) -> Floats:
-        """The part of values [..., exchange] that belongs to random features, [..., draw]; see `tried`."""
+        """Entries of an array [..., exchange] that belong to random features, [..., draw]; see `tried`."""
         # Index 0 is the full exchange, index 1 the suppression alone, if there is one.
         start = 2 if self.doses[:-1] else 1
         return values[..., start : start + len(self.random)]
 
     @cached_property
     def kin(self) -> Kin:
-        """Other texts of the prompt's kind that would end on the suppressed word."""
+        """Texts of the same kind as the prompt that would end on the suppressed word."""
         return kin_of(self.preset.prompt, self.preset.kind, self.preset.suppress_word)
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Held-out prompts of this prompt's kind: token ids, and position of the exchange."""
+        """Held-out prompts of the same kind as this one: (token ids, position of the exchange) each."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
     def elsewhere(self) -> list[Place]:
-        """Random shipped facts of other relations: token ids, and the position at which features are
-        exchanged."""
+        """Random shipped facts of other relations: (token ids, position of the exchange) each, as far from
+        the end as the site."""
         facts = strangers(self.preset.prompt)
         # All of them in random order, as `_placed` passes over those that are too short.
         order = chosen_at_random(facts, len(facts), seed=self.settings.seed)
@@ -235,8 +240,8 @@ class FeatureExchange:
 
     @cached_property
     def nodes(self) -> Nodes:
-        """Nodes by name: "controls" at the site, or without one at every position; with a site, "held_out"
-        and "elsewhere" in other prompts; "trace" and "words" for the labels of the features."""
+        """Nodes by name: "controls" at the site, or at every position without a site; with a site also
+        "held_out" and "elsewhere", in other prompts; "trace" and "words" for the labels of the features."""
         places = self.every_position if self.site is None else [(self.ids, self.site)]
         # Placed after the random features, so that `tried` keeps its indices; tables read it as index -1.
         alone = [self.doses[-1:]] if self.doses[:-1] else []
@@ -280,7 +285,8 @@ class FeatureExchange:
 
 
 def position_of(site: str, tokens: Sequence[str]) -> int:
-    """Position that a site names: an index, negative from the end, or the first token with that text.
+    """Position that a site names: an index (negative from the end), or the text of a token, of which the
+    first is taken.
 
     Arguments:
         site: the index or the text of a token.
@@ -292,18 +298,21 @@ def position_of(site: str, tokens: Sequence[str]) -> int:
     if site.lstrip("-").isdecimal():
         position = int(site)
         if not -len(tokens) <= position < len(tokens):
-            raise ConfigError(f"expected a site in 0..{len(tokens) - 1}, found {site}")
+            raise ConfigError(
+                f"expected the site as a position in 0..{len(tokens) - 1}, found {site}; choose another"
+            )
         return position % len(tokens)
     matches = [i for i, token in enumerate(tokens) if token.strip().lower() == site.strip().lower()]
     if not matches:
         raise ConfigError(
-            f"expected a token {site!r} in the prompt as the site, found {' '.join(map(repr, tokens))}"
+            f"expected the site to be a token of the prompt, found {site!r}; choose one of "
+            f"{' '.join(map(repr, tokens))}"
         )
     return matches[0]
 
 
 def probabilities(result: xr.Dataset, word: int = 0) -> Floats:
-    """P(word) at the end of the prompt, at the first strength, [place, exchange].
+    """Probability of a word at the end of the prompt, at the first strength of a result, [place, exchange].
 
     Arguments:
         result: result of the exchange.
@@ -314,7 +323,7 @@ def probabilities(result: xr.Dataset, word: int = 0) -> Floats:
 
 
 def changes(result: xr.Dataset, word: int = 0) -> Floats:
-    """Change of P(word) from the run without injection, [place, exchange].
+    """Probability of a word at the end of the prompt minus that without injection, [place, exchange].
 
     Arguments:
         result: result of the exchange.

@@ -25,14 +25,14 @@ from .workflow import ExchangeWorkflow, position_sweep
 __all__ = ["PlanningInPoems", "PlanningInPoemsSettings"]
 
 SMALLEST = 1e-12
-"""Smallest rise of a probability that is marked in the table."""
+"""Smallest rise of a probability that is marked in the table; smaller ones may be rounding errors."""
 SHOWN = 12
-"""Number of positions in the table."""
+"""Number of positions listed in the table."""
 
 
 @dataclass(frozen=True)
 class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
-    """Settings of `PlanningInPoems`; empty ones are taken from the preset."""
+    """Settings of the workflow `planning_in_poems`; empty ones are taken from the preset."""
 
     site: str = setting(
         "",
@@ -44,15 +44,16 @@ class PlanningInPoemsSettings(ControlSettings, InjectionSettings):
 
 
 class PlanningInPoems(ExchangeWorkflow):
-    """Exchange of features at every position, and the probabilities of both words at the end."""
+    """Workflow that exchanges features at each position of a prompt in turn and measures the probabilities of
+    two words at its end."""
 
     name = "planning_in_poems"
     question = "Do features at an earlier token decide the word a text ends on?"
     settings_type = PlanningInPoemsSettings
 
     def views(self) -> Iterator[View]:
-        """Tables of the exchange and of the positions with the highest probability, and the probability by
-        position."""
+        """Views in reading order: the exchange, the positions with the highest probability, and the
+        probability by position."""
         yield from self.opening()
         preset, exchange, labels, swept = self.preset, self.exchange, self.labels, self.sweep.isel(strength=0)
         word, strength, injected = preset.inject_word, preset.strength, labels.short(exchange.inject)
@@ -94,11 +95,15 @@ class PlanningInPoems(ExchangeWorkflow):
             (f"p({format_token(preset.suppress_word)})", "suppress_word_prob", ".3e"),
             ("KL", "kl_divergence", ".3f"),
             ("most likely", lambda row: likely[row["position"]]),
-            ("", lambda row: _mark(row["prob"], baseline)),
+            ("rise", lambda row: _mark(row["prob"], baseline)),
             title=f"{exchange.heading}: at each position {labels.several(exchange.suppress) or 'nothing'} "
             f"suppressed and {injected} injected, strength {strength:g}",
-            caption=f"without injection {baseline:.3e}; highest at position {best}, {highest:.3e}, "
-            f"{highest / max(baseline, SMALLEST):.3g} times as high",
+            caption=f"One row per position of the exchange, for the {SHOWN} positions with the highest "
+            f"probability. p: probability of a word at the end of the prompt; KL: of the next-token "
+            f"distribution from that without injection, in nats. p({format_token(word)}) without injection "
+            f"is {baseline:.3e}; the highest is at position {best}, {highest:.3e}, which is "
+            f"{highest / max(baseline, SMALLEST):.3g} times as high. * above {baseline:.1e} without "
+            "injection, *** above 10 times that.",
             json={"sweep": rows},
         )
         axis = exchange.position_axis
@@ -106,7 +111,8 @@ class PlanningInPoems(ExchangeWorkflow):
         before, is_best = format_probability(baseline), np.arange(len(rows)) == best
         yield Lines(
             title=f"Probability of {word!r} at the end, by position of the injection",
-            caption=f"dashed: without injection, {before}",
+            caption=f"Probability of {word!r} as the next token after the prompt, when features are "
+            f"suppressed and injected at one position at a time. Dashed: without injection, {before}.",
             y_name=f"P({word!r})",
             lines=(
                 Line(f"{injected} injected", probability),
@@ -131,8 +137,8 @@ class PlanningInPoems(ExchangeWorkflow):
         yield Figure(
             name="planning_in_poems",
             title=f"Probability that {self.subject.name} ends on {word!r}, by position of {injected}",
-            caption="each bar is one run with the feature injected there; dashed: without injection, "
-            f"{before}",
+            caption=f"Each bar: one run with {labels.several(exchange.suppress) or 'nothing'} suppressed and "
+            f"{injected} injected at this token. Dashed: without injection, {before}.",
             panels=(bars,),
         )
 

@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 __all__ = ["PlanningPairs", "PlanningPairsSettings"]
 
 SHUFFLES = 1000
-"""Number of random sets that the overlap of two sets is compared with."""
+"""Number of random sets that the overlap of two sets of pairs is compared with."""
 ALL_DOSES, SUPPRESSION, RANDOM = 0, 1, 2
-"""Indices into the axis "exchange" of each pair: all doses; the suppression alone; the first random
-feature."""
+"""Indices into the axis "exchange" of each pair's result: the full exchange, the suppression alone, and the
+first random feature."""
 
 
 @dataclass(frozen=True)
 class PlanningPairsSettings(ControlSettings, ModelSettings):
-    """Settings of `PlanningPairs`; empty ones are taken from the preset."""
+    """Settings of the workflow `planning_pairs`; empty ones are taken from the preset."""
 
     model: str = setting("", "hub id or directory")
     preset: str = setting("specimen", "published pairs, or the specimen's own")
@@ -82,7 +82,8 @@ class PlanningPairsSettings(ControlSettings, ModelSettings):
 
 
 class PairExchange(FeatureExchange):
-    """The exchange of one pair; of each word the first token after the prompt is measured."""
+    """Exchange of features of one pair of words; the probability of each word is that of its first token
+    after the prompt."""
 
     @cached_property
     def word_ids(self) -> tuple[int, int]:
@@ -100,29 +101,33 @@ class PairExchange(FeatureExchange):
         return inject, suppress
 
     def every_position_node(self) -> ResultNode:
-        """The node that runs all doses, the suppression alone and each random feature, at every position."""
+        """Node that runs the full exchange, the suppression alone and the exchange with each random feature,
+        at every position."""
         if not self.suppress:
-            raise ConfigError(f"expected features to suppress in {self.preset.prompt[-40:]!r}, found none")
+            raise ConfigError(
+                f"expected features to suppress in the pair with the prompt {self.preset.prompt[-40:]!r}, "
+                "found none; name some in its field suppress"
+            )
         return self.node(self.every_position, self.tried, words=self.word_ids)
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """Result of the exchanges of one pair."""
+    """Result of one pair of words, at every position."""
 
     exchange: PairExchange
-    """The pair on its model."""
+    """The exchange of the pair, prepared for its model."""
     result: xr.Dataset
     """Result of `PairExchange.every_position_node`."""
 
     @cached_property
     def probability(self) -> Floats:
-        """P(injected word) at the end of the prompt, [position, exchange]."""
+        """Probability of the injected word at the end of the prompt, [position, exchange]."""
         return probabilities(self.result)
 
     @cached_property
     def change(self) -> Floats:
-        """Change of P(injected word) from the run without injection, [position, exchange]."""
+        """Probability of the injected word minus that without injection, [position, exchange]."""
         return changes(self.result)
 
     @property
@@ -132,29 +137,29 @@ class PairResult:
 
     @property
     def effect(self) -> float:
-        """Change of P(injected word) by the exchange at the site."""
+        """Change of the probability of the injected word by the exchange at the site."""
         return float(self.change[self.site, ALL_DOSES])
 
     @property
     def null(self) -> Null:
-        """Null distribution of `effect`: the same change by random features."""
+        """Null distribution of `effect`: the change by random features in place of the injected one."""
         return Null(self.change[self.site, RANDOM:], self.exchange.controls_label)
 
     @property
     def peaks(self) -> Floats:
-        """1 if the change of P(injected word) is largest at the site, else 0: all doses, then random
-        features, [exchange]."""
+        """Whether each exchange changes the probability of the injected word most at the site, 1 or 0,
+        [exchange]: the full exchange, then those with random features."""
         # The suppression alone is no control of the injection.
         largest = np.delete(self.change.argmax(axis=0), SUPPRESSION)
         return np.where(largest == self.site, 1.0, 0.0)
 
     @property
     def works(self) -> bool:
-        """Whether the change is largest at the site, and beyond chance there."""
+        """Whether the exchange has its largest effect at the site, and one beyond chance."""
         return bool(self.peaks[ALL_DOSES]) and self.null.is_beyond_chance(self.effect)
 
     def record(self) -> dict[str, Any]:
-        """Record of the pair: the fields of candle-mi's figure 13, and the null distribution."""
+        """JSON record of the pair: the fields of candle-mi's figure 13, and the null distribution."""
         preset, tokens, sweep = self.exchange.preset, self.exchange.tokens, self.probability[:, ALL_DOSES]
         best = int(sweep.argmax())
         # The run without injection is the same for every position.
@@ -183,7 +188,7 @@ class PairResult:
 
 
 class PairSet:
-    """Pairs of one preset on its model and dictionary."""
+    """All pairs of words of one preset, prepared for its model and dictionary."""
 
     def __init__(
         self,
@@ -221,7 +226,7 @@ class PairSet:
 
 
 class PlanningPairs(Workflow):
-    """Exchanges of features in many pairs, at every position."""
+    """Workflow that exchanges features of many pairs of words, each at every position of its prompt."""
 
     name = "planning_pairs"
     question = (
@@ -248,8 +253,7 @@ class PlanningPairs(Workflow):
         self.nodes |= {"layers": self.subject.on_model(self._layers())}
 
     def _other(self, fallback: str) -> PairSet | None:
-        """Exchanges of the same pairs with the preset `against`; None without it. Raises ConfigError for a
-        preset without one of the pairs.
+        """The same pairs with the model and dictionary of the preset `against`; None without such a preset.
 
         Arguments:
             fallback: name of the preset if settings.against is empty; "" for none.
@@ -261,9 +265,9 @@ class PlanningPairs(Workflow):
         by_name = {pair_name(pair): pair for pair in preset.pairs}
         if missing := [pair for pair in self.own.pairs if pair_name(pair) not in by_name]:
             raise ConfigError(
-                f"expected {name} to have the pairs of this preset, found none that ends "
-                f"{missing[0].prompt!r} on {missing[0].inject_word!r}; compare with another preset: "
-                "against=…, or with none: against=none"
+                f"expected the preset {name} to have the same pairs, found none with the prompt "
+                f"{missing[0].prompt!r} and the injected word {missing[0].inject_word!r}; compare with "
+                "another preset: against=…, or with none: against=none"
             )
         pairs = [by_name[pair_name(pair)] for pair in self.own.pairs]
         # A revision is a commit of the repository of the first model.
@@ -272,8 +276,8 @@ class PlanningPairs(Workflow):
         return PairSet(preset, pairs, settings)
 
     def _layers(self) -> Draws:
-        """Ablations of the MLPs of each window of layers by their mean over the prompts, one draw per
-        prompt."""
+        """Experiment that replaces MLP outputs of each window of layers by their mean over the prompts, one
+        draw per prompt."""
         # Several pairs may share a prompt; the first of them stands for it.
         by_prompt = {exchange.ids: exchange for exchange in reversed(self.own.exchanges)}
         prompts = [exchange for exchange in self.own.exchanges if by_prompt[exchange.ids] is exchange]
@@ -294,12 +298,12 @@ class PlanningPairs(Workflow):
 
     @cached_property
     def results(self) -> list[PairResult]:
-        """The result of each pair."""
+        """Results of all pairs, in their order."""
         return self._read(self.own, "pair")
 
     @cached_property
     def results_against(self) -> list[PairResult]:
-        """Results of the pairs with the second preset (`against`); empty without one."""
+        """Results of the pairs with the second preset, `against`; empty without one."""
         return [] if self.other is None else self._read(self.other, "against")
 
     def _read(self, pairs: PairSet, prefix: str) -> list[PairResult]:
@@ -314,7 +318,8 @@ class PlanningPairs(Workflow):
         return [result.record() for result in self.results]
 
     def views(self) -> Iterator[View]:
-        """Table of the pairs with their controls, changes by position, and a table of layers."""
+        """Views in reading order: table of the pairs with their controls, changes by position, and a table of
+        layers."""
         records = self.records
         yield Data(
             json={
@@ -332,8 +337,8 @@ class PlanningPairs(Workflow):
         yield self._layers_table()
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about the mean effect at the site, the share of pairs that peak there, and the overlap with
-        the pairs that work on the other dictionary."""
+        """Claims about the mean effect at the site, the share of pairs with the largest effect there, and the
+        overlap with the pairs that work on the other dictionary."""
         results, settings = self.results, self.settings
         peaks = np.array([result.peaks for result in results])
         # The features of the specimen's pairs were chosen on other prompts; of other pairs this is unknown.
@@ -341,22 +346,27 @@ class PlanningPairs(Workflow):
         # The runs give `controls` features per pair; their combinations over pairs give far more means.
         draws = Controls(1000, settings.seed)
         controls = "another feature of the same layer in each pair, with the same write norm"
-        over = f"over {len(results)} pairs of {self.subject.name}"
+        pairs = f"{len(results)} pairs of {self.subject.name}"
         effects_at_site = np.array([result.effect for result in results])
         for text, effects, random_effects in (
             (
-                "the exchange at the site changes the probability of the injected word",
+                (
+                    f"over {pairs}, exchanging features at the site, where the word is assumed to be "
+                    "decided, changes the probability of the injected word"
+                ),
                 effects_at_site,
                 np.array([result.null.values for result in results]),
             ),
-            ("the share with the largest change at the site", peaks[:, 0], peaks[:, 1:]),
+            (
+                f"share of {pairs} in which the probability of the injected word changes most at the site",
+                peaks[:, 0],
+                peaks[:, 1:],
+            ),
         ):
-            yield Claim.over(
-                f"{over}, {text}", effects, random_effects, controls, draws, held_out=is_held_out
-            )
+            yield Claim.over(text, effects, random_effects, controls, draws, held_out=is_held_out)
         if self.other is not None and np.isfinite(self.overlap[0]):
             text, of = (
-                f"pairs that work in {self._both} overlap (Jaccard index)",
+                f"pairs that work with {self._both} overlap (Jaccard index)",
                 "random sets of as many pairs",
             )
             yield Claim.against(text, *self.overlap, of)
@@ -366,11 +376,14 @@ class PlanningPairs(Workflow):
         dictionary."""
         if self.other is None or np.isfinite(self.overlap[0]):
             return self.preset.selection
-        return f"{self.preset.selection} No pair works in {self._both}: no claim is made about their overlap."
+        return (
+            f"{self.preset.selection} No pair works with {self._both}, so that no claim is made about their "
+            "overlap."
+        )
 
     @property
     def _both(self) -> str:
-        """Names of both dictionaries."""
+        """Names of the two compared dictionaries, for claims."""
         assert self.other is not None
         return f"{self.preset.dictionary} and {self.other.preset.dictionary}"
 
@@ -427,9 +440,12 @@ class PlanningPairs(Workflow):
             strong=lambda row: row["works"],
             title=f"{len(rows)} pairs on {self.subject.name}, features of {self.preset.dictionary}, strength "
             f"{self.preset.strength:g}",
-            caption="probability of the injected word at the end, before and with the exchange at the site; "
-            f"random: median over {self.settings.controls} other features of its layer with the same write "
-            "norm, at the site; a pair works if the change is largest at the site and beyond chance there",
+            caption="One row per pair: a prompt, its expected last word, whose features are suppressed, and "
+            "another word, whose feature is injected. Probability of the injected word at the end of the "
+            "prompt, before and with the exchange at the site, the position at which the word is assumed to "
+            f"be decided. Random, p: control, {self.settings.controls} other features of the same layer with "
+            "the same write norm. Largest at: position with the highest probability. A pair works if the "
+            "change is largest at the site and beyond chance there.",
             json={"pairs": rows},
         )
 
@@ -450,6 +466,9 @@ class PlanningPairs(Workflow):
         names = [f"{row['suppress_word']} → {row['inject_word']} ({i})" for i, row in enumerate(self.records)]
         grid = Heatmap(
             title="Change of the injected word by position of the exchange",
+            caption="Each cell: change of the probability of the injected word at the end of the prompt, "
+            "when one pair's features are exchanged at one position. 0: the site, the position at which the "
+            "word is assumed to be decided.",
             values=exchange,
             rows=tuple(names),
             columns=tuple(map(str, offsets)),
@@ -465,6 +484,8 @@ class PlanningPairs(Workflow):
 
         lines = Lines(
             title="Mean over the pairs",
+            caption="Change of the probability of the injected word, mean over the pairs that have the "
+            "position. Dashed: control, random features of the same layer with the same write norm.",
             x=offsets,
             x_name="position relative to the site",
             y_name="change of the probability",
@@ -496,16 +517,17 @@ class PlanningPairs(Workflow):
             ("mean probability", "mean_prob", format_probability),
             title=f"MLPs of {width} ablated: prompts of {count} in which the expected word is still "
             "likeliest",
-            caption=f"without ablation it is the likeliest in {untouched}; MLP outputs are replaced by their "
-            "mean over these prompts; layers are described, not claimed: there are too few for a null "
-            "distribution",
+            caption="One row per layer whose MLP output is replaced by its mean over these prompts. Still "
+            "likeliest: number of prompts whose expected word stays the most likely next token (without "
+            f"ablation: {untouched}). Nothing is claimed about layers: there are too few for a null "
+            "distribution.",
             sources=("layers",),
             json={"layer_suppression": rows, "prompts": count, "said_untouched": untouched},
         )
 
 
 def pair_name(pair: Any) -> tuple[str, str]:
-    """Identity of a pair on every dictionary: its prompt and injected word."""
+    """Prompt and injected word of a pair, which identify it on every dictionary."""
     return pair.prompt, pair.inject_word
 
 
@@ -521,7 +543,7 @@ def jaccard(a: Sequence[bool], b: Sequence[bool]) -> float:
 
 
 def shuffled_jaccard(a: Sequence[bool], b: Sequence[bool], count: int, *, seed: int) -> Floats:
-    """Jaccard indices of a set with random sets, [draw].
+    """Jaccard indices of set `a` with random sets of the size of `b`, [draw].
 
     Arguments:
         a: mask of the first set.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ __all__ = [
     "read_pairs",
 ]
 
-AS_PUBLISHED = "As published; the number of features tried before is not given."
+AS_PUBLISHED = (
+    "Features are those of the published experiment, which does not say how many were tried before; p-values "
+    "are not corrected for that choice."
+)
 
 LLAMA_POEM = (
     "The birds were singing in the tree,\nAnd everything was wild and free.\n"
@@ -97,7 +101,8 @@ class FeaturePreset:
 
 @dataclass(frozen=True)
 class ExchangePair:
-    """One exchange of a file of pairs. Of each word the first token after the prompt is measured."""
+    """One exchange of features that a file of pairs describes; the probability of each word is that of its
+    first token after the prompt."""
 
     prompt: str
     """The text without its last word."""
@@ -115,7 +120,7 @@ class ExchangePair:
 
 @dataclass(frozen=True)
 class PairPreset:
-    """Feature exchanges in several prompts, for one model and dictionary."""
+    """Exchanges of features of several pairs of words, for one model and dictionary."""
 
     model: str
     """Hub id or directory of the model."""
@@ -133,7 +138,8 @@ class PairPreset:
     """Sentence on the selection of features, for captions of claims."""
 
     def of(self, pair: ExchangePair) -> FeaturePreset:
-        """One pair as the preset of a single exchange."""
+        """Preset of a single exchange: one pair with the model, dictionary, strength and ending of this
+        preset."""
         shared = {
             name: getattr(self, name) for name in ("model", "dictionary", "strength", "ending", "selection")
         }
@@ -159,10 +165,11 @@ PRESETS = {
         kind=COUPLET,
         looked_at=211,
         correct_looked_at=960,
-        selection="Chosen on this couplet: the suppressed features have the largest influence in its "
-        "attribution graph; the injected one raises ' run' most among the 211 features that fire at the end "
-        "of the line if that is 'sun'; the strength is the smallest that makes ' run' the likeliest end; the "
-        "correcting feature restores a rhyme of 'night' most among the 960 features of layers 0 and 1.",
+        selection="Features and strength were chosen on this couplet. The suppressed features have the "
+        "largest influence in its attribution graph. The injected one raises ' run' most among the 211 "
+        "features that are active at the end of the first line if that is 'sun'. The strength is the "
+        "smallest that makes ' run' the likeliest next token. The correcting feature restores a rhyme of "
+        "'night' most among the 960 features of layers 0 and 1.",
     ),
     "llama3.2-1b-524k": FeaturePreset(
         model="meta-llama/Llama-3.2-1B",
@@ -228,39 +235,44 @@ ENDS_ON = {
         "In the whole coach they read three\nand Lorry with the wine said",
     ),
 }
-"""By word: two couplets after which the unchanged model predicts it. Couplets are the first twelve of
+"""Word -> two couplets after which the unchanged specimen predicts it. They are the first twelve of
 `COUPLETS`, in frames that the specimen's training text never combined; no feature below was chosen on
 them."""
 ON_OTHERS = (
-    "Features were chosen greedily on twelve other couplets: of all features of layer 0 and words, the pair "
-    "with the largest mean rise of the word when the feature is injected at the end of the first line, "
-    "couplets that rhyme with the word left out; then the next feature and the next family of rhymes, six in "
-    "all; the larger of two strengths tried there. Nothing was chosen on the couplets shown."
+    "Six words, each with a feature of layer 0, were chosen one after another on twelve other couplets: each "
+    "time the word and the feature that raises its probability most, in the mean over couplets that do not "
+    "rhyme with it, when it is injected at the end of the first line; one word per rhyme family. The "
+    "strength is the larger of two that were tried there. Nothing was chosen on the couplets shown."
 )
 """How the features of the preset "specimen" were chosen."""
 THE_SAME_WORDS = (
-    "For each word of the preset that this one is compared with, in order, the feature of layer 0 that "
-    "raises it most by the same rule; no feature is used twice."
+    "The words are those of the preset that this one is compared with. For each of them, in order, the "
+    "feature of layer 0 was chosen that raises it most by the same rule; no feature is used twice."
 )
 """How the features of the preset "specimen-plt" were chosen."""
 
 
 def crossed(features: Mapping[str, str]) -> tuple[ExchangePair, ...]:
-    """Pairs of every couplet with every other word, ordered so that neighbours have different couplets and
-    the first few cover all words.
+    """Pairs of every couplet with every other word, in an order in which neighbours have different couplets
+    and the first few cover all words.
 
     Arguments:
         features: feature of each word, which is suppressed in couplets that expect the word, and injected in
             others.
     """
     words = list(features)
-    return tuple(
-        ExchangePair(prompt, (features[word],), word, features[injected], injected, _first_end(prompt))
-        for step in range(1, len(words))
-        for couplet in range(2)
-        for i, word in enumerate(words)
-        for prompt, injected in [(ENDS_ON[word][couplet], words[(i + step) % len(words)])]
-    )
+    pairs = []
+    for step, couplet in product(range(1, len(words)), range(2)):
+        for i, word in enumerate(words):
+            # The word that is `step` places further in the list, which starts again at its end.
+            injected = words[(i + step) % len(words)]
+            prompt = ENDS_ON[word][couplet]
+            pairs.append(
+                ExchangePair(
+                    prompt, (features[word],), word, features[injected], injected, _first_end(prompt)
+                )
+            )
+    return tuple(pairs)
 
 
 def _first_end(couplet: str) -> str:
@@ -269,8 +281,8 @@ def _first_end(couplet: str) -> str:
 
 
 def _poem(lines: Sequence[str], suppress: Sequence[str], word: str) -> ExchangePair:
-    """Pair of a poem on Llama 3.2: features of its expected last word suppressed, the one of "that"
-    injected."""
+    """Pair of a poem on Llama 3.2: the features of its expected last word are suppressed, the feature of
+    "that" is injected."""
     return ExchangePair("\n".join(lines), tuple(suppress), word, "14:13043", "that")
 
 
@@ -350,7 +362,7 @@ PAIR_PRESETS = {
 
 
 def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
-    """The preset that the settings name, with the fields replaced that they set.
+    """The preset that the settings name, with its fields replaced by those that the settings set.
 
     Empty values and 0 leave the preset's value; ("none",) means no features. A prompt in the settings has the
     kind "prompt". Features in the settings, and those of the preset used with such a prompt, count as chosen
@@ -379,7 +391,7 @@ def chosen_preset(settings: Any, *, keep_site: bool = True) -> FeaturePreset:
 
 
 def read_pairs(path: Path) -> tuple[ExchangePair, ...]:
-    """The pairs of a JSON file: a list of objects with the fields of `ExchangePair`.
+    """Pairs of words and features from a JSON file, a list of objects with the fields of `ExchangePair`.
 
     Raises ConfigError for a file that is missing, has another form, or has no pairs.
     """
@@ -389,7 +401,9 @@ def read_pairs(path: Path) -> tuple[ExchangePair, ...]:
         form = (
             '[{"prompt", "suppress": ["layer:index"], "suppress_word", "inject", "inject_word", "site"}, …]'
         )
-        raise ConfigError(f"expected a JSON file {form} at {str(path)!r}, found: {error}") from error
+        raise ConfigError(
+            f"expected a JSON file of the form {form} at {str(path)!r}, found {error}; correct the file"
+        ) from error
     if not pairs:
-        raise ConfigError(f"expected pairs in {str(path)!r}, found an empty list")
+        raise ConfigError(f"expected pairs in {str(path)!r}, found an empty list; add some")
     return pairs

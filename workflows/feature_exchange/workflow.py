@@ -36,15 +36,17 @@ __all__ = ["ExchangeWorkflow", "position_sweep"]
 
 
 class ExchangeWorkflow(Workflow):
-    """A workflow about one exchange of features, some suppressed and one injected, in one prompt."""
+    """Base class of workflows about one exchange of features in one prompt: some features are suppressed, one
+    is injected."""
 
     exchange_type: ClassVar[type[FeatureExchange]] = FeatureExchange
-    """Class of `exchange`."""
+    """Class of the attribute `exchange`, which prepares the exchange for the model."""
     every_position: ClassVar[bool] = True
-    """Whether the sweep exchanges features at every position, so that a prompt in the settings needs no site;
-    else features are exchanged at the site only."""
+    """Whether features are exchanged at every position in turn, so that a prompt in the settings needs no
+    site; otherwise at the site only."""
     words: ClassVar[tuple[str, ...]] = ("inject_word", "suppress_word")
-    """Fields of the preset with the words whose probabilities are measured; claims are about the first."""
+    """Names of the preset's fields with the words whose probabilities are measured; claims are about the
+    first."""
     with_attention: ClassVar[bool] = False
     """Whether the attention of the last token to the site is stored."""
     with_ending: ClassVar[bool] = True
@@ -71,25 +73,28 @@ class ExchangeWorkflow(Workflow):
         self.nodes = {"sweep": sweep, **exchange.nodes, **self.further_nodes()}
 
     def checked(self, preset: FeaturePreset) -> FeaturePreset:
-        """The preset. Raises ConfigError if it lacks a field that the workflow needs."""
+        """The preset, if it has all fields that the workflow needs; raises ConfigError otherwise. Subclasses
+        override it."""
         return preset
 
     def strengths(self) -> tuple[float, ...]:
-        """Strengths of the sweep, multiples of the decoder vectors."""
+        """Strengths at which the exchange is run: multiples of the decoder vectors."""
         return (self.exchange.strength,)
 
     def further_nodes(self) -> Nodes:
-        """Nodes of the subclass, in addition to the sweep and the controls."""
+        """Nodes that a subclass adds to those of the exchange and its controls."""
         return {}
 
     @cached_property
     def sweep(self) -> xr.Dataset:
-        """Sweep of the exchange, [strength, place] with place = (prompt, position), in memory."""
+        """Result of the exchange at every strength and place, [strength, place], in memory; a place is a
+        position of the prompt."""
         return self.result("sweep").load().isel(exchange=0)
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """Labels of the exchanged features."""
+        """Labels of the exchanged features: tokens that they promote, tokens that they fire on, and labels
+        that people gave."""
         exchange = self.exchange
         words = self.result("words") if "words" in self.nodes else None
         labels = FeatureLabels.of_trace(self.subject, exchange.ids, words, self.result("trace"))
@@ -97,40 +102,44 @@ class ExchangeWorkflow(Workflow):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """See `Workflow`."""
+        """Labels that people gave to the exchanged features; see `Workflow.spoken`."""
         return self.labels.spoken
 
     # -- claims
 
     def effects(self, result: xr.Dataset) -> Floats:
-        """Effect that claims are about, [place, exchange]: the change of P(first word)."""
+        """Effect that claims are about, [place, exchange]: the change of the probability of the first
+        word."""
         return changes(result)
 
     @property
     def claim(self) -> str:
-        """Text of the claim about this prompt."""
+        """Text of the claim about this prompt: which features are exchanged where, and which probability
+        changes."""
         suppressed = self.labels.several(self.exchange.suppress) if self.exchange.suppress else ""
         return (
             f"injecting {self.labels.short(self.exchange.inject)}"
             f"{f' and suppressing {suppressed}' if suppressed else ''} at {self.exchange.site_label} changes "
-            f"P({self.exchange.words[0]!r}) at the end"
+            f"P({self.exchange.words[0]!r}) at the end of the prompt"
         )
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about the change of P(first word): in this prompt, and its mean over held-out prompts."""
+        """Claims about the change of the first word's probability: in this prompt, and its mean over held-out
+        prompts."""
         controls = self.result("controls")
         yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
             held_out = self.effects(self.result("held_out"))
-            yield self.held_out_claim(held_out, f"the same exchange in {self.exchange.kin.where}")
+            text = f"the same exchange in {self.exchange.kin.where}, changes P({self.exchange.words[0]!r})"
+            yield self.held_out_claim(held_out, text)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: how the features were chosen."""
+        """Caption of the claims: how the features were chosen, as the preset says."""
         return self.preset.selection
 
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
-        """Claim about this prompt. Without a site, the exchange and each control count at their best
-        position.
+        """Claim about this prompt. Without a site, the exchange and each of its controls count at the
+        position of their largest effect.
 
         Arguments:
             effects: [place, exchange]; the exchanges are those of `FeatureExchange.tried`.
@@ -147,7 +156,7 @@ class ExchangeWorkflow(Workflow):
         return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
 
     def held_out_claim(self, effects: Floats, text: str) -> Claim:
-        """Claim about the mean effect over held-out texts.
+        """Claim about the mean effect of the exchange over held-out texts.
 
         Arguments:
             effects: effects, [text, exchange].
@@ -159,14 +168,14 @@ class ExchangeWorkflow(Workflow):
     # -- views
 
     def opening(self) -> Iterator[View]:
-        """Opening views of all exchange workflows: tables of exchanged features and of parts of the
-        exchange."""
+        """First views of all exchange workflows: a table of the exchanged features, and one of the effect of
+        each part of the exchange."""
         yield self.features_table()
         if self.exchange.words:
             yield self.parts_table()
 
     def features_table(self) -> Table:
-        """Table of the exchanged features: role in the exchange, token that each promotes, and token that it
+        """Table with a row per exchanged feature: its role, the token that it promotes, and the token that it
         fires on."""
         exchange, labels = self.exchange, self.labels
         features = [FeatureId(dose.layer, dose.index) for dose in exchange.doses]
@@ -178,30 +187,32 @@ class ExchangeWorkflow(Workflow):
             ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
             title="Exchanged features",
-            caption="promotes: the token whose logit the feature's decoder raises most through the "
-            "unembedding, without effects of later layers; fires on: the token of this prompt at which the "
-            "feature is most active, if it is active",
+            caption="One row per feature (layer:index) that the exchange suppresses or injects. Promotes: "
+            "the token whose logit its decoder raises most through the unembedding, without effects of later "
+            "layers. Fires on: the token of this prompt at which it is most active, if it is active.",
         )
 
     def parts_table(self) -> Table:
-        """Table of P(first word) under the exchange, under its parts, under random features, and in other
-        facts."""
+        """Table of the first word's probability under the exchange, under each of its parts, with random
+        features, and in other facts."""
         return Table.of(
             rows := list(self._parts()),
             ("intervention", "done"),
             (f"P({format_token(self.exchange.words[0])})", "prob", format_probability),
             ("change", "change", "+.4f"),
-            ("largest", "largest", "+.4f"),
-            ("of", "draws", "d"),
+            ("largest change", "largest", "+.4f"),
+            ("runs", "draws", "d"),
             strong=lambda row: row["done"] == "both",
             title=f"Effect of each part of the exchange at {self.exchange.site_label}",
-            caption="of several draws: medians of P and of its change, and the largest change; of: number of "
-            "draws",
+            caption=f"One row per intervention. P({format_token(self.exchange.words[0])}): probability of "
+            "the word at the end of the prompt; change: from the run without intervention. Rows with several "
+            "runs give the median of P and of its change, and the largest change; runs: their number.",
             json={"parts": rows},
         )
 
     def _parts(self) -> Iterator[dict[str, Any]]:
-        """Rows of `parts_table`: median of P(first word), median and largest change, number of draws."""
+        """Rows of `parts_table`: name of the intervention, median probability of the first word, median and
+        largest change of it, and number of runs."""
         exchange, controls = self.exchange, self.result("controls")
 
         def record(intervention: str, prob: Floats, change: Floats) -> dict[str, Any]:
@@ -227,7 +238,7 @@ class ExchangeWorkflow(Workflow):
 
 
 def position_sweep(tokens: list[str], **columns: Any) -> list[dict[str, Any]]:
-    """Records of a sweep over positions, with position, token and the values of each column.
+    """JSON records of an exchange at every position: position, token and the value of each column.
 
     Arguments:
         tokens: text of the token at each position.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "AttributionGraphs", "GraphPreset", "AttributionGraphsSettings"]
 
 SHOWN = 4
-"""Number of corpus examples shown per feature."""
+"""Number of corpus examples shown for each feature."""
 
 
 class GraphPreset(NamedTuple):
@@ -82,7 +82,8 @@ specimen."""
 
 @dataclass(frozen=True)
 class AttributionGraphsSettings(ModelSettings):
-    """Settings of `attribution_graph`; an empty model, dictionary or prompt is taken from the preset."""
+    """Settings of the workflow `attribution_graph`; an empty model, dictionary or prompt is taken from the
+    preset."""
 
     model: str = setting("", 'hub id, directory, or "specimen"')
     preset: str = setting("specimen", f"model with its transcoders: {', '.join(PRESETS)}")
@@ -126,7 +127,8 @@ class AttributionGraphsSettings(ModelSettings):
 
 
 class AttributionGraphs(Workflow):
-    """Attribution graph of one prompt, pruned, with labels and corpus examples of its features."""
+    """Workflow that computes and prunes the attribution graph of one prompt, with labels and corpus examples
+    of its features."""
 
     name = "attribution_graph"
     question = "Through which features do the tokens of a prompt affect the next token?"
@@ -203,12 +205,13 @@ class AttributionGraphs(Workflow):
 
     @property
     def _logit_effects(self) -> dict[str, Any]:
-        """Keyword arguments for views: the vocabulary, and the effect of each feature on the logits."""
+        """Keyword arguments that views of features share: the vocabulary, and each feature's effect on the
+        logits."""
         return {"vocabulary": self.subject.tokenizer.vocabulary, "effects": self.result("effects").load()}
 
     @property
     def _texts(self) -> dict[int, xr.Dataset]:
-        """Corpus examples of largest activation of each feature, by layer; empty without a corpus."""
+        """Corpus examples with the largest activations of each feature, by layer; empty without a corpus."""
         if self._examples is None:
             return {}
         assert self.store is not None  # `run` has set it, as the result of the graph is open
@@ -217,7 +220,8 @@ class AttributionGraphs(Workflow):
         return examples_of(self.graph, encoded, ranked, most=SHOWN)
 
     def views(self) -> Iterator[View]:
-        """The explained tokens, the scores, the pruned graph, and a table of its strongest features."""
+        """Views in reading order: the explained tokens, the scores, the pruned graph, and a table of its
+        strongest features."""
         graph, counts, edges = self.graph, self.graph.counts, len(self.pruned.kept.weight)
         n_kept = {kind: kept_of(self.pruned, kind) for kind in (FEATURE, ERROR, TOKEN, LOGIT)}
         yield Data(
@@ -246,7 +250,10 @@ class AttributionGraphs(Workflow):
             logits,
             ("next token", lambda row: format_token(row["token"])),
             ("probability", "probability", format_probability),
-            title=f"{self.subject.name} explained by {self.dictionary.name}: {format_text(graph.prompt)}",
+            title=f"Next tokens that the graph explains, in {self.subject.name} with {self.dictionary.name}: "
+            f"'{format_text(graph.prompt)}'",
+            caption="The most likely next tokens, or those set by the user, whose logits are the targets of "
+            "the attribution graph.",
             sources=("graph",),
             json={"logits": logits},
         )
@@ -269,18 +276,20 @@ class AttributionGraphs(Workflow):
             f"Direct effects on {_listed(graph.logit_tokens)} in {self.subject.name}",
             net,
             # In circuit-tracer's order of nodes, which this graph keeps, features come first.
-            caption=f"Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of {n_kept[FEATURE]:,} kept "
-            f"features and {len(drawn_edges)} of {edges:,} kept edges, none of the {n_kept[ERROR]:,} kept "
-            f"error nodes. Replacement score {self.scores['replacement_score']:.2f}: share of the influence "
-            "on the logits that comes from tokens through features, without error nodes; completeness score "
-            f"{self.scores['completeness_score']:.2f}: share of the nodes' input that comes from tokens and "
-            "features",
+            caption="Direct effects between tokens (bottom), features of the dictionary by layer, and logits "
+            f"(top). Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of the {n_kept[FEATURE]:,} "
+            f"features and {len(drawn_edges)} of the {edges:,} edges that pruning kept, without its "
+            f"{n_kept[ERROR]:,} error nodes. Replacement score {self.scores['replacement_score']:.2f}: share "
+            "of the influence on the logits that comes from tokens through features, not from error nodes. "
+            f"Completeness score {self.scores['completeness_score']:.2f}: share of the input of all nodes "
+            "that comes from tokens and features.",
         )
         yield strongest
 
 
 def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
-    """The preset that the settings name, with their own model, dictionary and prompt where they are set.
+    """The preset that the settings name, with the model, dictionary and prompt of the settings where they are
+    set.
 
     Raises:
         ConfigError: for an unknown preset, or for a model other than the preset's without a dictionary.
@@ -290,8 +299,11 @@ def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
     # Transcoders of one model mean nothing for another, so the preset's are never used with a new model.
     if model != preset.model and not settings.dictionary:
         matching = [name for name, candidate in PRESETS.items() if candidate.model == model]
-        hint = f"or preset={matching[0]}" if matching else "a directory or org/repo"
-        raise ConfigError(f"expected transcoders made for {model}, found none; set dictionary=, {hint}")
+        hint = f", or set preset={matching[0]}" if matching else ""
+        raise ConfigError(
+            f"expected transcoders that were trained on {model}, found none; name them: dictionary=DIRECTORY "
+            f"or ORG/REPO{hint}"
+        )
     return GraphPreset(model, settings.dictionary or preset.dictionary, settings.prompt or preset.prompt)
 
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["CltProbe", "CltProbeSettings"]
 
 CANDIDATES, ROWS = 3, 10
-"""Number of features proposed to suppress, each of another layer; number of rows of each table."""
+"""Largest number of features proposed to suppress, each of another layer, and of rows of each table."""
 
 
 @dataclass(frozen=True)
 class CltProbeSettings(PromptFeaturesSettings):
-    """Settings of `clt_probe`."""
+    """Settings of the workflow `clt_probe`: the prompt, the position to probe, and the word to search."""
 
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
     word: str = setting(
@@ -55,7 +55,8 @@ class CltProbeSettings(PromptFeaturesSettings):
 
 
 class CltProbe(PromptFeaturesWorkflow):
-    """Features active at one position, and features whose decoders align with a word's embedding."""
+    """Workflow that lists features active at one position, and features whose decoders point along a word's
+    embedding."""
 
     name = "clt_probe"
     question = "Which features are active at a position, and which would write a given word?"
@@ -65,7 +66,7 @@ class CltProbe(PromptFeaturesWorkflow):
     shipped = "clt"
 
     activity = loaded("activity")
-    """Every active (layer, position, feature) of the prompt, [active]."""
+    """All active features of the prompt with their layers, positions and activations, [active], in memory."""
 
     def plan(self) -> Nodes:
         """Nodes of the active features and, if a word is searched, of the decoders nearest to it."""
@@ -112,7 +113,7 @@ class CltProbe(PromptFeaturesWorkflow):
         return self._labelled(records(at_position.isel(active=order), "active", **columns))
 
     def _labelled(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records of features with their labels added."""
+        """The records of features with a field "label" added."""
         return [row | {"label": self.labels.label(_feature(row))} for row in rows]
 
     @property
@@ -125,8 +126,8 @@ class CltProbe(PromptFeaturesWorkflow):
         return list(by_layer.values())[:CANDIDATES]
 
     def views(self) -> Iterator[View]:
-        """Table of features at the position, table of decoders nearest to the word, and the number of active
-        features by layer and token."""
+        """Views in reading order: features active at the position, decoders nearest to the word, and the
+        number of active features by layer and token."""
         rows, settings, layers = self.active, self.settings, self.dictionary.layers
         by_layer = [
             {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: settings.top_k]}
@@ -152,11 +153,14 @@ class CltProbe(PromptFeaturesWorkflow):
         yield Table.of(
             rows[:ROWS],
             ("feature", _feature, str),
-            ("", "label"),
+            ("label", "label"),
             ("activation", "activation", ".4f"),
-            title=f"{self.dictionary.name} in {self.subject.name} at {token}",
-            caption=f"{len(rows)} of {len(layers) * self.dictionary.n_features} features are active at this "
-            f"token; proposed to suppress: {self.labels.several(self.candidates) or 'none'}",
+            title=f"Features of {self.dictionary.name} active in {self.subject.name} at {token}",
+            caption=f"The features with the largest activations; {len(rows)} of "
+            f"{len(layers) * self.dictionary.n_features} features are active at this token. feature: "
+            "layer:index; writes: token whose logit it raises most; fires on: token of the prompt with its "
+            f"largest activation. Candidates for suppression, the strongest feature of each of up to "
+            f"{CANDIDATES} layers: {self.labels.several(self.candidates) or 'none'}.",
         )
         if self.word:
             columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
@@ -164,17 +168,20 @@ class CltProbe(PromptFeaturesWorkflow):
             yield Table.of(
                 matches[:ROWS],
                 ("feature", _feature, str),
-                ("", "label"),
+                ("label", "label"),
                 ("cosine", "cosine", "+.4f"),
                 title=f"Features whose decoders point towards {self.word!r}",
-                caption="Cosine of a feature's decoder vector with the word's embedding, the largest over "
-                "the layers that the feature writes to. No feature is injected.",
+                caption="One row per feature. Cosine: between its decoder vector and the embedding of the "
+                "word, the largest over the layers that the feature writes to. Writes: token whose logit the "
+                "decoder raises most; fires on: token of the prompt with its largest activation. No feature "
+                "is injected.",
                 json={"search_word": self.word, "token_id": self.token, "features": matches},
             )
         counts = Heatmap.of(
             self._counts(),
             "Number of active features by layer and token",
-            f"framed: {token}, the probed token",
+            f"Each cell: number of features of one layer that are active at one token of the prompt. Framed: "
+            f"{token}, the probed token.",
             low=0.0,
             framed=((0, self.position, len(layers) - 1, self.position),),
             frame_name="the probed token",
@@ -192,7 +199,8 @@ class CltProbe(PromptFeaturesWorkflow):
         return labelled(counts, "active features", layer=layers, token=self.token_axis)
 
     def _position(self) -> int:
-        """The position to probe; raises ConfigError for a `word` that is no token of the prompt."""
+        """Position to probe: that of the setting `word` or `position`. Raises ConfigError for a word that is
+        no token of the prompt."""
         word = self.settings.word.strip().lower()
         if not word:
             return position_of(self.encoding, self.settings.position)
@@ -201,13 +209,14 @@ class CltProbe(PromptFeaturesWorkflow):
             if token.strip().lower() == word:
                 return position
         raise ConfigError(
-            f"expected a token {self.settings.word!r} in the prompt, found {' '.join(map(repr, self.tokens))}"
+            f"expected word to be a token of the prompt, found {self.settings.word!r}; choose one of "
+            f"{' '.join(map(repr, self.tokens))}"
         )
 
 
 def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
-    """The prompt and its answer. Without a prompt the specimen gets the fact of its preset, whose answer is
-    one token."""
+    """(prompt, answer). Without a prompt in the settings, the specimen gets that of its preset, whose answer
+    is one token."""
     if settings.model == SPECIMEN and not settings.prompt:
         preset = PRESETS[SPECIMEN]
         return preset.prompt, preset.suppress_word
@@ -215,5 +224,5 @@ def _prompt_and_answer(settings: CltProbeSettings) -> tuple[str, str]:
 
 
 def _feature(row: dict[str, Any]) -> FeatureId:
-    """Feature id of a record, from its fields layer and index."""
+    """Id of the feature of a record, from the fields layer and index."""
     return FeatureId(row["layer"], row["index"])

@@ -46,7 +46,7 @@ __all__ = ["FeaturePages", "FeaturePagesSettings"]
 
 @dataclass(frozen=True)
 class FeaturePagesSettings(ModelSettings):
-    """Settings of `feature_pages`.
+    """Settings of the workflow `feature_pages`: the dictionary, the corpus, and what each page shows.
 
     Raises:
         ConfigError: for `intervals` that do not divide the number of bins of the histogram.
@@ -93,7 +93,8 @@ class FeaturePagesSettings(ModelSettings):
 
 
 class FeaturePages(ModelWorkflow):
-    """Pages about the features of one layer of a dictionary: examples, statistics and logit effects."""
+    """Workflow that computes a page for each feature in one layer of a dictionary: examples, statistics and
+    logit effects."""
 
     name = "feature_pages"
     question = "On which tokens of a corpus is each feature active, and which tokens does it promote?"
@@ -123,8 +124,8 @@ class FeaturePages(ModelWorkflow):
         texts = corpus_texts(settings.corpus, settings.model)
         if not texts:
             raise ConfigError(
-                f"expected a corpus to search examples of features of {settings.model} in, found none; set "
-                "corpus= a file, folder or glob of texts"
+                f"expected a corpus to search for examples of features of {settings.model}, found none; name "
+                "a file, folder or glob of texts: corpus=…"
             )
         self.tokens = passages(self.subject, texts, settings.corpus_tokens)
         if any(
@@ -132,9 +133,9 @@ class FeaturePages(ModelWorkflow):
             for model in models[1:]
         ):
             raise ConfigError(
-                f"expected the same token ids of the corpus from the tokenizers of {settings.model} and "
-                f"{settings.against}, found different ones; features of two models are compared on the same "
-                "tokens"
+                f"expected tokenizers of {settings.model} and {settings.against} that give the corpus the "
+                "same token ids, as features of two models are compared on the same tokens, found different "
+                "ones; name another model: against=…"
             )
         captures = [
             model.capture(self.tokens, *map(str, hooks)) for model, hooks in zip(models, reads, strict=True)
@@ -198,7 +199,7 @@ class FeaturePages(ModelWorkflow):
 
     @property
     def _without_sinks(self) -> str:
-        """End of a caption: which first tokens of each passage are left out; empty for none."""
+        """End of a sentence on which first tokens of each passage are left out; empty if none are."""
         # Norms of states at an attention sink may be 100 times those elsewhere; dictionaries are seldom
         # trained on them.
         n_skipped = self.settings.zero_positions
@@ -242,8 +243,8 @@ class FeaturePages(ModelWorkflow):
         return write_neuronpedia(self.material, Path(folder), of)
 
     def views(self) -> Iterator[View]:
-        """Table of the most frequently active features, and a histogram of frequencies; for a crosscoder also
-        its decoder norms by place."""
+        """Views in reading order: the most frequently active features, a histogram of frequencies and, for a
+        crosscoder, its decoder norms by hook point."""
         material, stats = self.material, self.material.statistics
         count = stats["firing_count"].values
         alive = int((count > 0).sum())
@@ -268,19 +269,22 @@ class FeaturePages(ModelWorkflow):
         yield Table.of(
             features,
             ("feature", lambda row: FeatureId(row["layer"], row["index"]), str),
-            ("", "label"),
+            ("label", "label"),
             ("share of tokens", "frequency", lambda share: f"{100 * share:.2f} %"),
             ("largest activation", "max_activation", ".3f"),
             ("mean where active", "mean_activation", ".3f"),
-            title=f"Features active at most tokens at {self.hook} of {self.subject.name}",
-            caption=f"{alive:,} of {len(count):,} features are active at one or more of {n_tokens:,} tokens"
-            f"{self._without_sinks}. `mizarr features pages` writes a page for every feature.",
+            title=f"Features that are active at the most tokens, at {self.hook} of {self.subject.name}",
+            caption="One row per feature. Writes: token whose logit its decoder raises most; fires on: token "
+            f"of its largest activation. {alive:,} of {len(count):,} features are active at one or more of "
+            f"{n_tokens:,} tokens of the corpus{self._without_sinks}. `mizarr features pages` writes a page "
+            "for every feature.",
             json={"features": features},
         )
         histogram = Lines.of(
             self._frequencies(count, n_tokens),
             "Number of features by the share of tokens at which they are active",
-            f"The {alive:,} features that are active at one or more tokens.",
+            f"Histogram of the {alive:,} features that are active at one or more tokens of the corpus, in "
+            "bins of equal width on the logarithmic axis.",
             log_x=True,
         )
         yield from together(
@@ -290,7 +294,8 @@ class FeaturePages(ModelWorkflow):
             yield from place_views(self.result("places").load(), count > 0, self.dictionary.name)
 
     def _feature_record(self, statistics: xr.Dataset, n_tokens: int) -> dict[str, Any]:
-        """Row of the overview: label, frequency (share of `n_tokens`) and activations of one feature."""
+        """JSON record of one feature for the overview: label, share of the `n_tokens` tokens at which it is
+        active, and activations."""
         feature = FeatureId(self.layer, int(statistics["feature"]))
         return {
             "layer": feature.layer,
@@ -302,8 +307,8 @@ class FeaturePages(ModelWorkflow):
         }
 
     def _label(self, feature: FeatureId) -> str:
-        """A person's label if there is one, the token whose logit the feature raises most, and the token of
-        its largest activation."""
+        """Label of a feature: a person's label if there is one, the token whose logit the feature raises
+        most, and the token of its largest activation."""
         parts = [f'"{self.labels[feature].text}"'] if feature in self.labels else []
         words = self.material.vocabulary
         if "logits" in self.nodes:

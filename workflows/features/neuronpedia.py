@@ -54,7 +54,7 @@ PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 @dataclass(frozen=True)
 class NeuronpediaSource:
-    """Neuronpedia's ids of the model and of the dictionary layer that the features come from.
+    """Ids on Neuronpedia of the model and of the dictionary layer that the features come from.
 
     Raises:
         ConfigError: for a `model` or `source_set` that is empty, starts with "." or has characters not in
@@ -224,7 +224,8 @@ def _features(material: PageMaterial, results: Mapping[str, xr.Dataset]) -> Iter
 
 
 def _logits(material: PageMaterial, logits: xr.Dataset | None, row: int) -> dict[str, Any]:
-    """Columns of one feature's effect on the logits; empty lists without the result "logits"."""
+    """Columns of one feature's effect on the logits; empty lists if `logits`, the result of that name, is
+    None."""
     names = ("neg_str", "neg_values", "pos_str", "pos_values")
     bars = ("logits_hist_data_bar_heights", "logits_hist_data_bar_values")
     if logits is None:
@@ -311,7 +312,7 @@ def _explanations(material: PageMaterial, source: NeuronpediaSource) -> Iterator
 
 
 def _number(value: Any) -> float:
-    """The number, rounded as SAEDashboard rounds."""
+    """The number rounded to DIGITS digits, as SAEDashboard rounds."""
     return round(float(value), DIGITS)
 
 

@@ -46,7 +46,7 @@ PER_FILE = 256
 
 @dataclass(frozen=True, eq=False)
 class PageMaterial:
-    """Content of the pages of one layer's features."""
+    """Content of the pages of the features in one layer of a dictionary."""
 
     results: Mapping[str, xr.Dataset]
     """Results of the nodes of `page_nodes`, by name, lazy or in memory. Without "logits" the pages show no
@@ -99,11 +99,12 @@ class PageMaterial:
 
     @property
     def _names_by_feature(self) -> list[str]:
-        """Names of the results that are read in portions of features."""
+        """Names of the results with an axis of features, which are read in portions."""
         return [name for name in self.results if name not in ("statistics", "strongest")]
 
     def portions(self, size: int) -> Iterator[tuple[int, dict[str, xr.Dataset]]]:
-        """Yields (number, results) for each `size` consecutive features, in memory.
+        """Yields, for every `size` consecutive features, their number of portion and all results for them, in
+        memory.
 
         At least one chunk of the store is read at a time, so that no chunk is read twice.
         """
@@ -147,7 +148,7 @@ class PageMaterial:
 
 
 class PageFiles:
-    """The files of the pages, by name: the HTML page, and scripts with its data.
+    """Files of the feature pages, by name: the HTML page, and scripts with its data.
 
     Every file can be made alone, so that a server need not write them.
     """
@@ -162,7 +163,7 @@ class PageFiles:
         return ["index.html", "data/features.js", "data/vocabulary.js", *map(_shard, range(shards))]
 
     def read(self, name: str) -> bytes:
-        """Content of a file. Raises KeyError for an unknown name."""
+        """Bytes of one file of `names`. Raises KeyError for an unknown name."""
         if name not in self.names:
             raise KeyError(name)
         if name in self._common:
@@ -189,7 +190,7 @@ class PageFiles:
 
     @cached_property
     def _common(self) -> dict[str, bytes]:
-        """Bytes of the HTML page, the list of features and the vocabulary, by file name."""
+        """Bytes of the files that exist once: HTML page, list of features and vocabulary, by file name."""
         return {
             "index.html": _page(self.material.title).encode(),
             "data/features.js": _script("features", self._overview()),
@@ -197,7 +198,7 @@ class PageFiles:
         }
 
     def _overview(self) -> dict[str, Any]:
-        """Data of the list of features, and values that the pages of all features share."""
+        """Data of the list of features, and values that all feature pages share, as JSON values."""
         material, stats = self.material, self.material.statistics
         windows = material.results["windows"]
         peak = material.results["strongest"]["token"].sel(feature=material.features).values[:, 0]
@@ -230,7 +231,8 @@ class PageFiles:
         }
 
     def _features(self, number: int, results: Mapping[str, xr.Dataset]) -> bytes:
-        """The script with the data of one portion of features."""
+        """Bytes of the script with the data of one portion of features. number: of the portion. results: its
+        results."""
         windows, intervals, partners = (results[name] for name in ("windows", "intervals", "partners"))
         decoders, logits = results["decoders"], results.get("logits")
         ids, _ = self.material.texts(windows)
@@ -275,12 +277,12 @@ def check_folder(folder: Path) -> None:
 
 
 def _shard(number: int) -> str:
-    """Name of the script of a portion of features."""
+    """Name of the script with the data of portion `number` of the features."""
     return f"data/{number:05d}.js"
 
 
 def _script(name: str, value: Any) -> bytes:
-    """A script that passes a value to the page under a name."""
+    """Bytes of a JavaScript file that passes a value to the page under a name."""
     # JSON is valid JavaScript; "<" is escaped, as "</script>" would end the script element.
     text = json.dumps([name, value], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f"(window.mizarr=window.mizarr||[]).push({text});\n".encode()
@@ -288,7 +290,7 @@ def _script(name: str, value: Any) -> bytes:
 
 @cache
 def _parts() -> tuple[str, str, str]:
-    """Template of the page, its style sheet and its script."""
+    """(template of the HTML page, style sheet, script), as texts."""
     assets = files(__package__).joinpath("assets")
     page, css, script = (
         assets.joinpath(name).read_text("utf-8") for name in ("page.html", "features.css", "features.js")
@@ -297,7 +299,7 @@ def _parts() -> tuple[str, str, str]:
 
 
 def _page(title: str) -> str:
-    """The HTML page, which depends on its title alone."""
+    """Text of the HTML page; only the title differs between pages."""
     import jinja2
 
     page, style, script = _parts()

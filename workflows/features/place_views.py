@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["place_views"]
 
 BINS = 20
-"""Number of bins of the histogram of relative norms."""
+"""Number of bins of the histogram of relative decoder norms."""
 
 
 def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> Iterator[View]:
-    """A table with a row per place and, for a crosscoder of two models, the histogram of relative norms.
+    """Views of a crosscoder: a table with a row per place and, for one of two models, a histogram of relative
+    norms.
 
     Arguments:
         norms: result of the stage `place_norms`: norm [place, feature], and relative_norm [feature] for two
@@ -54,8 +55,9 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
         ("mean norm", "mean_norm", ".3f"),
         ("features with their largest norm here", "strongest", "d"),
         title=f"Decoder norms of {name} by place",
-        caption="Decoder norms after scaling the states of all places to a common size; only features that "
-        "are active somewhere in the corpus.",
+        caption="One row per place: a hook point of a model that the crosscoder reads and writes. Decoder "
+        "norms are those after scaling the states of all places to a common size; features that are active "
+        "nowhere in the corpus are left out.",
         json={"places": rows},
     )
     if "relative_norm" not in norms:
@@ -66,7 +68,9 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     histogram = Lines.of(
         _histogram(relative),
         "Relative norm: the second model's share of a feature's decoder norms",
-        f"Of {len(relative):,} active features, {counts['first_alone']:,} are written to the first model "
+        "Number of features by the second model's share of their decoder norms (0: only the first model has "
+        f"the feature; 1: only the second). Of {len(relative):,} active features, "
+        f"{counts['first_alone']:,} are written to the first model "
         f"alone (relative norm up to {EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from "
         f"{1 - EXCLUSIVE:g}), {counts['shared']:,} to both. No control is run here; a crosscoder of a model "
         "against itself is one.",
@@ -75,7 +79,7 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
 
 
 def exclusive(relative: npt.NDArray[Any]) -> dict[str, int]:
-    """Numbers of features of a crosscoder of two models: first_alone, second_alone and shared.
+    """Numbers of features by the models that have them: "first_alone", "second_alone" and "shared".
 
     relative: the second model's share of each feature's decoder norms, 0 to 1, [feature]; up to `EXCLUSIVE` a
     feature counts as the first model's alone, from 1 - `EXCLUSIVE` on as the second's.
@@ -85,7 +89,7 @@ def exclusive(relative: npt.NDArray[Any]) -> dict[str, int]:
 
 
 def _histogram(relative: npt.NDArray[Any]) -> xr.DataArray:
-    """Number of features per bin of relative norm, [which, relative_norm]."""
+    """Number of features by relative norm, in BINS bins from 0 to 1, [which, relative_norm]."""
     counts, edges = np.histogram(relative, BINS, (0, 1))
     centres = (edges[:-1] + edges[1:]) / 2
     return labelled(counts[None].astype(np.float64), "features", which=["features"], relative_norm=centres)

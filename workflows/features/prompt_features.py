@@ -23,7 +23,7 @@ __all__ = ["PromptFeaturesWorkflow", "PromptFeaturesSettings"]
 
 @dataclass(frozen=True)
 class PromptFeaturesSettings(PromptSettings):
-    """Settings of a workflow on the features of one prompt."""
+    """Settings of workflows on the features of one prompt: the dictionary and the position."""
 
     dictionary: str = setting("", "dictionary of features: directory or org/repo; none: one of the specimen")
     position: int | str = setting(
@@ -32,15 +32,15 @@ class PromptFeaturesSettings(PromptSettings):
 
 
 class PromptFeaturesWorkflow(ModelWorkflow):
-    """A workflow that encodes one prompt with a dictionary."""
+    """Base class of workflows that encode one prompt with a dictionary of features."""
 
     settings: PromptFeaturesSettings
     shipped: ClassVar[str]
-    """Dictionary of the specimen that is used if the settings name none."""
+    """Name of the specimen's dictionary that is used if the settings name none, such as "sae"."""
 
     @property
     def labels(self) -> FeatureLabels:
-        """Labels of the features shown; a subclass builds them from `active_labels`."""
+        """Labels of the displayed features; subclasses build them from `active_labels`."""
         raise NotImplementedError
 
     def read_prompt(self, prompt: str) -> None:
@@ -56,7 +56,7 @@ class PromptFeaturesWorkflow(ModelWorkflow):
         self.dictionary = fitting_dictionary(self.subject, settings.dictionary, settings.model, self.shipped)
 
     def active_labels(self, activity: xr.Dataset) -> FeatureLabels:
-        """Labels of the strongest active features, with those that people gave.
+        """Labels of the features that are most active in the prompt, including labels that people gave.
 
         activity: result of `feature_activity` in the prompt.
         """
@@ -76,9 +76,9 @@ class PromptFeaturesWorkflow(ModelWorkflow):
 
     @property
     def token_axis(self) -> list[str]:
-        """Labels of a heatmap's token axis: position and token."""
+        """Labels of the token axis of a heatmap, one per position: "3 ␣in"."""
         return [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)]
 
     def at_position(self, position: int) -> str:
-        """A token and its position, for titles and captions: "' in' (3)"."""
+        """Token at a position of the prompt, for titles and captions: "' in' (3)"."""
         return f"'{format_token(self.tokens[position])}' ({position})"

@@ -36,7 +36,7 @@ __all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
 @dataclass(frozen=True)
 class SaeFeaturesSettings(PromptFeaturesSettings):
-    """Settings of `sae_features`."""
+    """Settings of the workflow `sae_features`: the autoencoder, the prompt and the position."""
 
     dictionary: str = setting("", "autoencoder: directory or org/repo; none: specimen/sae")
     layer: int | None = setting(None, "layer of a dictionary with several layers; none: the middle one")
@@ -47,7 +47,8 @@ class SaeFeaturesSettings(PromptFeaturesSettings):
 
 
 class SaeFeatures(PromptFeaturesWorkflow):
-    """Active features and reconstruction error of a sparse autoencoder on one prompt."""
+    """Workflow that shows which features of a sparse autoencoder are active in one prompt, and its
+    reconstruction error."""
 
     name = "sae_features"
     question = (
@@ -86,13 +87,13 @@ class SaeFeatures(PromptFeaturesWorkflow):
 
     @cached_property
     def activity(self) -> xr.Dataset:
-        """Active features of the selected layer, [active]."""
+        """Active features of the selected layer with their positions and activations, [active]."""
         activity = self.result("activity").load()
         return activity.isel(active=activity["active_layer"].values == self.layer).sel(layer=self.layer)
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """Labels of the strongest features."""
+        """Labels of the features that are most active in the prompt."""
         return self.active_labels(self.activity)
 
     def top(self, position: int) -> list[dict[str, Any]]:
@@ -112,7 +113,8 @@ class SaeFeatures(PromptFeaturesWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """Table of the strongest features of the position, and activations of features by token."""
+        """Views in reading order: the strongest features of the position, and activations of features by
+        token."""
         activity, names, n_skipped = self.activity, self.tokens, self.settings.zero_positions
         read = activity.isel(position=slice(n_skipped, None))
         where = f"positions from {n_skipped} on" if n_skipped else "all positions"
@@ -136,15 +138,17 @@ class SaeFeatures(PromptFeaturesWorkflow):
         yield Table.of(
             positions[self.position]["top"],
             ("feature", lambda row: FeatureId(row["layer"], row["index"]), str),
-            ("", "label"),
+            ("label", "label"),
             ("activation", "activation", ".4f"),
             ("norm of decoder", "decoder_norm", ".4f"),
-            title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
+            title=f"Features of {self.dictionary.name} active at {self.hook} of {self.subject.name}: "
             f"{self.at_position(self.position)}",
-            caption=f"{counts[self.position]} features are active at this token, "
-            f"{counts[n_skipped:].mean():.1f} per token on average. Reconstruction over {where}: MSE "
-            f"{about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % of the variance "
-            "unexplained",
+            caption="One row per feature, largest activation first. Writes: token whose logit it raises "
+            "most; fires on: token of the prompt with its largest activation. "
+            f"{counts[self.position]} features are active at this token, {counts[n_skipped:].mean():.1f} per "
+            f"token on average. Reconstruction of the activations over {where}: mean squared error "
+            f"{about['mse']:.4g}; {100 * about['fraction_of_variance_unexplained']:.1f} % of their variance "
+            "is not explained.",
             json={"positions": positions},
         )
         # The first token, an attention sink, would fill the rows with features of its own.
@@ -152,8 +156,9 @@ class SaeFeatures(PromptFeaturesWorkflow):
         grid = Heatmap.of(
             self._grid({row["index"] for position in shown_positions for row in position["top"][:3]}),
             "Activations of the strongest features, by token",
-            "Features among the three strongest of any token but the first, which is an attention sink; "
-            "ordered by the token of their largest activation.",
+            "Each cell: activation of one feature at one token. Features shown are among the three strongest "
+            "of any token but the first, which is an attention sink; they are ordered by the token of their "
+            "largest activation.",
             low=0.0,
         ).without_first_token()
         title = f"Features active at {self.hook} of {self.subject.name}"

@@ -41,12 +41,14 @@ __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 
 HEADS = "heads"
 STREAM = "states"
-"""Values of the setting `what`: outputs of heads before the projection, or states of the residual stream."""
+"""Values of the setting `what`: outputs of heads before the output projection, or states of the residual
+stream."""
 
 
 @dataclass(frozen=True)
 class AttributionPatchingTraceSettings(VerifiedSettings):
-    """Settings of `AttributionPatchingTrace`."""
+    """Settings of the workflow `attribution_patching`: what is patched, and how many estimates are
+    checked."""
 
     what: Literal["heads", "states"] = setting(
         HEADS,
@@ -56,7 +58,8 @@ class AttributionPatchingTraceSettings(VerifiedSettings):
 
 
 class AttributionPatchingTrace(AttributedPairs):
-    """Estimates of every cell in the first pair, and exact patches of some cells in every pair."""
+    """Workflow of attribution patching: estimates by gradients of patching every activation of the first
+    pair, and exact patches of some activations in every pair."""
 
     name = "attribution_patching"
     question = "Which heads carry the difference between two prompts, by gradients, and do exact runs agree?"
@@ -67,10 +70,12 @@ class AttributionPatchingTrace(AttributedPairs):
     """Estimated recovery in the first pair, [layer, head, position] or [layer, position]; 1 is the clean
     run."""
     checked = loaded("checked")
-    """Estimates and exact effects of the patched cells of every pair, [draw = pair, cell], in memory."""
+    """Estimates and exact effects of the activations that were patched in every pair, [draw = pair, cell], in
+    memory; a cell is one (layer, head, position)."""
 
     def plan(self) -> Nodes:
-        """Estimates of the first pair, exact patches in all pairs, and ranks of the answers."""
+        """Nodes of the first pair's estimates, of exact patches in all pairs, and of the ranks of their
+        answers."""
         self.read = self.read_pairs(self.settings.wrong)
         by_head = self.settings.what == HEADS
         self.kind = kind = self.subject.config.read_kind if by_head else "resid_post"
@@ -100,8 +105,8 @@ class AttributionPatchingTrace(AttributedPairs):
 
     @cached_property
     def effects(self) -> tuple[Floats, Floats]:
-        """Estimated and exact recoveries of the patched cells in percent, [pair, cell], for pairs that
-        count."""
+        """(estimated, exact) recoveries of the patched activations in percent, [pair, cell] each, for the
+        pairs that claims are about."""
         estimate, exact = (
             100 * self.checked[name].transpose("draw", "cell").values[self.counts]
             for name in ("estimate", "exact")
@@ -111,8 +116,8 @@ class AttributionPatchingTrace(AttributedPairs):
     claim_sources = ("checked",)
 
     def claims(self) -> Iterator[Claim]:
-        """Exact effect of the cell with the largest estimate, and rank correlation of estimates with exact
-        effects."""
+        """Claims about the exact effect of the activation with the largest estimate, and about the rank
+        correlation of estimates with exact effects."""
         settings, (estimate, exact) = self.settings, self.effects
         is_random = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
         # A grid of at most `verify` cells is checked whole, and leaves none to draw at random.
@@ -123,31 +128,35 @@ class AttributionPatchingTrace(AttributedPairs):
             )
             # Cell 0 has the largest |estimate|, of either sign, so exact effects are compared by size too.
             largest, controls = np.abs(exact[:, 0]), np.abs(exact[:, is_random])
-            of = f"a random {self._cell_name} of each pair"
+            of = f"patching a random {self._cell_name} of each pair"
             yield Claim.over(text, largest, controls, of, settings, unit="%")
-        text = "estimates rank cells as exact patches do (Spearman correlation)"
-        yield Claim.ranking(text, list(zip(estimate, exact, strict=True)), "cells of each pair", settings)
+        text = "gradient estimates rank activations as exact patches do (Spearman correlation)"
+        pairs = list(zip(estimate, exact, strict=True))
+        yield Claim.ranking(text, pairs, "patched activations of each pair", settings)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: pairs that count, cells that were patched, and the largest error of an
-        estimate."""
+        """Caption of the claims: the pairs they are about, which activations were patched, and the largest
+        error of an estimate."""
         estimate, exact = self.effects
         return (
-            f"{int(self.counts.sum())} of {len(self.read)} pairs, those whose answer the model predicts; of "
-            f"each, the {self.settings.verify} cells with the largest estimates and as many random ones are "
-            f"patched. Largest error of an estimate: {float(np.abs(estimate - exact).max()):.1f} %. The cell "
-            "of the first claim is chosen by its estimate alone, so that no held-out pairs are needed."
+            f"Claims are about {int(self.counts.sum())} of {len(self.read)} pairs of prompts, those whose "
+            f"answer the model predicts. In each pair, the {self.settings.verify} places "
+            f"({self._cell_name}) with the largest estimates, and as many random places, are patched in an "
+            "exact run. Largest difference between an estimate and the exact recovery: "
+            f"{float(np.abs(estimate - exact).max()):.1f} %. The place of the first claim is chosen by its "
+            "estimate alone, so that no held-out pairs are needed."
         )
 
     @property
     def _cell_name(self) -> str:
-        """A cell of the grid, as claims name it."""
+        """What identifies a patched activation within a layer, as claims name it: "head and position" or
+        "position"."""
         return f"{'head and ' if self.settings.what == HEADS else ''}position"
 
     @cached_property
     def cells(self) -> list[dict[str, Any]]:
-        """Records of the patched cells of the first pair, largest estimates first, with estimate and exact
-        recovery in percent."""
+        """Records of the patched activations of the first pair, largest estimates first, with estimated and
+        exact recovery in percent."""
         cells = self.checked.isel(draw=0)
         percent = cells.assign(estimate=100 * cells["estimate"], exact=100 * cells["exact"])
         # Patches go into the corrupted run, so that a position is one of its tokens.
@@ -156,8 +165,8 @@ class AttributionPatchingTrace(AttributedPairs):
         return [row | {"token": tokens[row["position"]]} for row in rows]
 
     def views(self) -> Iterator[View]:
-        """Heatmaps of the first pair's estimates by head and by position, and a table of its patched
-        cells."""
+        """Views in reading order: heatmaps of the first pair's estimates by head and by position, and a table
+        of its patched activations."""
         pair = self.read[0]
         # Recovery is 0 for the corrupted run, so that first-order estimates of cells can be summed.
         estimates = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
@@ -169,14 +178,15 @@ class AttributionPatchingTrace(AttributedPairs):
         yield self._cells_table(pair)
 
     def _map(self, estimates: xr.DataArray, axis: str, summed: str) -> Heatmap:
-        """Heatmap of estimates by layer and `axis`, summed over the other axis `summed` where it exists."""
+        """Heatmap of estimates by layer and `axis` ("head" or "position"), summed over the other axis,
+        `summed`, if it exists."""
         shown = estimates.sum(summed, keep_attrs=True) if summed in estimates.dims else estimates
         over = f", summed over {summed}s" if summed in estimates.dims else ""
         return Heatmap.of(
             shown.transpose("layer", axis).reset_coords(drop=True),
             f"Estimated recovery by {axis}",
-            f"share of the answers' logit difference that is recovered, to first order{over}; "
-            f"{self.read[0].texts[0]!r} patched into {self.read[0].texts[1]!r}",
+            "First-order estimate of the share of the answers' logit difference that comes back when one "
+            f"activation of {self.read[0].texts[0]!r} is patched into {self.read[0].texts[1]!r}{over}.",
             diverging=True,
             sources=("grid",),
             json={f"estimate_by_{axis}": shown.transpose("layer", axis)},
@@ -184,7 +194,7 @@ class AttributionPatchingTrace(AttributedPairs):
         )
 
     def _cells_table(self, pair: AttributedPair) -> Table:
-        """Table of the patched cells of the first pair: estimate beside exact recovery."""
+        """Table of the patched activations of the first pair: estimated beside exact recovery."""
         agreement = [
             row | {"pair": number, "is_known": bool(self.counts[number])}
             for number in range(len(self.read))
@@ -200,8 +210,10 @@ class AttributionPatchingTrace(AttributedPairs):
             ("estimate", "estimate", "{:+.1f} %".format),
             ("exact", "exact", "{:+.1f} %".format),
             title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
-            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
-            f"one cell of {self.kind}: first-order estimate, and exact patch.",
+            caption="One row per patched activation. Share of the logit difference "
+            f"{pair.answers[0]!r} - {pair.answers[1]!r} that comes back (0 %: corrupted run, 100 %: clean "
+            f"run) when {self.kind} of one place is patched: estimated by gradients, and in an exact run. "
+            "Chosen: as one of the largest estimates, or at random.",
             sources=("checked",),
             json={
                 **self.subject.about,

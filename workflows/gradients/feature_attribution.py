@@ -55,7 +55,8 @@ __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 @dataclass(frozen=True)
 class FeatureAttributionTraceSettings(VerifiedSettings):
-    """Settings of `FeatureAttributionTrace`."""
+    """Settings of the workflow `feature_attribution`: the dictionary of features, and the number of random
+    draws."""
 
     dictionary: str = setting("", "dictionary of features: directory or org/repo; none: specimen/clt")
     draws: Count = setting(
@@ -64,7 +65,8 @@ class FeatureAttributionTraceSettings(VerifiedSettings):
 
 
 class FeatureAttributionTrace(AttributedPairs):
-    """Estimates and exact patches of feature cells in every pair."""
+    """Workflow that estimates by gradients which features carry the difference between two prompts, and
+    patches some of them exactly."""
 
     name = "feature_attribution"
     question = (
@@ -74,8 +76,8 @@ class FeatureAttributionTrace(AttributedPairs):
     settings: FeatureAttributionTraceSettings
 
     def plan(self) -> Nodes:
-        """Per pair: cells, tokens that their features promote, and the null distribution of random
-        features."""
+        """Nodes of each pair: estimates and exact patches, tokens that its features promote, and random
+        features as controls."""
         settings = self.settings
         self.read = self.read_pairs(settings.wrong)
         self.dictionary = dictionary = fitting_dictionary(
@@ -109,73 +111,78 @@ class FeatureAttributionTrace(AttributedPairs):
 
     @cached_property
     def pairs(self) -> list[xr.Dataset]:
-        """Cells of every pair with their estimates, [cell]; exact effects of some, in memory."""
+        """Result of each pair, in memory: estimates of every (feature or error, position), [cell], and exact
+        effects of some of them."""
         return [self.result(f"pair_{number}").load() for number in range(len(self.read))]
 
     @cached_property
     def counted(self) -> list[int]:
-        """Indices of the pairs that count; see `counts`."""
+        """Indices of the pairs that claims are about; see `counts`."""
         return np.flatnonzero(self.counts).tolist()
 
     @cached_property
     def random(self) -> xr.Dataset:
-        """Feature with the largest estimate in each pair, then one of each random draw, [draw = pair,
-        cause]."""
+        """Feature with the largest estimate in each pair, then the one of each draw of random features, [draw
+        = pair, cause]."""
         return self.result("random").load()
 
     def labels(self, number: int) -> FeatureLabels:
-        """Labels of the features of a pair: tokens that they promote, and labels that people gave."""
+        """Labels of the features of pair `number`: tokens that they promote, and labels that people gave."""
         name = f"words_pair_{number}"
         words = self.result(name).load() if name in self.nodes else None
         return FeatureLabels.of_words(self.subject, words).with_labels_by_people(self.store, self.dictionary)
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """See `Workflow`."""
+        """Labels that people gave to the displayed features; see `Workflow.spoken`."""
         return self.labels(0).spoken
 
     def claims(self) -> Iterator[Claim]:
-        """Exact effect of the feature with the largest estimate, and rank correlation of estimates with exact
-        effects."""
+        """Claims about the exact effect of the feature with the largest estimate, and about the rank
+        correlation of estimates with exact effects."""
         exact = 100 * np.abs(self.random["exact"].transpose("draw", "cause").values[self.counted])
         text = (
             "patching the feature with the largest estimate changes the logit difference (absolute recovery)"
         )
         of = "the feature selected likewise among random features of the same layers and write norms"
         yield Claim.over(text, exact[:, 0], exact[:, 1:], of, self.settings, unit="%")
-        text = "estimates rank cells as exact patches do (Spearman correlation)"
-        yield Claim.ranking(text, list(map(self._checked, self.counted)), "cells of each pair", self.settings)
+        text = "gradient estimates rank features as exact patches do (Spearman correlation)"
+        pairs = list(map(self._checked, self.counted))
+        yield Claim.ranking(text, pairs, "patched features of each pair", self.settings)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: pairs that count, the largest error of an estimate, and why no pairs are
-        held out."""
+        """Caption of the claims: the pairs they are about, the largest error of an estimate, and why no pairs
+        are held out."""
         # Over all patched cells, random ones included.
         worst = max(float(np.abs(a - b).max()) for a, b in map(self._checked, self.counted))
         errors, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify
         return (
-            f"{len(self.counted)} of {len(self.read)} pairs, those whose answer the model predicts; of each, "
-            f"the {verify} cells with the largest estimates and as many random ones are patched. Largest "
-            f"error of an estimate: {worst:.1f} %. Of the {verify} largest estimates, {errors:.0f} % are "
-            "errors of the dictionary. A feature is selected by its estimate in the pair that it is patched "
-            "in, and each draw selects in the same way among random features, so that no pairs need to be "
-            "held out."
+            f"Claims are about {len(self.counted)} of {len(self.read)} pairs of prompts, those whose answer "
+            f"the model predicts. In each pair, the {verify} features (or errors of the dictionary) with the "
+            "largest estimates, and as many random ones, are patched in an exact run. Largest difference "
+            f"between an estimate and the exact recovery: {worst:.1f} %. Of the {verify} largest estimates, "
+            f"{errors:.0f} % belong to errors of the dictionary. A feature is selected by its estimate in "
+            "the pair in which it is patched, and each control draw selects in the same way among random "
+            "features, so that no pairs need to be held out."
         )
 
     def _checked(self, number: int) -> tuple[Any, Any]:
-        """Estimated and exact recoveries of the patched cells of a pair in percent, [patched cell] each."""
+        """(estimated, exact) recoveries of the patched features and errors of pair `number` in percent,
+        [patched cell] each."""
         pair = self.pairs[number]
         estimate = pair["estimate"].values[pair["chosen_cell"].values]
         return 100 * estimate, 100 * pair["exact"].values
 
     def _rests(self, number: int) -> float:
-        """Percentage of a pair's largest estimates that are errors of the dictionary, not features."""
+        """Percentage of the largest estimates of pair `number` that belong to errors of the dictionary
+        instead of features."""
         pair = self.pairs[number]
         cells = pair["chosen_cell"].values[pair["sort"].values == LARGEST]
         return 100 * float((pair["feature"].values[cells] == REST).mean())
 
     def document(self, number: int) -> dict[str, Any]:
-        """Pair `number` for tables and JSON: its strongest feature, quantile among draws, agreement of
-        estimates."""
+        """JSON document of pair `number`: its feature with the largest estimate, compared with random ones,
+        and the agreement of estimates with exact effects."""
         causes, pair = self.random.isel(draw=number), self.pairs[number]
         exact = 100 * causes["exact"].values
         feature = FeatureId(int(causes["layer"][0]), int(causes["feature"][0]))
@@ -197,8 +204,8 @@ class FeatureAttributionTrace(AttributedPairs):
         }
 
     def cells(self, number: int) -> list[dict[str, Any]]:
-        """Records of the patched cells of a pair, largest estimates first, then random ones; effects in
-        percent."""
+        """Records of the patched features and errors of pair `number`, largest estimates first, then random
+        ones; effects in percent."""
         pair, labels = self.pairs[number], self.labels(number)
         tokens = [
             self.subject.token_texts(ids) for ids in (self.read[number].clean, self.read[number].corrupted)
@@ -228,8 +235,8 @@ class FeatureAttributionTrace(AttributedPairs):
         return rows
 
     def views(self) -> Iterator[View]:
-        """Heatmaps of the shown pair's estimates by layer and position, its patched cells, and a table of
-        pairs."""
+        """Views in reading order: heatmaps of the displayed pair's estimates by layer and position, its
+        patched features, and a table of all pairs."""
         number = self.counted[0] if self.counted else 0
         pair = self.read[number]
         maps = [
@@ -256,12 +263,17 @@ class FeatureAttributionTrace(AttributedPairs):
         # `np.add.at` sums several features of one cell; `sums[...] += ...` would keep only the last.
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[rows])
         array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
-        where = "that features read" if cells == "features" else "that is written to"
+        what, where = (
+            ("all features", "that features read")
+            if cells == "features"
+            else ("the dictionary's errors", "that is written to")
+        )
         return Heatmap.of(
             array,
             title,
-            f"share of the answers' logit difference that is recovered, to first order, by layer {where}; "
-            f"{self.read[number].texts[0]!r} patched into {self.read[number].texts[1]!r}",
+            f"Each cell: first-order estimate of the share of the answers' logit difference that comes back "
+            f"when {what} of {self.read[number].texts[0]!r} at this position are patched into "
+            f"{self.read[number].texts[1]!r}. Layer: the one {where}.",
             diverging=True,
             columns=self.token_columns(number),
             sources=(f"pair_{number}",),
@@ -269,7 +281,8 @@ class FeatureAttributionTrace(AttributedPairs):
         )
 
     def _cells_table(self, number: int, pair: AttributedPair) -> Table:
-        """Table of the patched cells of a pair: estimate, exact recovery and that of a random direction."""
+        """Table of the patched features of a pair: estimated recovery, exact recovery, and that of a random
+        direction."""
         cells = self.cells(number)
         return Table.of(
             cells,
@@ -281,11 +294,13 @@ class FeatureAttributionTrace(AttributedPairs):
             ("random direction", "random_direction", "{:+.1f} %".format),
             strong=lambda row: row["index"] is not None and row["sort"] == LARGEST,
             title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
-            caption=f"Recovery of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} by patching "
-            f"one feature of {self.dictionary.name}, or in one layer the reconstruction error of that "
-            "dictionary. estimate: to first order; exact: by a patched run; random direction: by a patched "
-            "run with a random direction of the same norm. In quotes: tokens that a feature promotes; "
-            "position: token of the clean prompt, and of the corrupted one if it differs.",
+            caption="One row per patched feature. Share of the logit difference "
+            f"{pair.answers[0]!r} - {pair.answers[1]!r} that comes back (0 %: corrupted run, 100 %: clean "
+            f"run) when one feature of {self.dictionary.name}, or its reconstruction error in one layer, is "
+            "patched. Estimate: by gradients; exact: in a patched run; random direction: in a patched run "
+            "with a random direction of the same norm. Chosen: as one of the largest estimates, or at "
+            "random. In quotes: tokens that a feature promotes; position: token of the clean prompt, and of "
+            "the corrupted one if it differs.",
             sources=(f"pair_{number}",),
             json={
                 **self.subject.about,
@@ -314,16 +329,18 @@ class FeatureAttributionTrace(AttributedPairs):
             ("errors", "rests", "{:.0f} %".format),
             strong=lambda row: row["is_known"],
             title="The feature with the largest estimate in each pair, against random features",
-            caption="Recovery by exact patches; random: absolute recovery of other features of the same "
-            "layers, with the same norms of writes at the same positions. Quantile: share of random draws "
-            "with a smaller effect. Errors: share of the largest estimates that are errors of the "
-            "dictionary. Bold: the model predicts the answer.",
+            caption="One row per pair of prompts. Exact: share of the answers' logit difference that comes "
+            "back when the feature is patched. Random, median: the same, in absolute value, for features "
+            "selected likewise among random ones of the same layers, with the same norms of writes at the "
+            "same positions. Quantile: share of these draws with a smaller effect. Chosen among: number of "
+            "features that differ between the prompts. Errors: share of the largest estimates that belong to "
+            "errors of the dictionary. Bold: the model predicts the answer.",
             sources=("random",),
             json={"pairs": rows},
         )
 
 
 def _tokens(tokens: list[str]) -> str:
-    """Clean token of a position, and the corrupted one if it differs."""
+    """Clean token at a position, followed by the corrupted one if it differs: "␣F / ␣J"."""
     clean, corrupted = map(format_token, tokens)
     return clean if clean == corrupted else f"{clean} / {corrupted}"

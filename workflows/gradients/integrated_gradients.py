@@ -40,18 +40,19 @@ if TYPE_CHECKING:
 __all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
 
 MEASURED = ("log-probability of the answer", "nats")
-"""Name and unit of attributions."""
+"""Name and unit of attributions, for axes."""
 
 
 @dataclass(frozen=True)
 class IntegratedGradientsTraceSettings(AttributionSettings):
-    """Settings of `IntegratedGradientsTrace`."""
+    """Settings of the workflow `integrated_gradients`: the facts, and the steps of the integral."""
 
     steps: Count = setting(32, "number of steps of the integral along the line")
 
 
 class IntegratedGradientsTrace(AttributedPairs):
-    """Integrated gradients from a baseline prompt to each fact."""
+    """Workflow that attributes each fact's answer to the tokens of its prompt by integrated gradients from a
+    baseline prompt."""
 
     name = "integrated_gradients"
     question = "Which tokens of a prompt does the answer's logit come from?"
@@ -59,7 +60,7 @@ class IntegratedGradientsTrace(AttributedPairs):
     settings: IntegratedGradientsTraceSettings
 
     def plan(self) -> Nodes:
-        """One result per fact, and ranks of the answers."""
+        """Nodes of the attributions, one per fact, and of the ranks of their answers."""
         settings = self.settings
         self.read = self.read_pairs()
         unrelated = Unrelated(self.subject)
@@ -80,14 +81,15 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @cached_property
     def facts(self) -> list[xr.Dataset]:
-        """Result of each fact, restricted to positions whose embedding differs from the baseline's."""
+        """Result of each fact, without the positions whose embedding equals the baseline's, in memory."""
         results = [self.result(f"fact_{number}").load() for number in range(len(self.read))]
         # Where the embeddings are equal, the attribution is exactly 0.
         return [fact.isel(position=np.flatnonzero(fact["attribution"].values != 0)) for fact in results]
 
     @cached_property
     def counted(self) -> list[xr.Dataset]:
-        """Facts that the model knows, with more than one position that differs from the baseline."""
+        """Results of the facts that claims are about: known to the model, and with more than one position
+        that differs from the baseline."""
         return [
             fact
             for fact, is_known in zip(self.facts, self.counts, strict=True)
@@ -96,13 +98,14 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @property
     def not_claimed(self) -> str:
-        """See `KnownWorkflow`; nothing is claimed either if only one position differs from the baseline."""
+        """Reason why nothing is claimed: the model knows too few facts, or only one position differs from the
+        baseline; empty otherwise."""
         single = "Only one position differs from the baseline, so that there is no other to compare it with."
         return super().not_claimed or ("" if self.counted else single)
 
     def claims(self) -> Iterator[Claim]:
-        """Exact effect of the token with the largest attribution, and rank correlation of attributions with
-        exact effects."""
+        """Claims about the exact effect of the token with the largest attribution, and about the rank
+        correlation of attributions with exact effects."""
         settings = self.settings
         largest, controls = zip(*map(self._removed, self.counted), strict=True)
         # Every prompt needs the same number of controls; the shortest has the fewest.
@@ -112,28 +115,33 @@ class IntegratedGradientsTrace(AttributedPairs):
             "replacing the token with the largest attribution by the baseline's lowers the log-probability "
             "of the answer"
         )
-        yield Claim.over(text, largest, drawn, "another token of each prompt", settings, unit="nats")
+        yield Claim.over(
+            text, largest, drawn, "replacing another token of each prompt", settings, unit="nats"
+        )
         text = "attributions rank tokens as exact replacements do (Spearman correlation)"
         pairs = [(fact["attribution"].values, fact["removed"].values) for fact in self.counted]
         yield Claim.ranking(text, pairs, "tokens of each prompt", settings)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: facts that count, and the largest gap of the attributions."""
+        """Caption of the claims: the facts they are about, and how much of the difference attributions
+        miss."""
         gap = max(abs(float(fact["gap"])) for fact in self.facts)
         return (
-            f"{len(self.counted)} of {len(self.read)} facts, those whose answer the model predicts; in "
-            f"{self.settings.steps} steps attributions sum to the whole difference up to {gap:.3f} nats."
+            f"Claims are about {len(self.counted)} of {len(self.read)} facts, those whose answer the model "
+            f"predicts. Integrated in {self.settings.steps} steps, the attributions of all tokens sum to the "
+            "difference of log-probability between prompt and baseline, up to a gap of at most "
+            f"{gap:.3f} nats."
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
-        """Log-probability lost, in nats, by replacing the token with the largest attribution, and each other
-        token, [token]."""
+        """Log-probability in nats that replacing the token with the largest attribution loses, and that
+        replacing each other token loses, [token]."""
         # Signed, unlike the table: the claim is that the log-probability falls, not that it changes.
         most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 
     def document(self, number: int) -> dict[str, Any]:
-        """Fact `number` for tables and the JSON document."""
+        """JSON document of fact `number`; the tables read it too."""
         fact, pair = self.facts[number], self.read[number]
         value, baseline = fact["value"].values.tolist()
         return {
@@ -146,8 +154,8 @@ class IntegratedGradientsTrace(AttributedPairs):
         }
 
     def views(self) -> Iterator[View]:
-        """The first fact's attributions and exact effects, the path of log-probabilities, and a table of
-        facts."""
+        """Views in reading order: attributions and exact effects in the first fact, log-probabilities along
+        the integration path, and a table of facts."""
         facts = [self.document(number) for number in range(len(self.read))]
         shown, first_fact = self.facts[0], facts[0]
         path = labelled(
@@ -158,8 +166,9 @@ class IntegratedGradientsTrace(AttributedPairs):
         )
         lines = Lines.of(
             path,
-            "Log-probability along the line",
-            "of each fact's answer, from the embeddings of its baseline (0) to those of its prompt (1)",
+            "Log-probability of the answer along the integration path",
+            "One line per fact: log-probability of its answer, in nats, while all embeddings move from those "
+            "of the baseline prompt (0) to those of the prompt (1).",
             sources=tuple(self.nodes),
         )
         panels: list[View] = [lines]
@@ -174,8 +183,9 @@ class IntegratedGradientsTrace(AttributedPairs):
             bars = Bars.of(
                 by_measure,
                 f"Tokens of {first_fact['clean_prompt']!r}",
-                f"attribution of the log-probability of {first_fact['answer']!r}, and the log-probability "
-                "lost when the embedding is replaced by the baseline's",
+                "Two bars per token, in nats: its attribution by integrated gradients of the log-probability "
+                f"of {first_fact['answer']!r}, and the log-probability lost in an exact run in which its "
+                "embedding is replaced by that of the baseline prompt.",
                 sources=("fact_0",),
             )
             panels.insert(0, bars)
@@ -189,15 +199,16 @@ class IntegratedGradientsTrace(AttributedPairs):
             ("of the baseline", "baseline_log_probability", ".2f"),
             ("gap", "gap", "+.4f"),
             ("largest attribution", _most),
-            title=f"{self.subject.name}: {len(facts)} facts",
-            caption="Log-probability of the answer in nats; gap: difference of prompt and baseline that the "
-            "sum of attributions misses.",
+            title=f"Integrated gradients in {self.subject.name}: {len(facts)} facts",
+            caption="One row per fact. Log-probability of the answer, in nats, after the prompt and after "
+            "the baseline prompt (another fact of the same length). Gap: part of their difference that the "
+            "sum of all attributions misses. Largest attribution: the token and its attribution in nats.",
             sources=tuple(self.nodes),
             json={**self.subject.about, "steps": self.settings.steps, "facts": facts},
         )
 
 
 def _most(fact: dict[str, Any]) -> str:
-    """Token of a fact with the largest absolute attribution."""
+    """Token with the largest absolute attribution in a fact, with the attribution as text: "␣nat (+5.64)"."""
     token = max(fact["tokens"], key=lambda row: abs(row["share"]), default=None)
     return "none" if token is None else f"{format_token(token['token'])} ({token['share']:+.2f})"

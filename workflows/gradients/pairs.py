@@ -45,7 +45,7 @@ class AttributionSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class VerifiedSettings(AttributionSettings):
-    """Settings of attribution workflows that patch some cells exactly to check their estimates.
+    """Settings of attribution workflows that check some of their estimates by exact patches.
 
     Raises:
         ConfigError: some but not all of prompt, corrupted, answer and wrong are set.
@@ -61,7 +61,7 @@ class VerifiedSettings(AttributionSettings):
 
 
 AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
-"""Measures of agreement between estimates and exact effects."""
+"""Names of the measures of agreement between estimates and exact effects."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class AttributedPair:
 
 
 class AttributedPairs(KnownWorkflow):
-    """A workflow that attributes the answers of pairs of prompts."""
+    """Base class of workflows that attribute the answers of pairs of prompts."""
 
     settings: AttributionSettings
     asked_about = "pairs"
     read: tuple[AttributedPair, ...]
-    """The pairs, the one shown first; `plan` sets it."""
+    """The pairs; the first one is displayed. `plan` sets it."""
 
     def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
-        """The pair of the settings, or the first settings.pairs of `data`, or of shipped facts, that fit the
-        model.
+        """The pair that the settings name or, without one, the first settings.pairs pairs of `data` or of
+        shipped facts that fit the model.
 
         Arguments:
             wrong: answer of the corrupted prompt of the settings; "" if unknown.
@@ -117,31 +117,34 @@ class AttributedPairs(KnownWorkflow):
                 break
         if not pairs:
             raise ConfigError(
-                "expected pairs of facts that fit the model, of as many tokens and with answers that begin "
-                "differently, found none; give others in data=…, or name a prompt"
+                "expected pairs of facts with equally many tokens in both prompts and answers that begin "
+                "with different tokens, found none for this model; give others: data=FILE, or set prompt, "
+                "corrupted and answer"
             )
         return tuple(pairs)
 
     def known_pairs_node(self) -> Nodes:
-        """The node that measures which pairs the model knows; none for the pair of the settings, which always
-        counts."""
+        """Node that measures which pairs the model knows; empty for a pair that the settings name, as claims
+        are about it in any case."""
         if self.settings.prompt:
             return {}
         # -1: the answer is predicted at the last position.
         return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in self.read]})
 
     def token_columns(self, number: int) -> tuple[str, ...]:
-        """Tokens of the corrupted prompt of pair `number`, as labels of a heatmap's columns."""
+        """Tokens of the corrupted prompt of pair `number`, as labels of the columns of a heatmap."""
         return tuple(self.subject.token_labels(self.read[number].corrupted))
 
     @property
     def counts(self) -> npt.NDArray[np.bool_]:
-        """Which pairs count, bool [pair]: those that the model knows, and the pair of the settings."""
+        """Which pairs claims are about, bool [pair]: those that the model knows, and a pair that the settings
+        name."""
         return np.ones(1, bool) if self.settings.prompt else self.is_known(SCORED)
 
 
 def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) -> AttributedPair:
-    """A pair of texts and their answers as token ids; see `read_pairs` for errors."""
+    """Pair of texts with their answers, tokenized. Raises ConfigError for the conditions that `read_pairs`
+    lists."""
     clean, corrupted = (tuple(encoded(subject, text).ids) for text in texts)
     answer = subject.answer_id(texts[0], answers[0])
     wrong = subject.answer_id(texts[1], answers[1]) if answers[1] else answer
@@ -164,7 +167,7 @@ def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) 
 
 
 def pair_json(pair: AttributedPair) -> dict[str, Any]:
-    """Fields of a pair for the JSON document."""
+    """JSON fields of a pair: both prompts and their answers."""
     return {
         "clean_prompt": pair.texts[0],
         "corrupted_prompt": pair.texts[1],

@@ -32,20 +32,19 @@ __all__ = [
 ]
 
 KNOWN = 2
-"""Smallest number of facts that a model must know, among those for selection and among those for scoring,
-before anything is claimed: interventions also change the output of an untrained model, and one right answer
-may be luck."""
+"""Smallest number of known facts, among those for selection and among those for scoring, for a claim:
+interventions also change the output of an untrained model, and one right answer may be luck."""
 FIRST_KNOWN = {"specimen": 0, "specimen-guided": 0, "specimen-rwkv": 1, "specimen-experts": 0}
 """Index of the first shipped fact that each shipped model knows
 (tests/specimen_training/test_specimen_training.py)."""
 FRANCE = ("The capital of France is", "Paris")
-"""Default prompt of candle-mi, and its answer."""
+"""Default prompt and answer for models that do not ship with mizarr, those of candle-mi."""
 COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
-"""Countries that replace France in contrasting prompts."""
+"""Countries that replace France in the default prompt to make a contrasting one."""
 
 
 def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
-    """Prompt and target of a workflow.
+    """Prompt and target of a workflow: those of the settings, or the default ones of the model.
 
     Arguments:
         model: name of the model.
@@ -67,8 +66,8 @@ def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
 
 
 def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
-    """A contrasting prompt with as many tokens: one about another country or, for shipped models, the shipped
-    fact with another answer that shares most characters with the prompt at beginning and end.
+    """Contrasting prompt with as many tokens: about another country or, for shipped models, the shipped fact
+    with another answer that shares most characters with the prompt at its beginning and end.
 
     Arguments:
         subject: the model.
@@ -90,13 +89,13 @@ def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
         if candidate != prompt and len(subject.tokenizer.encode(candidate)) == length:
             return candidate
     raise ConfigError(
-        f"expected a counterpart of {length} tokens for {prompt!r}, found none by default; "
-        "name one: contrastive=…"
+        f"expected a contrasting prompt with as many tokens as {prompt!r} ({length}), found none among the "
+        "default ones; name one: contrastive=…"
     )
 
 
 def encoded(subject: Subject, prompt: str, *, chat: bool = False) -> Encoding:
-    """Tokenise a prompt.
+    """Tokens of a prompt, checked against the vocabulary and the context length of the model.
 
     Arguments:
         subject: the model.
@@ -135,18 +134,18 @@ def answer_pieces(subject: Subject, prompt: str, answer: str, *, at_mask: bool =
 
 
 def require_next(subject: Subject) -> None:
-    """Raise ConfigError for a model without next-token prediction: logits at its last token predict no
+    """Raise ConfigError for a model that does not predict the next token: logits at its last token predict no
     answer."""
     if subject.mask is not None:
         raise ConfigError(
-            f"expected a model that says what comes next, found {subject.name}, which fills in masks; of "
-            "such models logit_lens and activation_patching are asked at the mask"
+            f"expected a model that predicts the next token, found {subject.name}, which fills in masks; use "
+            "logit_lens or activation_patching, which read such models at the mask"
         )
     subject.config.require_next_token()
 
 
 def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[str, Any]:
-    """Target and its tokens as JSON fields; the logit of the target is that of its first token.
+    """JSON fields of a target and its tokens; the logit of the target is that of its first token.
 
     Arguments:
         subject: the model.
@@ -162,7 +161,7 @@ def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[
 
 
 def top_changed_json(subject: Subject, effect: Any, other: str = "other_prob") -> list[dict[str, Any]]:
-    """Tokens whose probability changes most in one run.
+    """JSON records of the tokens whose probability changes most in one run, largest change first.
 
     Arguments:
         subject: the model, for the texts of tokens.
@@ -184,7 +183,7 @@ def top_changed_json(subject: Subject, effect: Any, other: str = "other_prob") -
 
 
 def number(value: Any) -> float | None:
-    """A float for JSON; None for NaN."""
+    """The value as a float for JSON; None for NaN."""
     converted = float(value)
     return None if math.isnan(converted) else converted
 
@@ -212,7 +211,7 @@ def word_id(subject: Subject, word: str) -> int:
 
 
 def is_one_token(subject: Subject, word: str) -> bool:
-    """Whether the tokenizer encodes a word as one token, with or without a leading space.
+    """Whether the tokenizer encodes a word as a single token, with or without a leading space.
 
     Arguments:
         subject: the model.
@@ -224,7 +223,7 @@ def is_one_token(subject: Subject, word: str) -> bool:
 
 
 def _alike(a: str, b: str) -> int:
-    """Number of characters that two prompts share at beginning and end."""
+    """Number of characters that two prompts share at their beginning and at their end, together."""
     return _shared_prefix(a, b) + _shared_prefix(a[::-1], b[::-1])
 
 

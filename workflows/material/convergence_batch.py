@@ -17,11 +17,11 @@ from ...store.exchange.outside import json_file
 __all__ = ["FIELDS", "read_batch"]
 
 FIELDS = ("group", "prompt", "contrastive", "target_token", "inject_position")
-"""Fields of an experiment in a batch file; all but the first three are optional."""
+"""Fields of an experiment in a batch file; the last two, target_token and inject_position, are optional."""
 
 
 def read_batch(path: Path) -> list[dict[str, Any]]:
-    """Read the experiments of a batch file, each with all of FIELDS.
+    """Experiments of a batch file: one dict per experiment with all of FIELDS, defaults filled in.
 
     Raises:
         ConfigError: the file is missing or has another form; the message names the experiment.

@@ -17,7 +17,7 @@ __all__ = ["dictionary_of", "fitting_dictionary"]
 
 
 def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
-    """Opens a dictionary without its weights.
+    """Dictionary that a setting names, or that ships with the specimen, opened without its weights.
 
     Arguments:
         name: directory or org/repo; "" for the dictionary that ships with the specimen.
@@ -29,13 +29,14 @@ def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
     """
     if not name and model != "specimen":
         raise ConfigError(
-            f"expected a dictionary for {model}, found none; set dictionary= a directory or org/repo"
+            f"expected a dictionary of features for {model}, found none; name one: dictionary=DIRECTORY or "
+            "dictionary=ORG/REPO"
         )
     return Dictionary.from_pretrained(name or f"specimen/{shipped}")
 
 
 def fitting_dictionary(subject: Subject, name: str, model: str, shipped: str) -> Dictionary:
-    """Opens a dictionary as `dictionary_of` does, and checks that it fits the subject.
+    """Dictionary as `dictionary_of` opens it, checked to fit the model.
 
     Arguments:
         subject: the model that the dictionary must fit.

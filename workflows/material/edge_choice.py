@@ -62,40 +62,45 @@ ROLES: Mapping[str, str] = {
     "subject": "the subject's last token",
     "previous": "the last position but one",
 }
-"""Role of a key position -> its description."""
+"""Positions that every fact has -> their description. A layer and role selected on some facts are scored at
+the same role of others."""
 OTHERS = 3
-"""Number of random keys per other fact, in addition to the roles."""
+"""Number of key positions per other fact that are drawn at random as controls, in addition to the roles."""
 FACTS = 8
 """Largest number of other facts to choose on by default."""
+CHANGES = "changes the next-token distribution (KL)"
+"""Effect on the prediction, as claims name it."""
 TRIED = 400
-"""Number of shipped facts that are searched for other facts."""
+"""Number of shipped facts that are searched for facts other than the displayed prompt."""
 
 
 @dataclass(frozen=True)
 class PlaceChoice:
-    """A selected layer and role."""
+    """A layer and role of a key position, selected on other facts."""
 
     layer: int
     """The layer."""
     role: str
     """Role of the key position, in ROLES."""
     lost: float
-    """Mean KL in nats after removal of the place, over the facts used for selection."""
+    """Mean KL in nats when what is at this layer and role is removed, over the facts used for selection."""
 
 
 class OtherFact(NamedTuple):
-    """The tokens of a fact other than the prompt shown, used to choose or to score a layer and position."""
+    """Tokens of a fact other than the displayed prompt, on which a layer and position are chosen or
+    scored."""
 
     encoding: Encoding
-    """Its tokens."""
+    """Tokens of the fact's prompt."""
     answer: int
     """First token of its answer."""
     roles: Mapping[str, int]
-    """Position of each role."""
+    """Key position of each role in ROLES."""
 
 
 def roles_of(encoding: Encoding, query: int, other: Encoding | None = None) -> dict[str, int]:
-    """Positions by role that a query can attend to, without the subject if its end is unknown.
+    """Key positions of ROLES in a prompt, by role; roles after the query are left out, and the subject if its
+    end is unknown.
 
     Arguments:
         encoding: the tokenised prompt.
@@ -112,19 +117,23 @@ def roles_of(encoding: Encoding, query: int, other: Encoding | None = None) -> d
 
 
 class PlaceWorkflow(KnownWorkflow):
-    """A workflow on one key position in one layer, named by the settings or selected on other facts."""
+    """Base class of workflows about one place: a key position in one layer, named by the settings or selected
+    on other facts."""
 
     settings: ChosenPlaceSettings
     num_drawn: ClassVar[int] = 0
-    """Number of random keys per other fact, in addition to the roles."""
+    """Number of key positions per other fact that are drawn at random as controls, in addition to the
+    roles."""
     rule: ClassVar[str]
     """What is selected, in words before "the prediction on other facts most": "kind of key whose knocked-out
     edge changes"."""
     beside: ClassVar[str]
-    """Controls of a layer and role on other facts, in words."""
+    """Controls of a claim about other facts, in words: "knockouts of another (layer, key) edge in each
+    prompt"."""
 
     def read_place(self, query: int | str, key: int | str | None, window: int = 1) -> dict[str, Any]:
-        """Read prompt, target, query and key from the settings; returns arguments for experiments.
+        """Reads prompt, target, query and key from the settings, and returns the arguments of experiments on
+        the prompt.
 
         Arguments:
             query: position of the query: index, name or phrase.
@@ -140,28 +149,36 @@ class PlaceWorkflow(KnownWorkflow):
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.query = position_of(self.encoding, query)
         self.roles = roles_of(self.encoding, self.query)
-        self.named = named = None if key is None else position_of(self.encoding, key)
-        self.open = {role: place for role, place in self.roles.items() if named in (None, place)}
-        self.keys = tuple(dict.fromkeys(self.open.values())) if named is None else (named,)
+        named_key = None if key is None else position_of(self.encoding, key)
+        self.named_key = named_key
+        # Roles that may be selected: all, or those at the key that the settings name.
+        self.open_roles = {
+            role: position for role, position in self.roles.items() if named_key in (None, position)
+        }
+        # Several roles may be at one position.
+        self.keys = tuple(dict.fromkeys(self.open_roles.values())) if named_key is None else (named_key,)
         for key_position in self.keys:
             spec = KnockoutSpec().edge(self.query, key_position)
             spec.validate(
                 config.num_layers, config.axis_sizes["head"], len(self.encoding), ahead=config.looks_ahead
             )
-        last = config.num_layers - window
-        if settings.layer is not None and not 0 <= settings.layer <= last:
-            wide = f" (with a window of {window})" if window > 1 else ""
-            raise ConfigError(f"expected a layer in 0..{last}{wide}, found {settings.layer}")
-        self.last_layer = last
+        self.last_layer = config.num_layers - window
+        if settings.layer is not None and not 0 <= settings.layer <= self.last_layer:
+            of_window = f", the first of a window of {window}," if window > 1 else ""
+            raise ConfigError(
+                f"expected a layer{of_window} in 0..{self.last_layer}, found {settings.layer}; set layer to "
+                "one of these"
+            )
         return {"tokens": tuple(self.encoding.ids), "target": self.pieces, "top_k": settings.top_k}
 
     @property
     def is_chosen(self) -> bool:
-        """Whether layer or key is selected on other facts."""
-        return bool(self.open) and (self.named is None or self.settings.layer is None)
+        """Whether the layer or the key is selected on other facts, instead of both being named by the
+        settings."""
+        return bool(self.open_roles) and (self.named_key is None or self.settings.layer is None)
 
     def facts_node(self) -> Nodes:
-        """The node that intervenes in other facts, and the node that ranks their answers.
+        """Nodes on other facts: one that intervenes in them, and one that ranks their answers.
 
         Empty if layer and position are named, or with controls=0.
         """
@@ -169,20 +186,21 @@ class PlaceWorkflow(KnownWorkflow):
             return {}
         self.others = self._other_facts()
         # All facts need equally many edges, and short ones have few positions.
-        count = min(self.num_drawn, *(len(fact.encoding) - len(ROLES) for fact in self.others))
+        n_drawn = min(self.num_drawn, *(len(fact.encoding) - len(ROLES) for fact in self.others))
         experiments: list[Experiment] = []
-        for number, (encoding, _, role_positions) in enumerate(self.others):
-            query, roles = len(encoding) - 1, list(role_positions.values())
+        for number, fact in enumerate(self.others):
+            query, role_keys = len(fact.encoding) - 1, list(fact.roles.values())
             # With a common seed, facts of equal length would draw the same keys.
             seed = self.settings.seed + number
-            drawn = (
-                chosen_at_random(range(query + 1), count, seed=seed, without=roles) if count else list[int]()
-            )
-            edges = tuple((query, key) for key in (*roles, *drawn))
-            experiments += self.on_fact(tuple(encoding.ids), edges)
+            drawn_keys: Sequence[int] = []
+            if n_drawn:
+                drawn_keys = chosen_at_random(range(query + 1), n_drawn, seed=seed, without=role_keys)
+            edges = tuple((query, key) for key in (*role_keys, *drawn_keys))
+            experiments += self.on_fact(tuple(fact.encoding.ids), edges)
         self.only_claims = ("facts", *self.only_claims)
-        prompts = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
-        ranks_node = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
+        # -1: the answer is predicted at the last position.
+        questions = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
+        ranks_node = self.known_node({CHOSEN_ON: questions[: self.half], SCORED: questions[self.half :]})
         # `AtOnce`: a small experiment costs more to store by itself than to compute again.
         return ranks_node | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
@@ -197,15 +215,17 @@ class PlaceWorkflow(KnownWorkflow):
 
     @property
     def half(self) -> int:
-        """Number of other facts used to choose the layer and position; as many more score the choice."""
+        """Number of other facts on which the layer and position are chosen; as many more score the choice."""
         return len(self.others) // 2
 
     def lost_here(self, key: int) -> Floats:
-        """KL in nats by layer in the prompt shown, without one of its `keys`, [layer]."""
+        """KL by layer in the displayed prompt when what is at the key position `key` is removed, in nats,
+        [layer]."""
         raise NotImplementedError
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """Experiments on another fact: remove each (query, key) separately, in every layer.
+        """Experiments on another fact that remove each (query, key) separately, in every layer; a subclass
+        defines what is removed.
 
         Arguments:
             tokens: token ids of the fact.
@@ -216,22 +236,28 @@ class PlaceWorkflow(KnownWorkflow):
     def changed_table(
         self, ablated: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
     ) -> Table:
-        """Table of tokens by change of probability in the run without the place, largest change first.
+        """Table of the tokens whose next-token probability an intervention changes most, largest change
+        first.
 
         Arguments:
-            ablated: result of the run without it.
+            ablated: result of the run with the intervention, such as an edge knocked out.
             title: title of the table.
-            beside: text that follows the KL in the caption.
-            sources: results that the table is read from.
+            beside: further sentence of the caption; empty for none.
+            sources: names of the results that the table is read from.
         """
         changed = top_changed_json(self.subject, ablated, "ablated_prob")
-        effect = f"KL {float(ablated['kl']):.5f} nats{beside}"
+        caption = (
+            "Next-token probabilities in the unchanged run (before) and with the intervention (after). "
+            f"KL(before || after) is {float(ablated['kl']):.5f} nats."
+        )
         if self.pieces:
             before, after = (np.exp(float(ablated[f"{run}target_logprob"])) for run in ("baseline_", ""))
-            effect += (
-                f"; logit of '{format_token(self.target)}' lowered by {float(ablated['logit_diff']):+.4f}, "
-                f"probability {format_probability(before)} -> {format_probability(after)}"
+            caption += (
+                f" The intervention changes the logit of '{format_token(self.target)}' by "
+                f"{-float(ablated['logit_diff']):+.4f}, and its probability from "
+                f"{format_probability(before)} to {format_probability(after)}."
             )
+        caption = f"{caption} {beside}".rstrip()
         return Table.of(
             changed,
             ("token", lambda record: format_token(record["token"])),
@@ -239,14 +265,15 @@ class PlaceWorkflow(KnownWorkflow):
             ("after", "ablated_prob", format_probability),
             ("change", lambda record: record["ablated_prob"] - record["baseline_prob"], points),
             title=title,
-            caption=effect,
+            caption=caption,
             sources=sources,
             json={"top_changed": changed},
         )
 
     def _other_facts(self) -> list[OtherFact]:
-        """Facts with distinct tokens whose roles are different positions, half for selection and half for
-        scoring; possibly fewer than requested from a user's files. Raises ConfigError for too few."""
+        """Facts with distinct tokens in which all roles are different positions: the first half for
+        selection, the second for scoring; possibly fewer than requested from a user's files. Raises
+        ConfigError for too few."""
         settings = self.settings
         count = 2 * (settings.facts or self._affordable_facts())
         # Shipped facts are many, so only those with enough positions for random keys are used.
@@ -268,29 +295,31 @@ class PlaceWorkflow(KnownWorkflow):
 
     @cached_property
     def halves(self) -> tuple[Indices, Indices]:
-        """Indices into `others` of the known facts for selection and for scoring."""
+        """Indices into `others` of the facts that the model knows: (for selection, for scoring)."""
         chosen_on, scored = (np.flatnonzero(self.is_known(name)) for name in (CHOSEN_ON, SCORED))
         return chosen_on, scored + self.half
 
     @property
     def is_claimed(self) -> bool:
-        """Whether claims are made: controls are run, and the place is named or enough facts are known."""
+        """Whether claims are made: controls are run, and the settings name the place or the model knows
+        enough facts."""
         return not self.not_claimed
 
     @cached_property
     def chosen(self) -> PlaceChoice | None:
-        """The layer and role with the largest mean KL on other facts (without claims: in the prompt shown),
-        among those that the settings allow. None if the place is named."""
+        """Layer and role with the largest mean KL on other facts (without claims: in the displayed prompt),
+        among those that the settings allow; None if the settings name both."""
         if not self.is_chosen:
             return None
-        among = self._among(self.open)
+        among = self._among(self.open_roles)
         if self.settings.layer is not None:
             among[np.arange(len(among)) != self.settings.layer] = False
         return self._place(replace(self.candidates, among=among).best)
 
     @cached_property
     def quiet(self) -> PlaceChoice | None:
-        """The layer and role with the smallest mean KL on other facts, for comparison.
+        """Layer and role with the smallest mean KL on other facts, for the comparison claim; None without
+        claims, or if no other role exists.
 
         A role at the selected position of this prompt is left out; for example, the subject may end right
         before the query.
@@ -302,18 +331,18 @@ class PlaceWorkflow(KnownWorkflow):
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """KL in nats by layer and role on known facts (without claims: in the prompt shown), [fact, layer,
-        role]."""
+        """KL in nats of every layer and role in the facts that the model knows (without claims: in the
+        displayed prompt), [fact, layer, role]."""
         if self.is_claimed:
             return self.on_facts(*self.halves)
         # Roles that are not open stay NaN; `among` leaves them out of the choice.
         lost: Floats = np.full((1, self.last_layer + 1, len(ROLES)), np.nan)
-        for role, place in self.open.items():
+        for role, place in self.open_roles.items():
             lost[0, :, list(ROLES).index(role)] = self.lost_here(place)
         return CandidateEffects(lost, lost)
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """KL in nats by layer and role on other facts, [fact, layer, role].
+        """KL in nats of every layer and role in other facts, [fact, layer, role], with its controls.
 
         Arguments:
             chosen_on: indices into `others` of the facts for selection.
@@ -322,14 +351,15 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def _among(self, roles: Iterable[str]) -> npt.NDArray[np.bool_]:
-        """Mask of candidates with some roles, bool [layer, role]."""
+        """Mask of the candidates that have one of some roles, bool [layer, role]."""
         return np.tile(np.isin(list(ROLES), list(roles)), (self.last_layer + 1, 1))
 
     def _place(self, index: tuple[int, ...]) -> PlaceChoice:
         return PlaceChoice(index[0], list(ROLES)[index[1]], float(self.candidates.mean[index]))
 
     def measured_on_facts(self, name: str) -> Floats:
-        """A variable of the result on other facts, [fact, layer, edge], edges of roles first."""
+        """A variable of the result on other facts, [fact, layer, edge]; the edges of ROLES come first, then
+        those drawn at random."""
         values = values_of(self.result("facts")[name], "draw", "layer", ...)
         # An experiment contains all edges of a fact, or a single one.
         by_experiment = values.reshape(len(self.others), -1, values.shape[1], *values.shape[2:])
@@ -338,23 +368,25 @@ class PlaceWorkflow(KnownWorkflow):
 
     @cached_property
     def layer(self) -> int:
-        """The layer shown: named, selected, or the middle one for a named key without a role."""
+        """Layer that is displayed: named by the settings or selected; the middle one for a named key that has
+        no role."""
         if self.settings.layer is not None:
             return self.settings.layer
         return self.chosen.layer if self.chosen else min(self.subject.config.num_layers // 2, self.last_layer)
 
     @cached_property
     def edge(self) -> tuple[int, int]:
-        """(query, key) of the place shown."""
-        is_named = self.named is not None or self.chosen is None
+        """(query, key) positions of the place that is displayed."""
+        is_named = self.named_key is not None or self.chosen is None
         return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
     def token_label(self, place: int) -> str:
-        """Token and position of the prompt, as in claims: "' in' (3)"."""
+        """Token at a position of the prompt, as in claims: "' in' (3)"."""
         return f"'{self.subject.token_labels([self.encoding.ids[place]])[0]}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:
-        """Beginning of a claim: the intervention and its layer and position.
+        """Intervention in the displayed prompt, as claims begin: "knocking out '␣is' (4)'s attention to '␣in'
+        (2) in layer 3".
 
         Arguments:
             layer: the layer.
@@ -363,7 +395,8 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """Claim about a layer and position of this prompt, compared with other positions and layers.
+        """Claim about one layer and position of the displayed prompt, compared with control positions or
+        layers.
 
         Arguments:
             layer: layer of the place.
@@ -375,7 +408,8 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """Intervention on a layer and role of other facts, as the beginning of a claim.
+        """Intervention at a layer and role of other facts, as claims begin: "knocking out the last token's
+        attention to the first position in layer 3".
 
         Arguments:
             layer: the layer.
@@ -384,12 +418,12 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
-        """Claims about the selected layer and position, on held-out facts and in this prompt, and about the
-        least effective ones."""
+        """Claims about the selected layer and position, on held-out facts and in the displayed prompt, and
+        for comparison about the least effective ones."""
         place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
         if self.chosen is not None:
             index = self.chosen.layer, list(ROLES).index(self.chosen.role)
-            text = f"{self.cause_elsewhere(self.chosen.layer, self.chosen.role)} changes the next token"
+            text = f"{self.cause_elsewhere(self.chosen.layer, self.chosen.role)} {CHANGES}"
             yield self.candidates.claim(text, index, self.beside, self.settings, unit="nats")
 
         def here(place: tuple[int, int], measure: str, effect: str, before: str = "") -> Claim:
@@ -397,38 +431,39 @@ class PlaceWorkflow(KnownWorkflow):
             text = f"{before}{self.cause(*place)} {effect}"
             return self.claim_here(*place, measure, text, side=side, unit=unit, held_out=is_held_out)
 
-        yield here(place, "kl", "changes the next token")
+        yield here(place, "kl", CHANGES)
         if self.pieces:
             yield here(place, "logit_diff", f"lowers the logit of {format_token(self.target)!r}")
         if self.quiet is not None:
             quiet = (self.quiet.layer, self.roles[self.quiet.role])
-            yield here(quiet, "kl", "changes the next token", "for comparison, ")
+            yield here(quiet, "kl", CHANGES, "for comparison, ")
 
     def claims_caption(self) -> str:
         """Caption of the claims: selection of layer and position, or the reason why nothing is claimed."""
         if self.chosen is None:
-            return self.not_claimed or "Layer and position are those of the settings."
+            return self.not_claimed or "Layer and position were set by the user, not chosen on other facts."
         lost = f"{self.chosen.lost:.3f} nats"
         if not self.is_claimed:
             return f"{self.not_claimed} Shown: the layer and the {self._rule} (KL {lost})."
         chosen_on, scored = map(len, self.halves)
         return (
-            f"Layer and {self._rule} (mean KL {lost}), chosen on {chosen_on} of {self.half} facts, those "
-            f"whose answer the model predicts, and scored on {scored} held-out facts. For comparison, the "
-            "layer and position with the smallest mean KL."
+            f"Chosen: the layer and the {self._rule} (mean KL {lost}). The choice was made on {chosen_on} of "
+            f"{self.half} facts, those whose answer the model predicts; it is scored on {scored} held-out "
+            "facts. The last claim is a comparison: the layer and position with the smallest mean KL."
         )
 
     @property
     def _rule(self) -> str:
-        """How layer and key are selected, in words that follow "layer and"."""
+        """How layer and key are selected, in words that follow "the layer and the"."""
         return f"{self.rule} the prediction {'on other facts' if self.is_claimed else 'of this prompt'} most"
 
     def unclaimed(self) -> Findings:
-        """The sentence of `KnownWorkflow`, with a caption on how layer and position were chosen."""
+        """View with the reason why nothing is claimed; its caption also says how layer and position were
+        chosen."""
         return replace(super().unclaimed(), caption=self.claims_caption())
 
     def choice_json(self) -> dict[str, Any]:
-        """JSON fields that record how the place was selected."""
+        """JSON field that records how layer and role were selected; empty if the settings name them."""
         if self.chosen is None:
             return {}
         chosen_on, scored = (half.tolist() for half in self.halves) if self.is_claimed else ([], [])
@@ -436,7 +471,8 @@ class PlaceWorkflow(KnownWorkflow):
             "choice": {
                 "rule": f"layer and {self._rule} ({'mean ' if self.is_claimed else ''}KL)",
                 **vars(self.chosen),
-                "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
+                "candidates": (self.last_layer + 1 if self.settings.layer is None else 1)
+                * len(self.open_roles),
                 "chosen_on": [self.others[row].encoding.text for row in chosen_on],
                 "scored_on": [self.others[row].encoding.text for row in scored],
                 "is_claimed": self.is_claimed,
@@ -445,7 +481,8 @@ class PlaceWorkflow(KnownWorkflow):
 
 
 class EdgeWorkflow(PlaceWorkflow):
-    """A workflow on one attention edge of one prompt."""
+    """Base class of workflows about one attention edge of a prompt, from a query to a key position in one
+    layer."""
 
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
@@ -453,24 +490,26 @@ class EdgeWorkflow(PlaceWorkflow):
     beside = "knockouts of another (layer, key) edge in each prompt"
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
-        """`read_place` for the query and key of the settings."""
+        """Reads prompt, target, query and key from the settings, and returns the arguments of experiments;
+        see `PlaceWorkflow.read_place`."""
         return self.read_place(self.settings.query, self.settings.key, window)
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """See `PlaceWorkflow`: each edge is knocked out separately, in every layer, in all heads."""
+        """Experiment on another fact that knocks out each edge separately, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """See `PlaceWorkflow`; all edges of each fact serve as controls."""
+        """KL in nats when the edge of each layer and role is knocked out in other facts, [fact, layer, role];
+        all edges of a fact are controls. See `PlaceWorkflow` for the arguments."""
         lost = self.measured_on_facts("kl")
         return CandidateEffects(lost[chosen_on][..., : len(ROLES)], lost[scored])
 
     def by_key(self, experiments: Sequence[Experiment]) -> ResultNode:
-        """Node of experiments that differ in key position, one experiment per entry of `keys`."""
+        """Node that runs experiments which differ in the key position, one for each of `keys`."""
         return self.on_model(experiments[0] if len(experiments) == 1 else AtOnce(tuple(experiments)))
 
     def at_key(self, name: str, key: int) -> xr.Dataset:
-        """Result for one key of a node made by `by_key`, in memory.
+        """Result for one key position of a node that `by_key` made, in memory.
 
         Arguments:
             name: name of the node.
@@ -480,15 +519,15 @@ class EdgeWorkflow(PlaceWorkflow):
         return result.isel(draw=self.keys.index(key)) if "draw" in result.dims else result
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """See `PlaceWorkflow`."""
+        """Intervention on the edge from the last token to a role in other facts, as claims begin."""
         return self.doing("the last token", ROLES[role], layer)
 
     def cause(self, layer: int, key: int) -> str:
-        """See `PlaceWorkflow`."""
+        """Intervention on an edge of the displayed prompt, as claims begin."""
         return self.doing(self.token_label(self.query), self.token_label(key), layer)
 
     def doing(self, query: str, key: str, layer: int) -> str:
-        """Intervention on an edge, as the beginning of a claim.
+        """Intervention on an edge in words, as claims begin: "knocking out the last token's attention to …".
 
         Arguments:
             query: description of the position that reads.

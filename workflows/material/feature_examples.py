@@ -30,7 +30,7 @@ PASSAGE = 64
 
 @dataclass(frozen=True)
 class ExampleNodes:
-    """Nodes of examples, by layer."""
+    """Nodes that search a corpus for examples of features, by layer of the dictionary."""
 
     encoded: dict[int, StageNode]
     """The corpus encoded as features."""
@@ -41,7 +41,7 @@ class ExampleNodes:
 def example_nodes(
     subject: Subject, dictionary: Dictionary, tokens: PackedTokens, *, most: int, zero_positions: int = 0
 ) -> ExampleNodes:
-    """Nodes that search a corpus for the tokens with the largest activations of each feature.
+    """Nodes that find the tokens of a corpus with the largest activations of each feature.
 
     Arguments:
         subject: the model.
@@ -58,7 +58,7 @@ def example_nodes(
 
 
 def corpus_texts(corpus: str, model: str) -> list[str]:
-    """Texts of a corpus.
+    """Texts of the corpus that a setting names; empty if it names none.
 
     Arguments:
         corpus: file or folder; "none" for no texts; empty for the shipped texts if the model is the specimen,
@@ -73,7 +73,7 @@ def corpus_texts(corpus: str, model: str) -> list[str]:
 
 
 def passages(subject: Subject, texts: Sequence[str], most: int) -> PackedTokens:
-    """Beginnings of paragraphs as prompts; of long texts every n-th paragraph.
+    """Prompts of at most PASSAGE tokens: the beginnings of paragraphs; of long texts every n-th paragraph.
 
     Arguments:
         subject: the model.
@@ -85,10 +85,13 @@ def passages(subject: Subject, texts: Sequence[str], most: int) -> PackedTokens:
     """
     # Line breaks within a paragraph come from the width of the file, not from the text.
     paragraphs = [" ".join(part.split()) for text in texts for part in text.split("\n\n")]
+    encodings = subject.tokenizer.encode_batch(list(filter(None, paragraphs)))
     length = min(PASSAGE, subject.config.context_length)
-    rows = [e.ids[:length] for e in subject.tokenizer.encode_batch([part for part in paragraphs if part])]
+    rows = [encoding.ids[:length] for encoding in encodings]
     if not rows:
-        raise ConfigError("expected a corpus with at least one paragraph of text, found none")
+        raise ConfigError(
+            "expected a corpus with at least one paragraph of text, found none; name other files: corpus=…"
+        )
     # Every n-th paragraph, so that the end of a corpus is searched as well as its beginning.
     step = math.ceil(sum(map(len, rows)) / most)
     return PackedTokens.from_lists(rows[::step])

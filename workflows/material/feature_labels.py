@@ -41,7 +41,8 @@ __all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words", "writ
 
 @dataclass(frozen=True)
 class FeatureLabels:
-    """Labels of some features."""
+    """Labels of features: the token that each promotes, the token that it fires on, and labels that people
+    gave."""
 
     writes: Mapping[FeatureId, str] = field(default_factory=dict)
     """Token whose logit the feature raises most."""
@@ -49,7 +50,7 @@ class FeatureLabels:
     """Token of the prompt with the feature's largest activation; None for a feature inactive in the
     prompt."""
     by_people: Mapping[FeatureId, str] = field(default_factory=dict)
-    """Labels by people (stages/features/labels.py)."""
+    """Labels that people gave (stages/features/labels.py)."""
 
     def with_labels_by_people(self, store: Store | None, dictionary: Dictionary) -> FeatureLabels:
         """A copy with the labels that people gave to features of a dictionary.
@@ -63,14 +64,14 @@ class FeatureLabels:
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """Labels by people, as "feature label", in order of feature."""
+        """Labels that people gave, as "feature label", ordered by feature."""
         return tuple(f"{feature} {text}" for feature, text in sorted(self.by_people.items()))
 
     @classmethod
     def of(
         cls, subject: Subject, ids: Sequence[int], words: xr.Dataset | None, activity: xr.Dataset
     ) -> FeatureLabels:
-        """Labels from active features of a prompt.
+        """Labels of the features that are active in a prompt.
 
         Arguments:
             subject: the model.
@@ -89,7 +90,7 @@ class FeatureLabels:
 
     @classmethod
     def of_words(cls, subject: Subject, words: xr.Dataset | None) -> FeatureLabels:
-        """Labels without a prompt: written tokens only.
+        """Labels without a prompt: only the tokens that features promote.
 
         Arguments:
             subject: the model.
@@ -101,7 +102,7 @@ class FeatureLabels:
     def of_trace(
         cls, subject: Subject, ids: Sequence[int], words: xr.Dataset | None, trace: xr.Dataset
     ) -> FeatureLabels:
-        """Labels from activations by feature and position.
+        """Labels of features whose activations at every position of a prompt are known.
 
         Arguments:
             subject: the model.
@@ -120,7 +121,8 @@ class FeatureLabels:
         return cls(_written_tokens(subject, words), _peak_tokens(subject, ids, peaks))
 
     def label(self, feature: FeatureId) -> str:
-        """Label by people, written token and activating token, as far as known."""
+        """All known labels of a feature: by people, promoted token, and token that it fires on: "writes '
+        English', fires on ' in'"."""
         parts = [f'"{self.by_people[feature]}"'] if feature in self.by_people else []
         parts += [f"writes '{self.writes[feature]}'"] if feature in self.writes else []
         if feature in self.fires:
@@ -129,7 +131,8 @@ class FeatureLabels:
         return ", ".join(parts)
 
     def short(self, feature: FeatureId) -> str:
-        """The feature with its label by people, or else its written token, or else its activating token."""
+        """Feature with one label: by people, or else the token that it promotes, or else the one that it
+        fires on: "L0:128 (' English')"."""
         if feature in self.by_people:
             return f'{feature} ("{self.by_people[feature]}")'
         word = self.writes.get(feature, self.fires.get(feature))
@@ -140,11 +143,11 @@ class FeatureLabels:
         return ", ".join(map(self.short, features))
 
     def json(self, feature: FeatureId) -> dict[str, Any]:
-        """JSON fields {"layer", "index", "label"}."""
+        """JSON fields of a feature: {"layer", "index", "label"}."""
         return asdict(feature) | {"label": self.label(feature)}
 
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
-        """Union of labels; those of `other` win."""
+        """Labels of both; where both have a label, that of `other` wins."""
         writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
         return FeatureLabels(writes, fires, {**self.by_people, **other.by_people})
 
@@ -152,7 +155,8 @@ class FeatureLabels:
 def named_nodes(
     subject: Subject, dictionary: Dictionary, ids: Sequence[int], features: Iterable[FeatureId]
 ) -> Nodes:
-    """Nodes "trace" and, if features write to the stream, "words", for features named in advance.
+    """Nodes that labels of given features are read from: "trace", their activations in a prompt, and "words",
+    the tokens that they promote, if they write to the residual stream.
 
     Arguments:
         subject: the model.
@@ -173,8 +177,8 @@ def named_nodes(
 def active_words(
     subject: Subject, dictionary: Dictionary, activity: ResultNode, *, most: int, position: int | None = None
 ) -> Nodes:
-    """The node "words" for the most active features of a prompt (`words_of_active`); empty if features do not
-    write to the stream.
+    """Node "words" with the tokens that the most active features of a prompt promote; empty if features do
+    not write to the residual stream.
 
     Arguments:
         subject: the model.
@@ -190,7 +194,7 @@ def active_words(
 
 
 def ranked_words(subject: Subject, dictionary: Dictionary, ranked: ResultNode) -> StageNode:
-    """The node of written tokens for the features of a ranking.
+    """Node of the tokens that the features of a ranking promote.
 
     Arguments:
         subject: the model.
@@ -208,7 +212,8 @@ def _inputs(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
 
 
 def writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
-    """Whether the dictionary writes to the residual stream, and logits are linear in the normalised stream.
+    """Whether the tokens that features promote are defined: the dictionary writes to the residual stream, and
+    logits are linear in the normalised stream.
 
     Arguments:
         subject: the model.
@@ -229,6 +234,7 @@ def _written_tokens(subject: Subject, words: xr.Dataset | None) -> dict[FeatureI
 def _peak_tokens(
     subject: Subject, ids: Sequence[int], peaks: Mapping[FeatureId, int | None]
 ) -> dict[FeatureId, str | None]:
-    """Token of the prompt at the peak position of each feature."""
+    """Token of the prompt at which each feature is most active; None for a feature that is inactive. peaks:
+    its position."""
     texts = subject.token_labels(ids)
     return {feature: None if position is None else texts[position] for feature, position in peaks.items()}

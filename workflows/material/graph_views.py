@@ -35,7 +35,8 @@ def graph_views(
     called: Mapping[FeatureId, str] = MappingProxyType({}),
     **known: Any,
 ) -> tuple[Values, Graph, Table]:
-    """Scores, graph and table of a pruned attribution graph.
+    """Views of a pruned attribution graph: its scores, the interactive graph, and a table of its strongest
+    features.
 
     Arguments:
         pruned: the graph; its thresholds are the initial positions of the sliders.
@@ -48,9 +49,9 @@ def graph_views(
     counts = pruned.graph.counts
     values = Values(
         title="How much of the output the features explain",
-        caption="Replacement: share of the influence that comes from tokens rather than from errors. "
-        "Completeness: share of what enters nodes, weighted by their influence, that does not come from "
-        "errors.",
+        caption="Replacement score: share of the influence on the explained logits that comes from tokens "
+        "through features rather than from error nodes. Completeness score: share of the input of all nodes, "
+        "weighted by their influence, that does not come from error nodes. Kept: after pruning.",
         sources=sources,
         pairs=(
             ("replacement score", f"{scores['replacement_score']:.3f}"),
@@ -113,7 +114,7 @@ def examples_of(
 
 
 def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
-    """Label of a feature: label by people, promoted token, and activating token."""
+    """All known labels of a strong feature: by people, promoted token, and token that it fires on."""
     writes = {strong.feature: strong.raised[0]} if strong.raised else {}
     return FeatureLabels(writes, {strong.feature: strong.token}, called).label(strong.feature)
 
@@ -121,7 +122,8 @@ def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
 def _table(
     strongest: Sequence[StrongFeature], sources: tuple[str, ...], called: Mapping[FeatureId, str]
 ) -> Table:
-    """Table of the features with most influence, with the tokens that they raise and lower, if known."""
+    """Table of the features with most influence; with the tokens that they raise and lower, if these were
+    computed."""
     # Features carry no tokens if the graph's effects on the logits were not computed.
     is_known = any(strong.raised for strong in strongest)
     effects = (
@@ -136,9 +138,14 @@ def _table(
         ("influence", lambda strong: strong.influence, ".4f"),
         *(effects if is_known else ()),
         title="Features with most influence",
-        caption="tokens raised and lowered by what the feature writes itself, whatever the prompt"
-        if is_known
-        else "",
+        caption="One row per feature, the largest influence on the explained logits first; token: the "
+        "position in the prompt at which it is active."
+        + (
+            " Raises, lowers: tokens whose logits the feature's own decoder changes most, whatever the "
+            "prompt."
+            if is_known
+            else ""
+        ),
         sources=sources,
         json={
             "features": [

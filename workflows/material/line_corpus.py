@@ -23,7 +23,7 @@ STRETCH = 400
 
 
 def line_corpus(subject: Subject, texts: Sequence[str], widths: Sequence[int], context: int) -> PackedTokens:
-    """Tokens of texts that are wrapped at every width and cut at line starts into prompts.
+    """Prompts of texts that are wrapped at every width and cut at starts of lines.
 
     Arguments:
         subject: model whose tokenizer encodes the texts.
@@ -44,7 +44,7 @@ def line_corpus(subject: Subject, texts: Sequence[str], widths: Sequence[int], c
 def wrapped_prose(
     subject: Subject, texts: Sequence[str], widths: Sequence[int], context: int
 ) -> PackedTokens:
-    """Tokens of texts of which each stretch is wrapped at a single width.
+    """Prompts of texts that are wrapped stretch by stretch, each stretch at one of the widths in turn.
 
     Arguments:
         subject: model whose tokenizer encodes the texts.
@@ -64,7 +64,8 @@ def wrapped_prose(
 
 
 def _pieces(subject: Subject, text: str, width: int, context: int) -> list[str]:
-    """A text, wrapped at a width and cut into prompts of at most `context` tokens."""
+    """Pieces of a text that is wrapped at a width and cut at starts of lines, of at most `context` tokens
+    each."""
     wrapped = wrap(text, width)
     # `pack` adds the special tokens to every piece.
     return pack_lines(wrapped, subject.starts(wrapped), context - subject.special_tokens)

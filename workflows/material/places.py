@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "USUAL", "check_kinds", "in_every_layer"]
 
 USUAL = ("resid_post", "attn_out", "mlp_out")
-"""Default kinds of hook points."""
+"""Kinds of hook points that are patched or restored by default."""
 
 NAMES = {
     "resid_pre": "State entering the layer",
@@ -46,11 +46,11 @@ NAMES = {
     "mlstm_v": "Values that each head writes",
     "mlstm_out": "Output of each head, read from its memory",
 }
-"""Kind of hook point -> title of a grid of it."""
+"""Kind of hook point -> title of a heatmap of it."""
 
 
 def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ConfigError for a disallowed hook-point kind, and suggest the nearest name.
+    """Raise ConfigError for a kind of hook point that is not allowed, with the nearest allowed one.
 
     Arguments:
         kinds: the kinds to check.
@@ -65,7 +65,7 @@ def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Kinds of hook points that exist in all layers of a model.
+    """Those of some kinds of hook points that exist in every layer of a model.
 
     Arguments:
         config: configuration of the model.

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_targets"]
 
 TARGETS = ("character_count", "line_break")
-"""Targets of wrapped prose."""
+"""Names of the targets that probes of wrapped prose predict."""
 FEWEST = 10
-"""Smallest number of examples per label for balancing."""
+"""Smallest number of examples that each label must have to be balanced."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """ "label" or "number", as `stages.probe` calls them."""
+        """Kind of the target: "label" for classes, "number" otherwise."""
         return "label" if self.classes else "number"
 
 
 def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
-    """Targets of wrapped prose by name. Special tokens, line breaks and, for `line_break`, last tokens have
-    no value.
+    """Targets of wrapped prose. Special tokens, line breaks and, for `line_break`, last tokens of prompts
+    have no value.
 
     Arguments:
         tokens: tokens of the prose.
@@ -73,7 +73,7 @@ def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
 
 
 def _next_breaks(tokens: PackedTokens) -> npt.NDArray[np.float64]:
-    """1 if the next token of the prompt contains a line break, else 0; NaN at the last token. [token]."""
+    """Whether the next token of the prompt contains a line break, 1 or 0; NaN at the last token. [token]."""
     assert tokens.texts is not None
     assert tokens.char_start is not None
     assert tokens.char_end is not None
@@ -117,7 +117,7 @@ def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, T
             if not 0 <= start < end <= len(entry["text"]):
                 raise TokenizerError(
                     f"entry {i} of {path!r}: expected a span within its {len(entry['text'])} characters, "
-                    f"found {start}..{end}; are these byte offsets?"
+                    f"found {start}..{end}; count start and end in characters, not in bytes"
                 )
             labels |= {row.start + at: span["label"] for at in encoding.char_range_to_tokens(start, end)}
     labelled_tokens = {at: label for at, label in labels.items() if label is not None}
@@ -129,10 +129,15 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
     are_numbers = {isinstance(one, int | float) and not isinstance(one, bool) for one in labels.values()}
     if kind == "auto":
         if len(are_numbers) > 1:
-            raise PromptError(f"expected labels, or numbers, in {name!r}, found both; set kind=label")
+            raise PromptError(
+                f"expected either labels or numbers in {name!r}, found both; set kind=label to read all as "
+                "labels"
+            )
         kind = "number" if are_numbers == {True} else "label"
     if kind == "number" and are_numbers != {True}:
-        raise PromptError(f"expected numbers in {name!r}, found other labels; set kind=label")
+        raise PromptError(
+            f"expected numbers as labels in {name!r}, as kind=number, found other values; set kind=label"
+        )
     values = np.full(n_tokens, np.nan)
     if kind == "number":
         values[list(labels)] = list(labels.values())
@@ -140,15 +145,16 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
     classes = tuple(sorted({_word(one) for one in labels.values()}))
     if len(classes) < 2:
         raise PromptError(
-            f"expected two labels or more in {name!r}, found {classes[0] if classes else 'none'!r} alone; "
-            "a probe has nothing to tell apart"
+            f"expected two or more different labels in {name!r}, found "
+            f"{repr(classes[0]) + ' alone' if classes else 'none'}; add texts with another label"
         )
     values[list(labels)] = [classes.index(_word(one)) for one in labels.values()]
     return Target(name, values, classes)
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
-    """Entries of a file, with checked form."""
+    """Entries of a file of labelled texts, each {"text", "label"} or {"text", "spans"}; raises ConfigError
+    for another form."""
     data = read_outside(Path(path).expanduser(), ConfigError, "correct it, or name another file")
     try:
         # Editors on Windows write a byte order mark in front of UTF-8.
@@ -165,7 +171,7 @@ def _entries(path: str) -> list[dict[str, Any]]:
             entry_text = json.dumps(entry, ensure_ascii=False)[:60]
             raise ConfigError(f"entry {i} of {path!r}: expected {form}, found {entry_text}")
     if not entries:
-        raise PromptError(f"expected labelled texts in {path!r}, found none")
+        raise PromptError(f"expected labelled texts in {path!r}, found none; add some, or name another file")
     return list(entries)
 
 
@@ -183,7 +189,7 @@ def _word(label: Any) -> str:
 
 
 def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Target:
-    """Select a random subset of a target's examples.
+    """The target with values for a random subset of its tokens only; NaN for the others.
 
     Arguments:
         target: the target.

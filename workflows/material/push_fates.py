@@ -24,7 +24,8 @@ __all__ = ["PushFates"]
 
 @dataclass(frozen=True, eq=False)
 class PushFates:
-    """Steering pushes of one prompt, and random pushes of the same norm."""
+    """Outcomes of the steering pushes of one prompt, and of random pushes of the same norm, over later
+    layers."""
 
     text: str
     """The pushes in words, as the beginning of a claim: "pushes from 'A' away from 'B'"."""
@@ -35,7 +36,7 @@ class PushFates:
     strengths: tuple[float, ...]
     """Strengths that are compared with random pushes."""
     drawn: xr.Dataset | None
-    """Result of `RandomPushes` along `draw`; None if none were run."""
+    """Result of random pushes, with the axis `draw`; None if none were run."""
     reachable_from: Mapping[int, int | None]
     """Pushed layer -> first layer after which the push can reach the last position; None if it cannot."""
     of: str = "random directions of the same norm, at the same position"
@@ -43,7 +44,7 @@ class PushFates:
 
     @cached_property
     def of_all(self) -> dict[tuple[int, float], Fate]:
-        """Fate of each push, by (layer, strength)."""
+        """Outcome of each push, by (layer, strength): whether it is absorbed, and where."""
         grid = self.similarity.isel(read_layer=0, drop=True).transpose("layer", "strength")
         pushed = self.vectors.sel(layer=grid["layer"].values)
         state = pushed["mean_state"].sel(side="positive").transpose("layer", "hidden").values
@@ -57,31 +58,31 @@ class PushFates:
 
     @property
     def held(self) -> dict[tuple[int, float], Fate]:
-        """Fates of the pushes that are compared with random ones."""
+        """Outcomes of the pushes that are compared with random ones, by (layer, strength)."""
         return {key: fate for key, fate in self.of_all.items() if key[1] in self.strengths}
 
     @cached_property
     def claim(self) -> Claim | None:
-        """Claim about the share of their largest distance that pushes keep until the last layer; None without
-        a verdict."""
+        """Claim about the share of their largest distance from the undisturbed run that pushes keep until the
+        last layer; None if no push has a verdict."""
         layers = sorted({layer for (layer, _), fate in self.held.items() if fate.is_verdict})
-        drawn = self.drawn
+        drawn, random_shares = self.drawn, list[float]()
         draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]
-        shares = [
-            share_left(fates(draw["similarity"], draw["pushed"], self.reachable_from).values())
-            for draw in draws
-        ]
-        verdicts = [share for share in shares if not np.isnan(share)]
-        if not layers or (draws and not verdicts):
+        for draw in draws:
+            share = share_left(fates(draw["similarity"], draw["pushed"], self.reachable_from).values())
+            # NaN: no push of this draw has a verdict.
+            if not np.isnan(share):
+                random_shares.append(share)
+        if not layers or (draws and not random_shares):
             return None
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
         text = (
-            f"{self.text} after {after}, at strength {times}, keep this share of their largest distance from "
-            "the undisturbed run until the last layer"
+            f"{self.text}, added after {after} at strength {times}: share of their largest distance from the "
+            "undisturbed run that is left at the last layer"
         )
         # Absorbed pushes keep less of their distance than random ones (stages/causal/absorption.py).
-        return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
+        return Claim.against(text, share_left(self.held.values()), random_shares, self.of, side="below")
 
     @property
     def label(self) -> str:
@@ -91,5 +92,5 @@ class PushFates:
 
     @property
     def words(self) -> Collection[str]:
-        """Distinct words for the fates of the pushes."""
+        """Names of all outcomes of the pushes, such as "absorbed", sorted and without duplicates."""
         return sorted({fate.word for fate in self.of_all.values()})

@@ -13,7 +13,7 @@ from ..subject import shipped_facts
 __all__ = ["relation_of"]
 
 SHARED_BY = 3
-"""Number of shipped facts from which a shared ending counts as a relation."""
+"""Smallest number of shipped facts that must share an ending for it to count as a relation."""
 
 
 # Large enough for all shipped facts, which every workflow on pairs looks up.
@@ -36,5 +36,5 @@ def _endings(text: str, words: int) -> list[str]:
 
 @cache
 def _shared() -> Counter[str]:
-    """Number of shipped facts with each ending."""
+    """Number of shipped facts with each ending, by ending."""
     return Counter(ending for fact in shipped_facts() for ending in _endings(fact["prompt"], 1))

@@ -39,7 +39,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def affordable(operations: float, most: int, *, least: int = 8) -> int:
-    """Number of items that a default takes.
+    """Number of items, such as prompts, that a workflow takes by default.
 
     Arguments:
         operations: floating-point operations of one item, such as one prompt or one control.

@@ -23,7 +23,8 @@ __all__ = ["Unrelated"]
 
 
 class Unrelated:
-    """Unrelated prompts for one model; tokenises the shipped texts once."""
+    """Source of unrelated prompts for one model, whose states serve as controls; tokenizes the shipped texts
+    once."""
 
     def __init__(self, subject: Subject) -> None:
         facts = shipped_facts()
@@ -36,7 +37,7 @@ class Unrelated:
     def to(
         self, prompt: Sequence[int], count: int, *, seed: int, targets: Collection[str] = ()
     ) -> list[tuple[int, ...]]:
-        """Draw distinct prompts of equal length.
+        """Distinct random prompts with as many tokens as a given one, as token ids.
 
         Arguments:
             prompt: token ids of the prompt.
@@ -66,7 +67,8 @@ class Unrelated:
             prompts[window] = None
         if len(prompts) < count:
             raise ConfigError(
-                f"expected {count} other prompts of {size} tokens to take states from, found {len(prompts)}: "
-                "the tokenizer reads most of what ships with mizarr alike; ask for fewer"
+                f"expected {count} unrelated prompts of {size} tokens as controls, found {len(prompts)}, as "
+                "the tokenizer gives most shipped texts the same tokens; ask for fewer controls: controls=… "
+                "or donors=…"
             )
         return list(prompts)

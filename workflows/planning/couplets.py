@@ -51,9 +51,10 @@ if TYPE_CHECKING:
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
 BEFORE, BETWEEN, DIRECT = range(len(WAYS))
-"""Indices into WAYS."""
+"""Indices into WAYS: states before line 2, all states between line 1 and the last token, and direct reading
+of line 1 by the last token."""
 UNIT = "pp"
-"""Percentage points of P(rhymes with the other couplet) at the end of line 2."""
+"""Unit of effects: percentage points of the probability that line 2 ends on a rhyme of the other couplet."""
 VERDICTS = {
     (True, False): (
         "Planned: one state at the line break or the first token of line 2 changes the rhyme at its end; "
@@ -72,21 +73,24 @@ VERDICTS = {
         "reads of the end of line 1 itself, changes the rhyme at the end of line 2."
     ),
 }
-"""Verdict by whether the state before line 2 changes the rhyme, and whether direct reading of line 1 does."""
+"""Verdict by (whether the state before line 2 changes the rhyme, whether what the last token reads of line 1
+itself does)."""
 LATE = (
     "On the way: all states between line 1 and the last token together change the rhyme at the end of line "
     "2; no single state before line 2 does, nor what the last token reads of the end of line 1 itself."
 )
-"""Verdict if neither changes the rhyme, but all states between together do."""
+"""Verdict if neither of these changes the rhyme, but all states between line 1 and the last token together
+do."""
 ON_THE_WAY: Mapping[str, Any] = {"kinds": ("same", "random"), "unit": "nats"}
-"""Controls and unit of the claim about next tokens before the end of line 2."""
+"""Kinds of controls, and unit, of the claim about next tokens within line 2."""
 Pick = Callable[[CoupletEffects], Floats]
-"""Selects a measure of a result, such as the effect of one layer and role, [draw]."""
+"""Function that selects a measure of a result, [draw], such as the effect of one layer and role."""
 
 
 @dataclass(frozen=True)
 class CoupletPlanningSettings(ControlSettings, ModelSettings):
-    """Settings of `CoupletPlanning`."""
+    """Settings of the workflow `couplet_planning`: numbers of pairs and controls, and what counts as a change
+    of the rhyme."""
 
     pairs: Count = setting(
         24, "pairs to choose layer and role on, and as many held-out pairs to score; at most 24"
@@ -98,7 +102,8 @@ class CoupletPlanningSettings(ControlSettings, ModelSettings):
 
 
 class CoupletPlanning(ModelWorkflow):
-    """Patching of another couplet's states by layer and role."""
+    """Workflow that asks whether a model plans the rhyme of a couplet: patches states of a couplet with
+    another rhyme, by layer and position."""
 
     name = "couplet_planning"
     question = "Is the rhyme of a couplet chosen before its second line, or at its end?"
@@ -106,8 +111,7 @@ class CoupletPlanning(ModelWorkflow):
     settings: CoupletPlanningSettings
 
     def plan(self) -> Nodes:
-        """Patching experiments on pairs to choose on, on pairs to score, and with each kind of control
-        donor."""
+        """Nodes that patch pairs to choose on, pairs to score, and each kind of control donors."""
         require_next(self.subject)
         settings = self.settings
         self.patches = CoupletPatches(self.subject, settings.pairs, settings.donors, settings.seed)
@@ -142,7 +146,7 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def read(self) -> Mapping[str, CoupletEffects]:
-        """Effects of every result of patching, by its name."""
+        """Effects in every result of patching, by name of the result."""
         patches = self.patches
         return {
             name: CoupletEffects(
@@ -155,7 +159,8 @@ class CoupletPlanning(ModelWorkflow):
         }
 
     def values(self, name: str, pick: Pick) -> Floats:
-        """A measure of a result for the pairs that count: [pair, ...], for control donors [pair, donor, ...].
+        """Measure of a result for the pairs whose couplets the model ends on rhymes: [pair, ...], or [pair,
+        donor, ...] for control donors.
 
         Arguments:
             name: name of the result.
@@ -169,14 +174,17 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def rhymes(self) -> Claim:
-        """Claim that the model rhymes, over all pairs to score."""
-        text = "P(the end of line 2 rhymes with line 1) is higher than after the line 1 of the other couplet"
-        of = "draws of a random sign for each pair"
+        """Claim that the model rhymes, over all pairs of the second half."""
+        text = (
+            "the probability that line 2 ends on a rhyme of line 1 is higher than after line 1 of the other "
+            "couplet"
+        )
+        of = "draws with a random sign of the difference in each pair"
         return Claim.paired(text, self.unpatched["scored"].rhymes, of, self.settings, unit=UNIT)
 
     @property
     def fewest(self) -> int:
-        """Least number of pairs to score that must count.
+        """Smallest number of pairs of the second half that the model must end on rhymes, for a claim.
 
         A draw of the null picks, in each pair, the other couplet or one of its donors. With fewer pairs, more
         than CHANCE / 2 of the draws would pick the other couplet in all of them, and equal the effect
@@ -186,7 +194,8 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def not_claimed(self) -> str:
-        """See `Workflow`: too few pairs that the model rhymes, or rhymes no likelier than by chance."""
+        """Reason why nothing is claimed: the model ends too few pairs on rhymes, or rhymes no more than by
+        chance; empty otherwise."""
         if not self.settings.controls:
             return NO_CONTROLS
         counts = [int(self.unpatched[name].is_known.sum()) for name in ("choice", "scored")]
@@ -195,19 +204,20 @@ class CoupletPlanning(ModelWorkflow):
         pairs = len(self.patches.choice), len(self.patches.scored)
         return (
             f"{self.subject.name} ends both couplets on words that rhyme in {counts[0]} of {pairs[0]} pairs "
-            f"to choose on and {counts[1]} of {pairs[1]} to score on; {KNOWN} and {self.fewest} are needed. "
-            f"P(rhymes with line 1) is {self.rhymes.effect:+.1f} pp above that after another line 1: nothing "
-            "is claimed."
+            f"to choose on and in {counts[1]} of {pairs[1]} pairs to score on; a claim needs {KNOWN} and "
+            f"{self.fewest}. The probability that line 2 rhymes with line 1 is {self.rhymes.effect:+.1f} "
+            "percentage points above that after another line 1: nothing is claimed."
         )
 
     def _finding(self, text: str, effects: Floats, controls: Floats, of: str, unit: str = UNIT) -> Claim:
-        """Claim about the mean of effects [pair], against control donors [pair, donor]."""
+        """Claim about the mean of effects, [pair], compared with those of control donors, [pair, donor]."""
         return Claim.over(text, effects, controls, of, self.settings, unit=unit, held_out=True)
 
     def strictest(
         self, text: str, pick: Pick, *, kinds: tuple[str, ...] = tuple(KINDS), unit: str = UNIT
     ) -> Claim:
-        """Claim about a measure of the pairs to score, against the kind of control with the largest p-value.
+        """Claim about a measure of the pairs to score, compared with the kind of control that gives the
+        largest p-value.
 
         Arguments:
             text: cause and effect, see `Claim`.
@@ -222,24 +232,25 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def layer(self, role: int) -> int:
-        """The layer at which patching a role has the largest mean effect on the pairs to choose on."""
+        """Layer at which patching a role has the largest mean effect on the pairs to choose on. role: index
+        into ROLES."""
         return int(self.values("choice", lambda result: result.effects).mean(0)[:, role].argmax())
 
     @cached_property
     def site(self) -> tuple[int, int]:
-        """Layer and role of the state before line 2 with the largest mean effect on pairs to choose on."""
+        """(layer, index into ROLES) of the state before line 2 that has the largest mean effect on the pairs
+        to choose on."""
         mean = self.values("choice", lambda result: result.effects).mean(0)[:, list(PLAN)]
         layer, role = np.unravel_index(int(mean.argmax()), mean.shape)
         return int(layer), PLAN[int(role)]
 
     @cached_property
     def _claims(self) -> tuple[Claim, ...]:
-        """Claims that the model rhymes; about the chosen state before line 2; about all states before line 2,
-        all states between line 1 and the last token, and direct reading of line 1, each in every layer; and
-        about next tokens within line 2."""
+        """All claims in order: that the model rhymes; about the chosen state before line 2; about each of
+        WAYS, patched in every layer; about next tokens within line 2."""
         layer, role = self.site
         cause = f"patching the other couplet's state at the {ROLES[role]} after layer {layer}"
-        raises = "raises the probability of its rhyme at the end of line 2"
+        raises = "raises the probability that line 2 ends on a rhyme of the other couplet"
         return (
             self.rhymes,
             self.strictest(f"{cause} {raises}", _pick("effects", layer, role)),
@@ -268,18 +279,20 @@ class CoupletPlanning(ModelWorkflow):
         return self._claims
 
     def changes_rhyme(self, claim: Claim) -> bool:
-        """Whether an effect is beyond chance, and at least the share settings.least of the whole effect."""
+        """Whether a patch changes the rhyme: its effect is beyond chance, and at least the share
+        settings.least of the effect of the whole other couplet."""
         return claim.is_beyond_chance and claim.effect >= self.settings.least * self.total
 
     @cached_property
     def total(self) -> float:
-        """Mean change of P(rhymes with the other couplet) from this couplet to the other, pp."""
+        """Change of the probability of a rhyme of the other couplet if all states are those of that couplet,
+        mean over pairs, pp."""
         return float(self.values("scored", lambda result: result.total).mean())
 
     @property
     def verdict(self) -> str:
-        """The verdict of VERDICTS or LATE, with the effects of the whole other couplet and of each set of
-        positions."""
+        """Verdict in words: planned, improvised, both, neither or on the way; with the effects of the whole
+        other couplet and of each of WAYS."""
         _, site, *ways, _ = self._claims
         changes = self.changes_rhyme(site), self.changes_rhyme(ways[DIRECT])
         is_late = not any(changes) and self.changes_rhyme(ways[BETWEEN])
@@ -293,37 +306,46 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: meaning of pp, numbers of scored pairs, and selection of layer and
-        position."""
+        """Caption of the claims: what the other couplet and pp are, and on which pairs layer and position
+        were chosen and scored."""
         chosen_on, scored = (int(self.unpatched[name].is_known.sum()) for name in ("choice", "scored"))
         return (
-            "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
-            f"points of P(rhymes with it) at the end of line 2. Scored on {scored} of "
-            f"{len(self.patches.scored)} pairs, those whose two couplets the model ends on their rhymes; "
-            f"layer and position were chosen on {chosen_on} other pairs, among "
-            f"{len(PLAN) * self.subject.config.num_layers}."
+            "The other couplet has the same words, except for another rhyme at the end of line 1. pp: "
+            "percentage points of the probability that line 2 ends on a word that rhymes with the other "
+            f"couplet. Claims are about {scored} of {len(self.patches.scored)} pairs of couplets, those that "
+            "the model ends on their own rhymes. Layer and position were chosen on "
+            f"{chosen_on} other pairs, among {len(PLAN) * self.subject.config.num_layers} combinations."
         )
 
     def views(self) -> Iterator[View]:
-        """The verdict, heatmaps of effects, tables by role and by set of positions, and one couplet as
-        text."""
+        """Views in reading order: the verdict, heatmaps of effects, tables by role and by set of positions,
+        and one couplet as text."""
         yield Data(json={**self.subject.about, "pairs": self._pairs()})
         if self.not_claimed:
             return
         yield Note(title="Plan or improvisation?", text=self.verdict, json={"verdict": self.verdict})
         maps = (
-            self._map("scored", "States of the other couplet", "mean over pairs"),
-            self._map("third", "Control: states with a third rhyme", "mean over pairs and donors"),
+            self._map("scored", "States of the other couplet", "the other couplet, mean over pairs"),
+            self._map(
+                "third",
+                "Control: states with a third rhyme",
+                "a couplet with a third rhyme, mean over pairs and such couplets",
+            ),
         )
         title = f"Positions and layers of {self.subject.name} that change the rhyme of a couplet"
-        caption = "Effect of patching one state on the rhyme at the end of line 2"
+        caption = (
+            "Change, in percentage points (pp), of the probability that line 2 ends on a rhyme of the other "
+            "couplet, when one residual state is patched. The other couplet differs in the last word of line "
+            "1 only."
+        )
         yield from together("couplet_planning", title, *maps, caption=caption)
         yield from self._roles_tables()
         yield self._ways_table()
         yield self._example()
 
     def _pairs(self) -> list[dict[str, Any]]:
-        """Every pair for the JSON document: its texts, what the model ends it on, and whether it counts."""
+        """JSON records of all pairs: texts, the words that the model ends them on, and whether claims are
+        about them."""
         return [
             {
                 "text": placed.pair.text(placed.pair.end),
@@ -342,13 +364,21 @@ class CoupletPlanning(ModelWorkflow):
             )
         ]
 
-    def _map(self, name: str, title: str, caption: str) -> Heatmap:
-        """Heatmap of mean effects in one result, [layer, role]; "scored" and "third" share one scale."""
+    def _map(self, name: str, title: str, donor: str) -> Heatmap:
+        """Heatmap of mean effects in pp, [layer, role].
+
+        Arguments:
+            name: "scored" or "third", which share one colour scale.
+            title: title of the heatmap.
+            donor: the couplet that the patched states are from, for the caption.
+        """
         means = {result: self._mean(result) for result in ("scored", "third")}
         layer, role = self.site
         return Heatmap(
             title=title,
-            caption=f"change of P(rhymes with the other couplet), {caption}",
+            caption="Each cell: change of the probability that line 2 ends on a rhyme of the other couplet "
+            f"(pp), when the state after one layer at one position is patched from {donor}. Framed: the "
+            "place before line 2 that was chosen on other pairs.",
             values=means[name],
             rows=tuple(map(str, range(len(means[name])))),
             columns=ROLES,
@@ -366,13 +396,14 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _mean(self, name: str) -> Floats:
-        """Mean effects of one result over pairs and donors, pp [layer, role]."""
+        """Mean effects of one result over pairs and donors, in pp, [layer, role]."""
         values = self.values(name, lambda result: result.effects)
         mean: Floats = values.reshape(-1, *values.shape[-2:]).mean(0)
         return mean
 
     def _record(self, pick: Pick, pick_own: Pick) -> dict[str, Any]:
-        """An effect with its interval, controls and p-value, and the change of the couplet's own rhyme.
+        """JSON fields of an effect: its value, interval, controls and p-value, and the change of the
+        couplet's own rhyme.
 
         Arguments:
             pick: selects the effect on the other rhyme.
@@ -389,7 +420,8 @@ class CoupletPlanning(ModelWorkflow):
         }
 
     def _on_the_way(self, pick: Pick) -> dict[str, Any]:
-        """KL of next tokens within line 2, with its controls and p-value; all None for the last token."""
+        """JSON fields of the KL of next tokens within line 2: its value, controls and p-value; all None for
+        the last token, after which line 2 has none."""
         values = {kind: self.values(kind, pick) for kind in ("scored", *ON_THE_WAY["kinds"])}
         # No position lies from the last token to the last but one: its KL is NaN.
         if np.isnan(values["scored"]).any():
@@ -399,8 +431,8 @@ class CoupletPlanning(ModelWorkflow):
         return means | {"p": finding.p_value}
 
     def _roles_tables(self) -> Iterator[Table]:
-        """Tables by role, each at the layer chosen on other pairs: change of P(rhymes) at the end, and KL of
-        next tokens within line 2."""
+        """Tables with a row per role, each at the layer chosen on other pairs: change of the rhyme at the end
+        of line 2, and KL of next tokens within it."""
         records = [
             {
                 "role": name,
@@ -417,11 +449,13 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
             title="Rhyme at the end of line 2, by patched state of the other couplet",
-            caption="change: of P(rhymes with the other couplet), in pp, by patching its state; own rhyme: "
-            "change of P(rhymes with its own line 1); third rhyme, same rhyme, random: the change by control "
-            "states of couplets with such an end of line 1, or by random changes of the same norm; p: the "
-            "largest of the three controls, not corrected for the number of rows; layers were chosen on "
-            "other pairs; bold: beyond chance",
+            caption="One row per position whose residual state is patched, after the layer chosen on other "
+            "pairs. Change: of the probability that line 2 ends on a rhyme of the other couplet, in "
+            "percentage points (pp), by patching that couplet's state. Own rhyme: change of the probability "
+            "of a rhyme with its own line 1. Third rhyme, same rhyme, random: controls, the change by states "
+            "of couplets whose line 1 ends on a third rhyme or on another word of the same rhyme, and by "
+            "random changes of the same norm. p: the largest p-value of the three controls, not corrected "
+            "for the number of rows. Bold: beyond chance.",
             sources=tuple(self.nodes),
             json={"roles": records},
         )
@@ -433,14 +467,16 @@ class CoupletPlanning(ModelWorkflow):
             *((head, lambda record, kind=kind: record["kl"][kind], ".4f") for head, kind in heads.items()),
             ("p", lambda record: record["kl"]["p"], ".2g"),
             title="Next tokens within line 2, by the same patches",
-            caption="KL of next-token distributions in nats, mean from the patched position to the last "
-            "token but one; words of one rhyme often have one part of speech (she, we, he), so that an "
-            "effect larger than that of the same rhyme does not show planning by itself",
+            caption="One row per position whose residual state is patched. KL(unpatched run || patched run) "
+            "of next-token distributions in nats, mean over positions from the patched one to the last but "
+            "one of line 2, by states of the other couplet, of couplets with the same rhyme, and by random "
+            "changes of the same norm. Words of one rhyme often have one part of speech (she, we, he), so "
+            "that an effect larger than that of the same rhyme does not show planning by itself.",
             sources=tuple(self.nodes),
         )
 
     def _ways_table(self) -> Table:
-        """Table of the effect of patching each set of positions in every layer."""
+        """Table with a row per set of positions of WAYS, patched in every layer."""
         records = [
             {"heard_by": name, **self._record(_pick("ways", index), _pick("own_ways", index))}
             for index, name in enumerate(WAYS)
@@ -450,15 +486,20 @@ class CoupletPlanning(ModelWorkflow):
             ("patched at", "heard_by"),
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
-            title="Effect of patching in every layer",
-            caption="columns as above; only these positions have states of the other couplet, or read the "
-            f"end of its line 1, in every layer; if all positions have, the change is {self.total:+.1f} pp",
+            title="Rhyme at the end of line 2, by positions patched in every layer",
+            caption="One row per set of positions; only these have states of the other couplet, or read the "
+            "end of its line 1, in every layer. Change: of the probability that line 2 ends on a rhyme of "
+            "the other couplet, in percentage points (pp); own rhyme: the same for a rhyme with its own line "
+            "1; third rhyme, same rhyme, random: the change with control states. With all positions patched, "
+            f"the change is {self.total:+.1f} pp. p: the largest p-value of the three controls; bold: beyond "
+            "chance.",
             sources=tuple(self.nodes),
             json={"ways": records, "total": self.total},
         )
 
     def _example(self) -> Tokens:
-        """Effects by token and layer in one pair, the one whose whole effect is nearest to the mean."""
+        """View of one couplet with the effect of patching each token by layer; the pair is the one whose
+        effect of the whole other couplet is nearest to the mean."""
         read = self.read["scored"]
         # Pairs that do not count are NaN, which `nanargmin` leaves out.
         total = np.where(read.is_known, read.total, np.nan)
@@ -474,10 +515,12 @@ class CoupletPlanning(ModelWorkflow):
         ends = {"own": own_end, "other": other_end, "patched": patched}
         return Tokens(
             title=f"One couplet, token by token: {placed.pair.end!r} becomes {placed.pair.other!r}",
-            caption="Effect of patching the state of each token, by layer; tokens between are patched "
-            f"together. The model ends this couplet on {own_end!r}, the other couplet on {other_end!r}, and "
-            f"this couplet with the other's state at the {ROLES[role]} after layer {layer} on {patched!r}. "
-            "Shown is the pair whose effect of the whole other couplet is nearest to the mean.",
+            caption="Each row shows the couplet once per layer; shade: change of the probability that it "
+            "ends on a rhyme of the other couplet (pp) when the state of that token is patched from the "
+            "other couplet. The tokens in the middle of line 2 are patched together. The model ends this "
+            f"couplet on {own_end!r}, the other couplet on {other_end!r}, and this couplet with the other's "
+            f"state at the {ROLES[role]} after layer {layer} on {patched!r}. Shown is the pair whose effect "
+            "of the whole other couplet is nearest to the mean.",
             texts=tuple(Text(tokens, values, f"layer {layer}") for layer, values in enumerate(shown)),
             value_name="change of P(rhymes)",
             unit=UNIT,
@@ -497,11 +540,11 @@ COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("random", "random", "+.1f"),
     ("p", "p", ".2g"),
 )
-"""Columns of tables of the records that `_record` returns."""
+"""Columns of the tables whose rows are made by `_record`."""
 
 
 def _pick(measure: str, *index: int) -> Pick:
-    """Selects one entry of a measure of `CoupletEffects` in every draw.
+    """Function that selects one entry of a measure of `CoupletEffects` in every draw.
 
     Arguments:
         measure: "effects", "own_effects" or "kl" by (layer, role), "ways" or "own_ways" by set of positions.

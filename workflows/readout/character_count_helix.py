@@ -55,7 +55,8 @@ computed in seconds on a laptop for a small model. Larger models read less (mate
 
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
-    """Settings of `character_count_helix`."""
+    """Settings of the workflow `character_count_helix`: the texts, the line widths, and the analysis of mean
+    states."""
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
@@ -92,8 +93,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "line_breaks": True,
     }
 }
-"""Settings of published protocols, by name: that of Gurnee et al. as candle-mi ran it. Its corpus, 30
-chapters of Dickens, is not shipped; pass it as text=FOLDER."""
+"""Settings of published protocols, by name. "gemma2-2b" is that of Gurnee et al. as candle-mi ran it; its
+corpus, 30 chapters of Dickens, is not shipped: pass it as text=FOLDER."""
 
 
 def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSettings:
@@ -112,7 +113,8 @@ def with_preset(settings: CharacterCountHelixSettings) -> CharacterCountHelixSet
 
 
 class CharacterCountHelix(ModelWorkflow):
-    """Geometry of the mean residual stream by character count in the line, with shuffled controls."""
+    """Workflow that shows how the residual stream encodes the number of characters since the line start, with
+    shuffled counts as control."""
 
     name = "character_count_helix"
     question = "How does the residual stream encode the position in a line?"
@@ -133,7 +135,10 @@ class CharacterCountHelix(ModelWorkflow):
         """Nodes of the analysis of all layers. Raises ConfigError if `jsonl` is a file."""
         settings = self.settings
         if settings.jsonl and Path(settings.jsonl).expanduser().is_file():
-            raise ConfigError(f"expected a folder for the lines of layers, found the file {settings.jsonl!r}")
+            raise ConfigError(
+                f"expected jsonl to be a folder, for one file per layer, found the file {settings.jsonl!r}; "
+                "name a folder: jsonl=FOLDER"
+            )
         self.max_count = settings.max_count or max(settings.widths)
         context = settings.context or min(self.subject.config.context_length, 4096)
         max_length = settings.characters
@@ -170,7 +175,7 @@ class CharacterCountHelix(ModelWorkflow):
         }
 
     def run(self, store: Store, **options: Any) -> Self:
-        """Computes the results; see `Workflow.run` for `options`.
+        """Computes the results that are not stored yet; see `Workflow.run` for `options`.
 
         With `stop` or `jsonl`, layers are computed one after another, and the results are those of the layers
         that are stored then. Stored layers are not computed again, so that the same command continues.
@@ -194,7 +199,7 @@ class CharacterCountHelix(ModelWorkflow):
         return super().run(store, **options)
 
     def _write(self, layer: int, nodes: Nodes, store: Store) -> None:
-        """Writes the JSON line of a layer into `jsonl`, if set, as a file of its own."""
+        """Writes a JSON file with the results of one layer into the folder `jsonl`, if that is set."""
         if not self.settings.jsonl:
             return
         folder = Path(self.settings.jsonl).expanduser()
@@ -226,7 +231,8 @@ class CharacterCountHelix(ModelWorkflow):
 
     @property
     def layer(self) -> int:
-        """The layer to draw: `show`, or else the layer with the largest R2 of the true counts."""
+        """Layer that is drawn: the setting `show`, or else the layer with the largest R2 of the true
+        counts."""
         settings = self.settings
         # With `stop`, the layer to show may not be computed yet.
         is_missing = settings.stop > 0 and settings.show not in self.geometry["layer"].values
@@ -237,7 +243,7 @@ class CharacterCountHelix(ModelWorkflow):
         return int(self.r2["layer"][int(best)])
 
     def document(self, layer: int) -> dict[str, Any]:
-        """Results of a layer under the field names of candle-mi's example, with ringing and controls.
+        """JSON document of a layer, in the field names of candle-mi's example, with ringing and controls.
 
         `projections` and `cosine_similarity` are those of centred means if `centred` is true. Uncentred
         projections are then `projections` + `mean_projection`.
@@ -269,8 +275,8 @@ class CharacterCountHelix(ModelWorkflow):
         }
 
     def views(self) -> Iterator[View]:
-        """Table of all layers; ringing, cosines and principal components of one layer; R2 and variance of all
-        layers."""
+        """Views in reading order: table of all layers; ringing, cosines and principal components of one
+        layer; R2 and variance of all layers."""
         shown, layers, geometry = self.layer, self.geometry["layer"].values.tolist(), self.geometry
         documents = [self.document(layer) for layer in layers]
         tokens, counts = int(geometry["n"].sum()), geometry["count"].values
@@ -288,10 +294,12 @@ class CharacterCountHelix(ModelWorkflow):
             strong=lambda document: document["layer"] == shown,
             title=f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at "
             f"{len(counts)} counts",
-            caption="PC1, PC2, …: share of the variance of the means that a principal component explains; "
-            "lowest cos: mean cosine of two means at the distance at which it is smallest; R²: linear "
-            "regression of the count, on held-out prompts; (shuffled): control with counts shuffled among "
-            "tokens",
+            caption="One row per layer. The residual stream is averaged over all tokens with the same number "
+            "of characters since the line start (the count): one mean per count. PC1, PC2, …: share of the "
+            "variance of these means that a principal component explains. Lowest cos: cosine of two means, "
+            "averaged over all pairs with the same difference of counts, at the difference where it is "
+            "smallest. R²: linear regression of the count on the states, scored on held-out prompts. "
+            "(shuffled): control with counts shuffled among tokens.",
         )
         shuffled = self.control["ringing"].reindex(offset=geometry["offset"])
         both = stacked("counts", {"true": geometry["ringing"], "shuffled": shuffled})
@@ -300,10 +308,11 @@ class CharacterCountHelix(ModelWorkflow):
             component=[f"PC{k + 1}" for k in range(geometry.sizes["component"])]
         )
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
+        centred = "centred " if geometry.attrs["centred"] else ""
         bands = (
-            f"Cosines of {'centred ' if geometry.attrs['centred'] else ''}mean states. Positive bands beside "
+            f"Each cell: cosine between the {centred}mean states of two character counts. Positive bands "
+            "beside the diagonal: the curve of means winds back to an earlier direction (ringing)."
         )
-        bands += "the diagonal: the curve winds back to an earlier direction (ringing)."
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
         ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
         ringing, cosines, components = (
@@ -311,7 +320,8 @@ class CharacterCountHelix(ModelWorkflow):
             for title, caption, sources, make in (
                 (
                     "Ringing",
-                    "Mean cosine of two mean states by the difference of their counts.",
+                    ("Cosine between the mean states of two character counts, averaged over all pairs of "
+                    "counts with the same difference. Dashed: the same with counts shuffled among tokens."),
                     ("geometry", "control"),
                     lambda layer: Lines.of(
                         ringing_curves.sel(layer=layer),
@@ -331,7 +341,8 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "Principal components of the curve",
-                    "Projections of the mean states on their principal components, on a common scale.",
+                    ("Projection of the mean state of each character count on the first principal components "
+                    "of these means. All curves have the same scale."),
                     ("geometry",),
                     lambda layer: Lines.of(
                         curves.sel(layer=layer), x_name="characters since the line start", apart=True
@@ -342,19 +353,33 @@ class CharacterCountHelix(ModelWorkflow):
         along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
         scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
-        marked = f"marked: layer {shown}, shown above; control: shuffled counts"
+        marked = f"Dashed: counts shuffled among tokens. Marked: layer {shown}, which the other panels show."
         readout = Lines.of(
-            scores, "Linear regression of the count", marked, y_name="R² on held-out prompts", **along
+            scores,
+            "Linear regression of the count",
+            "R², on held-out prompts, of a linear regression of the character count on the states of each "
+            f"layer. {marked}",
+            y_name="R² on held-out prompts",
+            **along,
         )
         ratio = numbered["explained_variance_ratio"].transpose("component", "layer")
         dims = Lines.of(
             self._shares(ratio),
             "Dimensions of the means",
-            marked,
+            "Share of the variance of the mean states per character count that the first principal "
+            f"components explain, by layer. {marked}",
             y_name="share of the variance explained",
             **along,
         )
-        variance = Bars.of(ratio[:6], "Variance of the means by component", stacked=True, low=0.0, high=1.02)
+        variance = Bars.of(
+            ratio[:6],
+            "Variance of the means by component",
+            "Share of the variance of the mean states per character count that each principal component "
+            "explains, by layer.",
+            stacked=True,
+            low=0.0,
+            high=1.02,
+        )
         yield from (ringing, cosines, components, readout, dims)
         yield Figure(
             name=f"character_count_helix_L{shown}",
@@ -368,6 +393,9 @@ class CharacterCountHelix(ModelWorkflow):
             ("counts \\ difference", lambda row: row["counts"].item()),
             *((str(d), partial(_at, d), "+.2f") for d in offsets),
             title=f"Ringing in layer {shown}: mean cosine of two means by the difference of their counts",
+            caption="Columns: difference of two character counts. Cells: cosine between the mean states of "
+            "two counts, averaged over all pairs with that difference. Second row: counts shuffled among "
+            "tokens, as a control.",
         )
 
     def _shares(self, ratio: xr.DataArray) -> xr.DataArray:
@@ -386,13 +414,15 @@ class CharacterCountHelix(ModelWorkflow):
         return xr.concat([drawn, shuffled.expand_dims(component=["shuffled counts"])], "component")
 
     def _curve(self, layer: int) -> Curve:
-        """The mean states of a layer in the space of their first three principal components."""
+        """Drawing of the mean states of a layer in the space of their first three principal components."""
         part = self.geometry.sel(layer=layer)
         # Fewer than three components are padded with zeros.
         points = part["projection"].transpose("count", "component").values[:, :3]
         share = np.pad(part["explained_variance_ratio"].values, (0, 3))[:3]
         return Curve(
             title="Mean state at each count",
+            caption="One point per character count: the mean residual stream of its tokens, projected on the "
+            "first three principal components. Percentages: share of the variance explained.",
             points=np.pad(points, ((0, 0), (0, 3 - points.shape[1]))),
             values=part["count"].values,
             value_name="characters since the line start",
@@ -401,12 +431,12 @@ class CharacterCountHelix(ModelWorkflow):
 
 
 def _component(k: int, document: dict[str, Any]) -> float | None:
-    """Share of variance of component k; None beyond the computed components."""
+    """Share of variance that principal component k explains; None if fewer components were computed."""
     ratio = document["explained_variance"]
     return float(ratio[k]) if k < len(ratio) else None
 
 
 def _at(offset: int, ringing: xr.DataArray) -> float | None:
-    """Mean cosine of two means whose counts differ by `offset`; None if no counts do."""
+    """Mean cosine of two mean states whose counts differ by `offset`; None if no two counts do."""
     cosine = float(ringing.sel(offset=offset))
     return None if np.isnan(cosine) else cosine

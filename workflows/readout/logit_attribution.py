@@ -46,12 +46,12 @@ __all__ = ["LogitAttribution", "LogitAttributionSettings"]
 ROWS = 12
 """Largest number of rows of each table: prompts, or components of one prompt."""
 PARTS = (("attn_share", "attention"), ("mlp_share", "MLP"))
-"""Variable of the shares of each component of a layer, and its name in drawings."""
+"""(variable with a component's contributions to the logit, name of the component in drawings)."""
 
 
 @dataclass(frozen=True)
 class LogitAttributionSettings(AnswerSettings):
-    """Settings of `logit_attribution`.
+    """Settings of the workflow `logit_attribution`: the prompts, their answers, and the tokens compared with.
 
     Raises:
         ConfigError: for a number of answers or words in `against` that is neither 1 nor that of the prompts,
@@ -76,11 +76,14 @@ class LogitAttributionSettings(AnswerSettings):
         super().__post_init__()
         self.one_each("word in against", self.against)
         if self.against and not self.difference:
-            raise ConfigError("expected difference=true with against, found false; leave one of them out")
+            raise ConfigError(
+                "expected against only with difference=true, found difference=false; leave one of them out"
+            )
 
 
 class LogitAttribution(ModelWorkflow):
-    """Direct logit attribution: logits of answers as sums of shares of layers, heads and neurons."""
+    """Workflow of direct logit attribution: splits the logit of an answer into what each layer, head and
+    neuron contributes."""
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons write the answer's logit?"
@@ -89,7 +92,7 @@ class LogitAttribution(ModelWorkflow):
     settings: LogitAttributionSettings
 
     def plan(self) -> Nodes:
-        """Nodes of the contrasted tokens and of the shares of layers, heads and neurons.
+        """Nodes of the compared tokens, and of the contributions (shares) of layers, heads and neurons.
 
         Raises:
             ConfigError: for a model whose stream is not a sum of layer outputs, whose layers do not all have
@@ -127,8 +130,8 @@ class LogitAttribution(ModelWorkflow):
         nodes: Nodes = {"tokens": pair, "layers": layers}
 
         def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
-            """Node of the shares of single heads or neurons; outputs that are normalised once more before
-            they are added to the stream are divided by the captured scale of that norm."""
+            """Node of the contributions of single heads or neurons. Outputs that are normalised once more
+            before they are added to the stream are divided by the captured scale of that norm."""
             if self._has_post_norms:
                 states_of["post_scale"] = states[f"{norm}_post_scale"]
             weights = component_weights_node(files, which, dtype=dtype)
@@ -144,8 +147,8 @@ class LogitAttribution(ModelWorkflow):
         return nodes | {"readout": readout}
 
     def _require_sum(self) -> None:
-        """Raises ConfigError for a model that normalises the residual stream itself: such a stream is not a
-        sum of layer outputs."""
+        """Raises ConfigError for a model that normalises the residual stream itself, as such a stream is not
+        the sum of layer outputs."""
         config = self.subject.config
         if any(layer.norms == "of stream" for layer in config.layers):
             raise ConfigError(
@@ -156,7 +159,8 @@ class LogitAttribution(ModelWorkflow):
         config.require_linear_head()
 
     def _require_parts(self) -> None:
-        """Raises ConfigError if some layers lack an output that others add to the stream."""
+        """Raises ConfigError if some layers lack an output, such as that of an MLP, which others add to the
+        stream."""
         config = self.subject.config
         for name in self._written:
             if len(layers := config.layers_with(name)) < config.num_layers:
@@ -166,7 +170,7 @@ class LogitAttribution(ModelWorkflow):
                 )
 
     def _require_neurons(self) -> None:
-        """Raises ConfigError if neurons are attributed and some layer has no MLP of its own."""
+        """Raises ConfigError if the settings ask for neurons and some layer has no MLP."""
         config = self.subject.config
         mlp_layers = {point.layer for point in config.hook_points if point.kind == "mlp_post_act"}
         if self.settings.neurons and self._has_units and len(mlp_layers) < config.num_layers:
@@ -198,7 +202,7 @@ class LogitAttribution(ModelWorkflow):
         return ("attn_out", "mlp_out") if self._has_mlps else ("attn_out",)
 
     def _hooks(self) -> list[str]:
-        """Hook points to capture, as names and patterns."""
+        """Names and patterns of the hook points to capture."""
         last = self.subject.config.num_layers - 1
         start = str(self.subject.config.stream_start)
         hooks = [start, "ln_final.hook_scale", f"blocks.{last}.hook_resid_post"]
@@ -222,7 +226,7 @@ class LogitAttribution(ModelWorkflow):
 
     @cached_property
     def shares(self) -> xr.Dataset:
-        """Token ids, logits and all shares at the last token of every prompt, in memory.
+        """Token ids, logits and contributions (shares) at the last token of every prompt, in memory.
 
         Ids, logits, embed_share, constant and total are [prompt]; attn_share and mlp_share [layer, prompt];
         head_share [layer, prompt, head]; neuron_id and neuron_share [layer, prompt, rank]. Unit: logits.
@@ -245,15 +249,16 @@ class LogitAttribution(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def contrast(self, document: dict[str, Any]) -> str:
-        """Phrase such as "' Paris' rather than ' London'" of the tokens of a `document`; the first token
-        alone without a second one."""
+        """Compared tokens in words: "' Paris' rather than ' London'"; the first token alone without a second
+        one. document: JSON record of a prompt."""
         token, other_token = (_word(document.get(f"{role}_token", "")) for role in ("target", "other"))
         word = _word(document["answer"]) if self.words else token
         answer = repr(token) if word == token else f"{token!r} (of {word})"
         return f"{answer} rather than {other_token!r}" if "other_id" in document else answer
 
     def top_neurons(self, i: int) -> list[tuple[int, int, float]]:
-        """(layer, neuron, share in logits) of the stored neurons of prompt `i`, largest magnitude first."""
+        """Stored neurons of prompt `i`, largest magnitude first: (layer, neuron, contribution in logits)
+        each."""
         if "neurons" not in self.nodes:
             return []
         shares = self.shares.isel(prompt=i)
@@ -262,80 +267,94 @@ class LogitAttribution(ModelWorkflow):
         return [(record["layer"], record["neuron"], record["share"]) for record in top]
 
     def document(self, i: int) -> dict[str, Any]:
-        """JSON record of prompt `i`: tokens, their logits and all shares in logits; "attributed" is the sum
-        of the shares. Components are in the order of the forward pass, the readout's constant is last."""
-        row = self.shares.isel(prompt=i)
-        words = ("target",) if int(row["other_id"]) == NONE else ("target", "other")
-        written = [
-            (f"{int(part['layer'])}_{name}", part[f"{name.removesuffix('_out')}_share"])
-            for part in (row.sel(layer=layer) for layer in row["layer"])
-            for name in self._written
-        ]
-        parts = [("embed", row["embed_share"]), *written, ("constant", row["constant"])]
+        """JSON record of prompt `i`: tokens, their logits, and contributions in logits; "attributed" is the
+        sum of these. Components are in the order of the forward pass, the constant of the readout is last."""
+        shares = self.shares.isel(prompt=i)
+        # Without a second token, the logit itself is attributed.
+        tokens = ("target",) if int(shares["other_id"]) == NONE else ("target", "other")
+        components = [("embed", shares["embed_share"])]
+        for layer in shares["layer"].values.tolist():
+            in_layer = shares.sel(layer=layer)
+            components += [
+                (f"{layer}_{hook}", in_layer[f"{hook.removesuffix('_out')}_share"]) for hook in self._written
+            ]
+        components.append(("constant", shares["constant"]))
         document: dict[str, Any] = {
             "model_id": self.subject.name,
             "prompt": self.texts[i],
             "answer": self.words[i] if self.words else None,
-            **{f"{word}_logit": float(row[f"{word}_logit"]) for word in words},
-            **{f"{word}_id": int(row[f"{word}_id"]) for word in words},
-            **{f"{word}_token": self.vocabulary[int(row[f"{word}_id"])] for word in words},
-            "attributed": float(row["total"]),
-            "components": [{"component": name, "share": float(share)} for name, share in parts],
+            **{f"{token}_logit": float(shares[f"{token}_logit"]) for token in tokens},
+            **{f"{token}_id": int(shares[f"{token}_id"]) for token in tokens},
+            **{f"{token}_token": self.vocabulary[int(shares[f"{token}_id"])] for token in tokens},
+            "attributed": float(shares["total"]),
+            "components": [{"component": name, "share": float(share)} for name, share in components],
         }
         if "heads" in self.nodes:
-            heads = row["head_share"].transpose("layer", "head")
-            document |= {"heads": heads, "attn_bias": row["attn_bias_share"]}
+            heads = shares["head_share"].transpose("layer", "head")
+            document |= {"heads": heads, "attn_bias": shares["attn_bias_share"]}
         if "neurons" in self.nodes:
-            top = [{"layer": a, "neuron": b, "share": share} for a, b, share in self.top_neurons(i)]
-            document |= {"neurons": top, "mlp_bias": row["mlp_bias_share"]}
+            names = ("layer", "neuron", "share")
+            neurons = [dict(zip(names, neuron, strict=True)) for neuron in self.top_neurons(i)]
+            document |= {"neurons": neurons, "mlp_bias": shares["mlp_bias_share"]}
         return document
 
     def views(self) -> Iterator[View]:
-        """Shares by head and by layer, mean over prompts and of each of the first prompts; tables of prompts
-        and components; figures."""
-        count, name, shares = len(self.texts), self.subject.name, self.shares
+        """Views in reading order: contributions by head and by layer, for the mean of all and for single
+        prompts; tables of prompts and components; figures."""
+        n_prompts, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
-        results = {"results": lambda: [self.document(i) for i in range(count)]}
+        results = {"results": lambda: [self.document(i) for i in range(n_prompts)]}
         # A soft cap is not linear, so shares sum to logits before it.
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
-        parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
-        parts = [("mean of all", shares), *parts] if count > 1 else parts
+        selectable = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
+        if n_prompts > 1:
+            selectable.insert(0, ("mean of all", shares))
         attributed = "logit difference" if self.settings.difference else "logit of the answer"
-        for unit, make in (("head", _heads), ("layer", _curves)):
+        for unit, draw in (("head", _heads), ("layer", _curves)):
             if f"{unit}s" not in self.nodes:
                 continue
             yield Choice(
                 title=f"Share of each {unit} in the {attributed}",
+                caption=f"Share: what the output of one {'head' if unit == 'head' else 'attention or MLP'} "
+                f"adds to the {attributed} at the last token, in logits. It is a direct effect; what later "
+                "layers make of the output is not counted.",
                 sources=(f"{unit}s",),
                 name="prompt",
-                options=tuple((text, make(part)) for text, part in parts),
+                options=tuple((text, draw(part)) for text, part in selectable),
             )
-        yield self._prompts_table([self.document(i) for i in range(min(ROWS, count))])
+        yield self._prompts_table([self.document(i) for i in range(min(ROWS, n_prompts))])
         yield self._parts_table(self.document(0))
-        for i in range(min(self.settings.figures, count)):
-            part = shares.isel(prompt=[i])
+        for i in range(min(self.settings.figures, n_prompts)):
             neurons = self.top_neurons(i)[:ROWS]
             yield Figure(
                 name=f"logit_attribution_{i}",
                 title=f"Direct logit attribution in {name}: {self.contrast(self.document(i))}",
-                caption=f"after '{format_text(self.texts[i])}'",
-                panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
+                caption=f"Shares of the {attributed} at the last token of '{format_text(self.texts[i])}', in "
+                "logits.",
+                panels=(
+                    *self._parts(shares.isel(prompt=[i])),
+                    *([_neurons(neurons)] if neurons else []),
+                ),
             )
-        if count > 1:
+        if n_prompts > 1:
             yield Figure(
                 name="logit_attribution_mean",
                 title=f"Direct logit attribution in {name}: {attributed}",
-                caption=f"mean of {count} prompts; lines: 10 % to 90 % quantiles over prompts",
+                caption=f"Shares of the {attributed} at the last token, in logits, mean of {n_prompts} "
+                "prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
                 panels=self._parts(shares),
             )
 
     def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
-        """Views of the shares of layers and, in models whose heads have shares, of heads."""
+        """Panels of a figure: contributions of layers and, where heads have any of their own, of heads."""
         return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
     def _prompts_table(self, documents: list[dict[str, Any]]) -> Table:
         """Table of the attributed logits of the first prompts, split by embedding, attention and MLPs."""
         quantity = "difference" if self.settings.difference else "logit"
+        attributed = "logit of the answer"
+        if self.settings.difference:
+            attributed += " minus that of the token compared with it"
         n_further = len(self.texts) - len(documents)
         capped = ", before the soft cap" if self.subject.config.final_logit_softcapping else ""
 
@@ -354,8 +373,10 @@ class LogitAttribution(ModelWorkflow):
                 for name, ending in (("embed", "embed"), ("attention", "attn_out"), ("MLPs", "mlp_out"))
             ),
             title=f"Direct logit attribution in {self.subject.name}, by prompt",
-            caption=f"{f'and {n_further} more, all in the JSON; ' if n_further else ''}shares in "
-            f"logits{capped}; with the readout's biases they sum to the {quantity}",
+            caption="One row per prompt"
+            f"{f'; {n_further} more prompts are in the JSON document' if n_further else ''}. Embed, "
+            f"attention, MLPs: what the outputs of these components add to the {attributed}, in "
+            f"logits{capped}. With the biases of the final norm and unembedding they sum to the {quantity}.",
         )
 
     def _parts_table(self, document: dict[str, Any]) -> Table:
@@ -384,59 +405,69 @@ class LogitAttribution(ModelWorkflow):
         return Table.of(
             range(min(ROWS, len(parts["component"]))),
             *columns,
-            title=f"Largest shares in {self.contrast(document)} after '{format_text(self.texts[0])}'",
-            caption=f"in logits, largest magnitude first; all components sum to "
-            f"{document['attributed']:+.2f}",
+            title=f"Components with the largest shares in {self.contrast(document)} after "
+            f"'{format_text(self.texts[0])}'",
+            caption="Share: what a component adds to the attributed logit or logit difference, in logits; "
+            "largest magnitude first in each pair of columns. L2H3: head 3 of layer 2; L2N3: neuron 3 of "
+            f"layer 2. All components together sum to {document['attributed']:+.2f}.",
         )
 
 
 def _word(token: str) -> str:
-    """A token as text, without the space in front."""
+    """Text of a token without spaces around it."""
     return format_token(token.strip())
 
 
 def _curves(part: xr.Dataset) -> Lines:
-    """Shares of attention and MLPs by layer, mean over the prompts of `part`."""
+    """Curves of the contributions of attention and MLPs by layer, mean over the prompts of `part`."""
     lines = (Line(name, part[key].mean("prompt").values) for key, name in PARTS if key in part)
     layers = tuple(part["layer"].values.tolist())
     return Lines(x=layers, x_name="layer", y_name="share", unit="logits", lines=tuple(lines))
 
 
 def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
-    """Shares by layer and head, mean over the prompts of `part`; the largest magnitude is framed."""
+    """Heatmap of contributions by layer and head, mean over the prompts of `part`; the largest magnitude is
+    framed."""
     mean = part["head_share"].mean("prompt").transpose("layer", "head")
     layer, head = ranked(abs(mean), 1)[0].values()
     return Heatmap.of(
         mean,
         title,
-        f"framed, largest: layer {layer}, head {head}, {float(mean.sel(layer=layer, head=head)):+.2f} logits",
+        "Logits that one head's output adds at the last token. Framed: the largest magnitude, layer "
+        f"{layer}, head {head}, with {float(mean.sel(layer=layer, head=head)):+.2f} logits.",
         value_name="share of the head",
         unit="logits",
         diverging=True,
-        framed=((layer, head) * 2,),
+        framed=((layer, head, layer, head),),
         frame_name="largest magnitude",
     )
 
 
 def _bars(part: xr.Dataset) -> Bars:
-    """Bars of mean shares of embedding, layers and biases, and of their sum, over the prompts of `part`; 10 %
-    and 90 % quantiles for several prompts."""
+    """Bars of the contributions of embedding, layers and biases, and of their sum, mean over the prompts of
+    `part`; with 10 % and 90 % quantiles for several prompts."""
     layers = part["layer"].values.tolist()
-    after = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
-    after["sum"] = part["total"].values
-    # Every series has a value for every bar; NaN draws none.
-    missing = np.full((1, part.sizes["prompt"]), np.nan)
-    written = [(name, part[key].transpose("layer", "prompt")) for key, name in PARTS if key in part]
-    series = [(name, np.concatenate([missing, values, *[missing] * len(after)])) for name, values in written]
-    not_layers = np.stack([part["embed_share"].values, *[missing[0]] * len(layers), *after.values()])
+    # Bars after those of the layers: biases, unless all are 0, and the sum.
+    last_bars = {"biases": part["constant"].values} if np.abs(part["constant"]).max() > 0 else {}
+    last_bars["sum"] = part["total"].values
+    # Every series, [bar, prompt], has a value for every bar; NaN draws none.
+    no_bar = np.full((1, part.sizes["prompt"]), np.nan)
+    series = []
+    for variable, name in PARTS:
+        if variable in part:
+            by_layer = part[variable].transpose("layer", "prompt").values
+            series.append((name, np.concatenate([no_bar, by_layer, *[no_bar] * len(last_bars)])))
+    not_layers = np.stack([part["embed_share"].values, *[no_bar[0]] * len(layers), *last_bars.values()])
 
     def bar(name: str, values: Any) -> Line:
-        band = np.quantile(values, [0.1, 0.9], axis=1) if values.shape[1] > 1 else None
-        return Line(name, values.mean(axis=1), band=band, control=values is not_layers)
+        quantiles = np.quantile(values, [0.1, 0.9], axis=1) if values.shape[1] > 1 else None
+        return Line(name, values.mean(axis=1), band=quantiles, control=values is not_layers)
 
     return Bars(
         title="By layer",
-        x=("embedding", *map(str, layers), *after),
+        caption="Logits that the embedding, the attention and the MLP of each layer, and the biases of the "
+        "readout add at the last token; sum: all of them.",
+        x=("embedding", *map(str, layers), *last_bars),
         lines=tuple(bar(name, values) for name, values in (*series, ("", not_layers))),
         x_name="layer",
         y_name="share",
@@ -446,11 +477,13 @@ def _bars(part: xr.Dataset) -> Bars:
 
 
 def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
-    """Bars of the neurons with the largest shares, the largest magnitude on top."""
+    """Bars of the neurons with the largest contributions, the largest magnitude on top. neurons: (layer,
+    neuron, contribution) each."""
     shares = np.array([share for *_, share in neurons[::-1]])
     return Bars(
         title="By neuron",
-        caption=f"the {len(neurons)} neurons with the largest magnitude; negative shares lower the value",
+        caption="Logits that single neurons add at the last token, for the "
+        f"{len(neurons)} neurons with the largest magnitude.",
         x=tuple(f"layer {layer}, {neuron}" for layer, neuron, _ in neurons[::-1]),
         lines=(Line("share", shares),),
         signed=True,

@@ -46,14 +46,15 @@ TOP = 10
 ROWS = 12
 """Number of prompts listed in the table of answers and selectable on a page."""
 TOKENS = 10
-"""Length of a fact in tokens, about, for the estimate of what the lens costs."""
+"""Approximate number of tokens of a fact, for the estimate of what the lens costs."""
 LINES = 60
-"""Largest number of prompts that are drawn as single curves; more are drawn as quantiles."""
+"""Largest number of prompts that are drawn as single curves; of more prompts, quantiles are drawn."""
 
 
 @dataclass(frozen=True)
 class LogitLensSettings(AnswerSettings):
-    """Settings of `logit_lens`."""
+    """Settings of the workflow `logit_lens`: the prompts, their answers, and what is stored of each decoded
+    distribution."""
 
     top_k: Count = setting(10, "number of most likely tokens stored per layer and position")
     limit: Natural = setting(0, "largest number of facts read by default; 0: by the size of the model")
@@ -62,8 +63,8 @@ class LogitLensSettings(AnswerSettings):
 
 
 class LogitLens(ModelWorkflow):
-    """Logit lens: the residual stream after every layer, decoded with the model's final norm and
-    unembedding."""
+    """Workflow of the logit lens: decodes the residual stream after every layer with the model's final norm
+    and unembedding."""
 
     name = "logit_lens"
     question = "At which layer can the next token be read from the residual stream?"
@@ -92,8 +93,8 @@ class LogitLens(ModelWorkflow):
 
     @property
     def _affordable_facts(self) -> int:
-        """Number of facts by default: all for a model that ships with mizarr; for any other what reading the
-        whole vocabulary after every layer allows."""
+        """Default number of facts: 0, which stands for all, for a model that ships with mizarr; for any other
+        as many as can be decoded after every layer in about a minute."""
         if self.subject.files.name in SHIPPED:
             return 0
         states = float(TOKENS * self.subject.config.num_layers)
@@ -101,8 +102,9 @@ class LogitLens(ModelWorkflow):
         return affordable(per_fact, len(self.subject.facts))
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
-        """Target token id of each token, int [token]: the next token of the prompt, and the answer at the
-        prompt's end. In masked models the token itself, and the answer at the mask. -1 for no answer."""
+        """Target token id of each token, int [token]: the next token of the prompt, and at the end of the
+        prompt the answer, or -1 without one. In masked models the token itself, and at the mask the
+        answer."""
         # With a mask shift, logits at a position predict the next one, as in a model that predicts next
         # tokens.
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
@@ -121,15 +123,15 @@ class LogitLens(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def prompt(self, i: int) -> xr.Dataset:
-        """The lens on prompt `i`, with the axis `position` in place of `token`."""
+        """Result of the lens for prompt `i`, with an axis `position` in place of `token`."""
         rows = np.flatnonzero(self.lens["prompt"].values == i)
         # xarray refuses to rename an axis to the name of a label that exists.
         part = self.lens.isel(token=rows).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="position").assign_coords(position=np.arange(len(rows)))
 
     def answers(self) -> xr.Dataset:
-        """The lens at the last token, or at the mask, of every prompt with an answer; the axis `prompt`
-        replaces `token`."""
+        """Result of the lens at the last token, or at the mask, of every prompt with an answer, with an axis
+        `prompt` in place of `token`."""
         prompts = self.lens["prompt"].values
         # Prompts are packed end to end; a new one begins where the index changes.
         starts = np.flatnonzero(np.diff(prompts, prepend=-1))
@@ -139,8 +141,8 @@ class LogitLens(ModelWorkflow):
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
     def document(self, i: int) -> dict[str, Any]:
-        """The lens at the end of prompt `i` under the field names of candle-mi's example, with entropy and KL
-        divergence from the last layer in nats."""
+        """JSON document of the lens at the end of prompt `i`, in the field names of candle-mi's example, with
+        entropy and KL from the last layer in nats."""
         last = self.prompt(i).isel(position=self.ends[i])
         document: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
         if self.words:
@@ -156,7 +158,7 @@ class LogitLens(ModelWorkflow):
         return document
 
     def _layer(self, row: xr.Dataset) -> dict[str, Any]:
-        """Predictions at one layer of one position, for `document`."""
+        """JSON record of the predictions at one layer of one position. row: the lens there."""
         ids, probabilities = row["top_id"].values.tolist(), np.exp(row["top_logprob"].values).tolist()
         document = {
             "layer": int(row["layer"]),
@@ -175,22 +177,27 @@ class LogitLens(ModelWorkflow):
         return document
 
     def views(self) -> Iterator[View]:
-        """The lens on each of the first prompts, and rank and probability of all answers by layer."""
+        """Views in reading order: the lens on each of the first prompts, and rank and probability of all
+        answers by layer."""
         yield Data(json={"results": lambda: [self.document(i) for i in range(len(self.texts))]})
         title = f"Logit lens: most likely next token after each layer of {self.subject.name}"
         texts = self.texts[:ROWS]
         lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
         yield Choice(
             title=title,
-            caption="The residual stream after each layer, decoded with the model's own final norm and "
-            "unembedding. It shows what can be decoded, not what later layers use. Click a cell to pin it.",
+            caption="Each cell: the most likely token when the residual stream after one layer, at one "
+            "position, is decoded with the model's own final norm and unembedding. This shows what can be "
+            "decoded, not what later layers use. Click a cell to pin it.",
             sources=("lens", "readout"),
             name="prompt",
             options=tuple(zip(map(format_text, texts), lenses, strict=True)),
         )
         for i, lens in enumerate(lenses[: self.settings.heatmaps]):
-            frames = " Framed: cells of the token that does come next." if any(lens.target) else ""
-            caption = f"Most likely token of each layer and position, shaded by its probability.{frames}"
+            frames = " Framed: the token that does come next in the prompt." if any(lens.target) else ""
+            caption = (
+                "Each cell: the most likely token when the residual stream of one layer and position is "
+                f"decoded with the final norm and unembedding, shaded by its probability.{frames}"
+            )
             yield Figure(name=f"logit_lens_{i}", title=title, caption=caption, panels=(lens,))
         answers = self.answers()
         if answers.sizes["prompt"] > 1:
@@ -200,8 +207,8 @@ class LogitLens(ModelWorkflow):
             yield self._answers_table(answers)
 
     def _curves(self, answers: xr.Dataset) -> Iterator[View]:
-        """Probability of the answers, and share of prompts with the answer among the most likely tokens, by
-        layer."""
+        """Views of the probability of the answers by layer, and of the share of prompts with the answer among
+        the most likely tokens."""
         rank = answers["target_rank"].transpose("layer", "prompt").values
         probability = np.exp(answers["target_logprob"].transpose("layer", "prompt").values)
         words = [self.words[i] for i in answers["prompt"].values]
@@ -220,22 +227,25 @@ class LogitLens(ModelWorkflow):
             best = np.argsort(-probability[-1])[:3].tolist()
             ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
             lines = [Line(ends.get(i, ""), row, faint=True) for i, row in enumerate(probability.T)]
-            drawn = f"{len(words)} prompts (thin) and their median (thick)"
+            drawn = f"Thin: {len(words)} prompts; thick: their median"
         else:
             lines = [
                 Line("", median, faint=True, band=np.percentile(probability, ends, axis=1))
                 for ends in ((5, 95), (25, 75))
             ]
-            drawn = f"{len(words)} prompts: median, middle 50 % and middle 90 %"
+            drawn = f"{len(words)} prompts: median (line), middle 50 % and middle 90 % (bands)"
         curves = Lines(
             title="Probability of the answer by layer",
-            caption=f"{drawn}, at the {where}.",
+            caption="Probability of each prompt's answer when the residual stream of a layer is decoded at "
+            f"the {where}. {drawn}.",
             y_name="probability of the answer",
             lines=(*lines, Line("median", median, strong=True)),
             **by_layer,
         )
         ranks = Lines(
             title="Answer among the most likely tokens by layer",
+            caption="Share of prompts whose answer is among the 10, the 5, or is the single most likely "
+            f"token when the residual stream of a layer is decoded at the {where}.",
             y_name="share of prompts",
             lines=shares,
             filled=True,
@@ -259,9 +269,11 @@ class LogitLens(ModelWorkflow):
             *((name, partial(token, k)) for k, name in enumerate(rank_names)),
             ("entropy", "entropy", ".2f"),
             ("KL", "kl_from_last", ".2f"),
-            title=f"After each layer of {self.subject.name}: '{format_text(self.texts[i])}' …",
-            caption="entropy of the decoded distribution, and its KL divergence from that of the last layer, "
-            "in nats",
+            title=f"Next tokens decoded after each layer of {self.subject.name}: "
+            f"'{format_text(self.texts[i])}' …",
+            caption="One row per layer: the most likely next tokens, with their probabilities, when the "
+            "residual stream after that layer is decoded at the end of the prompt. Entropy: of the decoded "
+            "distribution; KL: its divergence from the last layer's; both in nats.",
         )
 
     def _answers_table(self, answers: xr.Dataset) -> Table:
@@ -269,7 +281,7 @@ class LogitLens(ModelWorkflow):
         n = answers.sizes["prompt"]
         # Ranks of the lens count from 1.
         best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
-        more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
+        more = f" {n - ROWS} more prompts are in the JSON document." if n > ROWS else ""
         ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values
         probabilities = np.exp(answers["target_logprob"].isel(layer=-1).values)
 
@@ -285,6 +297,8 @@ class LogitLens(ModelWorkflow):
             ("top 1 from", lambda row: since(row[0], 1), str),
             ("P, last layer", lambda row: float(probabilities[row[0]]), format_probability),
             title=f"The answer is the model's most likely token in {best} of {n} prompts",
-            caption=f"{more}top {TOP} from, top 1 from: first layer at which the answer is among the {TOP} "
-            "most likely tokens, or the most likely one; a multi-token answer is tracked by its first token",
+            caption=f"One row per prompt.{more} Top {TOP} from, top 1 from: first layer whose decoded "
+            f"residual stream has the answer among its {TOP} most likely tokens, or as the most likely one. "
+            "P, last layer: probability of the answer in the model's own prediction. Of an answer of several "
+            "tokens, the first one is tracked.",
         )

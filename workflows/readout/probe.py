@@ -44,14 +44,16 @@ TARGET_NAMES = {
     "character_count": "characters since the line start",
     "line_break": "whether the line breaks next",
 }
-"""Descriptions of targets, for titles."""
+"""Descriptions of the targets, for titles, by name."""
 LOWEST = -0.5
-"""Lower end of a drawn R² axis: one shuffled layer far below zero would flatten all curves."""
+"""Lower end of the R² axis in drawings: a shuffled probe far below zero in one layer would flatten all
+curves."""
 
 
 @dataclass(frozen=True)
 class ProbeSettings(ModelSettings):
-    """Settings of `probe`.
+    """Settings of the workflow `probe`: the targets, the probed hook point, and the split into train and
+    test.
 
     Raises:
         ConfigError: for an unknown target, or without targets and labels.
@@ -92,11 +94,14 @@ class ProbeSettings(ModelSettings):
                 hint = f"; did you mean {near!r}?" if near else "; your own labels are read from labels=FILE"
                 raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
         if not self.targets and not self.labels:
-            raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
+            raise ConfigError(
+                f"expected targets to predict, found none; set targets ({', '.join(TARGETS)}) or labels=FILE"
+            )
 
 
 class Probe(ModelWorkflow):
-    """Linear probes of every layer for one or several targets, with a control of shuffled targets."""
+    """Workflow that fits linear probes to the states of every layer, for one or several targets, and to
+    shuffled targets as control."""
 
     name = "probe"
     question = "At which layer can a label be read linearly from the residual stream?"
@@ -106,7 +111,7 @@ class Probe(ModelWorkflow):
     settings: ProbeSettings
 
     def plan(self) -> Nodes:
-        """One node per target, with probes of all layers.
+        """Nodes with the probes of all layers, one per target.
 
         Raises:
             PromptError: for a target in fewer prompts than train, validation and test set need.
@@ -123,8 +128,9 @@ class Probe(ModelWorkflow):
             n_prompts = len(np.unique(prompt.values[~np.isnan(target.values)]))
             if n_prompts < FEWEST:
                 raise PromptError(
-                    f"expected {target.name!r} in at least {FEWEST} prompts, to be split into train, "
-                    f"validation and test, found {n_prompts}; give more or longer texts"
+                    f"expected tokens with the target {target.name!r} in at least {FEWEST} prompts, which "
+                    f"are split into train, validation and test set, found {n_prompts}; give more or longer "
+                    "texts"
                 )
         layers = settings.layers or range(self.subject.config.num_layers)
         captured = self.subject.capture(
@@ -144,7 +150,8 @@ class Probe(ModelWorkflow):
         }
 
     def _targets(self) -> tuple[PackedTokens, list[Target]]:
-        """Tokens of all prompts, and the targets to predict: values [token], NaN for tokens without one."""
+        """(tokens of all prompts, targets to predict); a target has a value per token, NaN for tokens without
+        one."""
         settings, config = self.settings, self.subject.config
         if settings.labels:
             tokens, target = read_labels(self.subject, settings.labels, settings.kind)
@@ -171,7 +178,8 @@ class Probe(ModelWorkflow):
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 
     def views(self) -> Iterator[View]:
-        """Scores of each target by layer with confidence intervals, beside those of shuffled targets."""
+        """Views in reading order: scores of each target by layer with confidence intervals, beside those of
+        shuffled targets, as curves and as tables."""
         model, point = self.subject.name, self.settings.point
         documents = [self._document(target) for target in self.targets]
         yield Data(json={"model_id": model, "point": point, "results": documents})
@@ -211,7 +219,7 @@ def _target_name(document: dict[str, Any]) -> str:
 
 
 def _baseline_name(document: dict[str, Any]) -> str:
-    """Name of the constant prediction that gives the baseline score."""
+    """Constant prediction that gives the baseline score, in words: "always the mean"."""
     return f"always the {'most common label' if document['kind'] == 'label' else 'mean'}"
 
 
@@ -221,7 +229,7 @@ def _measure(document: dict[str, Any]) -> str:
 
 
 def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
-    """Scores by layer with true and with shuffled targets, and the score of a constant prediction.
+    """Curves by layer of the scores with true and with shuffled targets, and of a constant prediction.
 
     document: see `Probe._document`. scored: result of the stage `probe`.
     """
@@ -233,9 +241,10 @@ def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
     lines.append(Line(_baseline_name(document), baseline, control=True))
     is_number = document["kind"] == "number"
     return Lines(
-        title=_target_name(document),
-        caption="Scores on held-out prompts; bands: 95 % interval, bootstrap over these prompts; shuffled: "
-        "probe fitted to shuffled targets.",
+        title=f"Linear probe of {_target_name(document)}",
+        caption=f"{_measure(document)} on held-out prompts of a linear probe fitted to the states of each "
+        "layer. Bands: 95 % intervals from a bootstrap over these prompts. Shuffled: control, a probe fitted "
+        "to targets that were shuffled among tokens.",
         sources=(document["target"],),
         x=tuple(scored["layer"].values.tolist()),
         x_name="layer",
@@ -248,7 +257,7 @@ def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
 
 
 def _table(document: dict[str, Any], title: str) -> Table:
-    """Table of the scores of every layer with intervals and control; the best layer is bold."""
+    """Table with a row per layer: scores with intervals, and those of the control; the best layer is bold."""
 
     def interval(row: dict[str, Any]) -> str:
         return f"{row['low']:.3f} to {row['high']:.3f}"
@@ -263,8 +272,11 @@ def _table(document: dict[str, Any], title: str) -> Table:
         ("penalty", lambda row: row["true"]["penalty"], "g"),
         strong=lambda row: row["layer"] == document["best_layer"],
         title=title,
-        caption=f"fitted on {document['n_train']} tokens, scored on {document['n_test']} tokens of held-out "
-        f"prompts; baseline, {_baseline_name(document)}: {document['baseline']:.3f}; interval: bootstrap "
-        "over held-out prompts; bold: best layer, not corrected for the choice among layers",
+        caption=f"One row per layer: {_measure(document)} of a linear probe fitted on {document['n_train']} "
+        f"tokens and scored on {document['n_test']} tokens of held-out prompts. Baseline "
+        f"({_baseline_name(document)}): {document['baseline']:.3f}. Shuffled: control, the probe fitted to "
+        "targets shuffled among tokens. Intervals: bootstrap over held-out prompts. Penalty: on squared "
+        "weights, chosen on a validation set. Bold: the best layer; its score is not corrected for the "
+        "choice among layers.",
         sources=(document["target"],),
     )

@@ -55,14 +55,15 @@ if TYPE_CHECKING:
 __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
 CONTROLS = "random values of equal norm, written in its place and left out in the same way"
-"""Name of the null distribution of a claim about one prompt."""
+"""Name of the null distribution of a claim about the displayed prompt."""
 FEW = 4
-"""Number of random values per position in each of the other facts."""
+"""Number of random values written at each position of the other facts."""
 
 
 @dataclass(frozen=True)
 class RwkvInferenceSettings(ChosenPlaceSettings):
-    """Settings of `rwkv_inference`."""
+    """Settings of the workflow `rwkv_inference`: the prompt, and the state write that is left out and
+    scaled."""
 
     model: str = setting(RECURRENT, MODEL_HELP)
     position: int | str | None = setting(
@@ -77,7 +78,7 @@ class RwkvInferenceSettings(ChosenPlaceSettings):
 
 
 class RwkvInference(PlaceWorkflow):
-    """Knockout and scaling of one write to the state of RWKV, and knockout of all writes for comparison."""
+    """Workflow that leaves out or scales what one token writes to the recurrent state of RWKV."""
 
     name = "rwkv_inference"
     question = "What does a recurrent model no longer predict when one token is not written to its state?"
@@ -88,18 +89,18 @@ class RwkvInference(PlaceWorkflow):
     beside = "random values of equal norm, written in place of the writes and left out in the same way"
 
     writes = loaded("writes")
-    """Effects of the knockout of each position's write in each layer, in memory, [layer, position]; kl in
-    nats."""
+    """Result of leaving out each position's write in one layer at a time, in memory, [layer, position]; its
+    variable kl is in nats."""
     controls = loaded("controls")
-    """Effects of the knockout of random values at the candidate positions, in memory, [layer, position,
-    draw_of_write]."""
+    """Result of leaving out random values in place of the writes at the candidate positions, in memory,
+    [layer, position, draw_of_write]."""
     together = loaded("together")
-    """Effects of the knockout of each position's write in all layers at once, in memory, [layer, position]
-    with one layer."""
+    """Result of leaving out each position's writes in all layers at once, in memory, [layer, position] with a
+    single layer."""
 
     def plan(self) -> Nodes:
-        """Nodes of knockouts of every write, of scaled writes and random values at the candidate positions,
-        and of other facts.
+        """Nodes that leave out every write, scale writes and leave out random values at the candidate
+        positions, and intervene in other facts.
 
         Raises ConfigError, PromptError or InterventionError for a layer, position or scale that is invalid.
         """
@@ -137,11 +138,13 @@ class RwkvInference(PlaceWorkflow):
         }
 
     def lost_here(self, key: int) -> Floats:
-        """KL by layer of the knockout of the write at position `key` of this prompt, in nats, [layer]."""
+        """KL by layer when the write at position `key` of the displayed prompt is left out, in nats,
+        [layer]."""
         return values_of(self.writes["kl"].sel(position=key), "layer")
 
     def _scored_node(self) -> Nodes:
-        """Node of state knockouts by kind of position, on the held-out facts that score the choice."""
+        """Node that leaves out the writes at each role in the held-out facts, which score the choice; empty
+        if the settings name the write."""
         if not self.is_chosen:
             return {}
         knockouts = (
@@ -151,13 +154,14 @@ class RwkvInference(PlaceWorkflow):
         return {"scored": self.on_model(AtOnce(tuple(knockouts)))}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
-        """Knockouts of random values at the keys of the edges of another fact; see `PlaceWorkflow`."""
+        """Experiment on another fact that leaves out random values written at the key positions of
+        `edges`."""
         positions = tuple(key for _, key in edges)
         return [RandomWrites(tokens, positions=positions, draws=FEW, seed=self.settings.seed, top_k=1)]
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """KL by layer and kind of position on other facts, [fact, layer, role]: of random values to choose
-        by, of the writes themselves to score."""
+        """KL in nats by layer and role in other facts, [fact, layer, role]: of random values, to choose by;
+        of the writes themselves, to score. See `PlaceWorkflow` for the arguments."""
         # A token writes the same in every prompt: a write chosen for its own effect, the largest of many by
         # chance, would have a large effect on held-out prompts too.
         random = values_of(self.result("facts")["kl"], "draw", "draw_of_write", "layer", "position")
@@ -173,20 +177,22 @@ class RwkvInference(PlaceWorkflow):
 
     @property
     def selected(self) -> xr.Dataset:
-        """Effects of the knockout of the selected write in the selected layer."""
+        """Result of leaving out the selected write in the selected layer."""
         return self.writes.sel(layer=self.layer, position=self.position)
 
     @cached_property
     def response(self) -> xr.Dataset:
-        """Effects of the selected write at every scale, in memory, [layer, dose]."""
+        """Result of multiplying the selected write by every factor, in memory, [layer, dose]."""
         return self.result("response").load().isel(draw=self.keys.index(self.position))
 
     def cause(self, layer: int, key: int) -> str:
-        """Cause of a claim about this prompt; see `PlaceWorkflow`."""
+        """Intervention in the displayed prompt, as claims begin: "leaving out the state write of '␣in' (2) in
+        layer 3"."""
         return f"leaving out the state write of {self.token_label(key)} in layer {layer}"
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """The claim about one write of this prompt, compared with random values in its place."""
+        """Claim about leaving out one write of the displayed prompt, compared with random values in its
+        place."""
         # Writes of other positions would be no control: recent writes are read most, whatever they contain.
         labels = {"layer": layer, "position": key}
         effect = float(self.writes.sel(labels)[measure])
@@ -194,11 +200,13 @@ class RwkvInference(PlaceWorkflow):
         return Claim.against(text, effect, draws, CONTROLS, **fields)
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """Cause of a claim about other facts; see `PlaceWorkflow`."""
+        """Intervention at a role of other facts, as claims begin: "leaving out the state write of the first
+        position in layer 3"."""
         return f"leaving out the state write of {ROLES[role]} in layer {layer}"
 
     def views(self) -> Iterator[View]:
-        """Next tokens, effective attention, knockout of the selected write, of every write, and scaling."""
+        """Views in reading order: next tokens, effective attention, effects of leaving out the selected write
+        and every write, and of scaling."""
         names = [self.token_label(position) for position in range(len(self.encoding))]
         yield Data(json=self._about() | self.choice_json())
         yield self._next_tokens()
@@ -208,12 +216,13 @@ class RwkvInference(PlaceWorkflow):
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
             "Effect of leaving out a write, KL in nats",
-            f"one token's write in one layer; framed: the selected write of {names[self.position]} in layer "
-            f"{self.layer}",
+            "Each cell: what one token writes to the recurrent state of one layer is left out. KL of the "
+            "last token's prediction from that of the unchanged run. Framed: the selected write of "
+            f"{names[self.position]} in layer {self.layer}.",
             columns=tuple(names),
             column_name="writing token",
             low=0.0,
-            framed=((self.layer, self.position) * 2,),
+            framed=((self.layer, self.position, self.layer, self.position),),
             frame_name="the selected write",
             sources=("writes",),
             json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
@@ -223,7 +232,9 @@ class RwkvInference(PlaceWorkflow):
         curves = Lines.of(
             self.response["kl"].transpose("layer", "dose"),
             f"Effect of scaling the write of {names[self.position]}, KL in nats",
-            f"factor 0: left out, 1: unchanged; one curve per layer, thick: layer {self.layer}",
+            f"What {names[self.position]} writes to the recurrent state of one layer is multiplied by a "
+            "factor (0: left out; 1: unchanged). KL of the last token's prediction from that of the "
+            f"unchanged run. One curve per layer; thick: layer {self.layer}.",
             x_name="factor of the write",
             low=0.0,
             strong=self.layer,
@@ -249,7 +260,7 @@ class RwkvInference(PlaceWorkflow):
             ("token", lambda row: format_token(row["token"])),
             ("probability", "probability", format_probability),
             title=f"{self.subject.name} after '{format_text(self.prompt)}'",
-            caption="most likely next tokens, without intervention",
+            caption="The most likely next tokens of the unchanged model.",
             sources=("writes",),
             json={"top_tokens": top},
         )
@@ -284,8 +295,8 @@ class RwkvInference(PlaceWorkflow):
         return self.changed_table(self.selected, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
-        """Table of the knockout KL by position: for the layer of the largest KL, and for all layers at
-        once."""
+        """Table with a row per token: KL when its write is left out, in the layer where this is largest, and
+        in all layers."""
         kl, kl_all_layers = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
         effects = self.writes.assign(
             largest=kl.max("layer"), best_layer=kl.argmax("layer"), all_layers=kl_all_layers
@@ -302,14 +313,15 @@ class RwkvInference(PlaceWorkflow):
             ("layer", "layer", lambda layer: dim(str(layer))),
             ("KL, all layers", "kl_all_layers", ".5f"),
             title="Effect of leaving out the writes of each token",
-            caption="KL divergence from the unchanged run, in nats: without the token's write in the layer "
-            "of the largest KL, and without its writes in all layers",
+            caption="One row per token of the prompt. KL of the last token's prediction from that of the "
+            "unchanged run, in nats, when what the token writes to the recurrent state is left out: in the "
+            "layer where this has the largest KL, and in all layers.",
             sources=("writes", "together"),
             json={"positions": rows},
         )
 
     def _scales(self, names: Sequence[str]) -> Table:
-        """Table of the effects of the selected write at every scale, in the selected layer."""
+        """Table with a row per factor of the selected write, in the selected layer."""
         response = self.response.sel(layer=self.layer)
         response = response.assign(p_target=np.exp(response["target_logprob"]))
         columns = {"scale": "dose", "kl_divergence": "kl", "target_logit_diff": "logit_diff"}
@@ -325,15 +337,16 @@ class RwkvInference(PlaceWorkflow):
             ("p(target)", lambda row: dash(row["p_target"], ".4f"), str),
             ("largest change", lambda row: format_token(row["top_changed"][0]["token"])),
             title=f"Effect of scaling the write of {names[self.position]} in layer {self.layer}",
-            caption="KL divergence from the unchanged run, in nats; logit diff: target logit of the "
-            "unchanged run minus that with the scaled write; largest change: token whose probability "
-            "changes most",
+            caption="One row per factor that the write to the recurrent state is multiplied by (0: left out; "
+            "1: unchanged). KL: of the last token's prediction from that of the unchanged run, in nats; "
+            "logit diff: target logit of the unchanged run minus that with the scaled write; largest change: "
+            "token whose probability changes most.",
             sources=("response",),
             json={"steering": rows},
         )
 
     def _about(self) -> dict[str, Any]:
-        """Model, prompt and knockout of the selected write, under the field names of candle-mi's example."""
+        """JSON fields on model, prompt and the selected write, named as in candle-mi's example."""
         selected = self.selected
         return {
             **self.subject.about,

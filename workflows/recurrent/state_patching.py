@@ -28,12 +28,12 @@ from ..settings import MODEL_HELP, RECURRENT, setting
 __all__ = ["StatePatching", "StatePatchingSettings"]
 
 MEMORIES = tuple(f"{room}_state_seq" for room in STATE_ROOMS)
-"""Kinds of hook points of recurrent states, one state after each token."""
+"""Kinds of hook points of recurrent states: the state after each token."""
 
 
 @dataclass(frozen=True)
 class StatePatchingSettings(ActivationPatchingTraceSettings):
-    """Settings of `state_patching`."""
+    """Settings of the workflow `state_patching`, which patches recurrent states."""
 
     model: str = setting(RECURRENT, MODEL_HELP)
     kinds: tuple[str, ...] = setting(
@@ -44,7 +44,8 @@ class StatePatchingSettings(ActivationPatchingTraceSettings):
 
 
 class StatePatching(ActivationPatchingTrace):
-    """Activation patching of recurrent states by layer and position, one grid per pair of prompts."""
+    """Workflow that patches recurrent states of a clean prompt into a corrupted one, by layer and
+    position."""
 
     name = "state_patching"
     question = "What does the recurrent state of another prompt change in the answer?"
@@ -53,6 +54,7 @@ class StatePatching(ActivationPatchingTrace):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Hook point kinds to patch: the setting, or the recurrent states present in every layer."""
+        """Kinds of hook points to patch: the setting, or by default the recurrent states that every layer
+        has."""
         # A grid has a row per layer, so states that only some layers of a hybrid have are left out.
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)

@@ -62,13 +62,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "PushedStatesSettings", "PushedStatesCases"]
 
-ABSORBED = f"at most {RETURNED:.0%} of its largest distance is left, from that layer to the last"
-"""Definition of absorbed, for captions."""
+ABSORBED = (
+    f"at most {RETURNED:.0%} of its largest distance from the undisturbed run is left, from that layer to "
+    "the last"
+)
+"""Definition of an absorbed push, for captions."""
 
 
 @dataclass(frozen=True)
 class PushedStatesSettings(ControlSettings, FactSettings):
-    """Settings of `PushedStatesCases`.
+    """Settings of the workflow `steering_convergence`: the prompt, the direction of pushes, and their
+    strengths.
 
     Raises:
         ConfigError: `dictionary` is set without `feature`, or two of feature, counterpart and batch_file are
@@ -95,23 +99,29 @@ class PushedStatesSettings(ControlSettings, FactSettings):
 
     def __post_init__(self) -> None:
         if self.feature and (self.contrastive or self.batch_file):
-            raise ConfigError("expected either a feature or counterparts to push along, found both")
+            raise ConfigError(
+                "expected either feature, or contrastive or batch_file, as the direction of pushes, found "
+                "both; leave one out"
+            )
         if self.dictionary and not self.feature:
             raise ConfigError("expected a feature of the dictionary, found none; name it: feature=0:128")
         if self.batch_file and (self.prompt or self.contrastive or self.target):
-            raise ConfigError("expected either a batch_file or a prompt with its counterpart, found both")
+            raise ConfigError(
+                "expected either batch_file, or prompt, contrastive and target, found both; leave one out"
+            )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, its counterpart or feature, and the experiment that pushes it at every layer."""
+    """A prompt, the direction in which its states are pushed, and the experiment that pushes them after every
+    layer."""
 
     group: str
-    """Name of the group of experiments in the batch file; "" without one."""
+    """Name of the group of experiments in the batch file; "" without a batch file."""
     prompt: str
     """Prompt that is pushed."""
     contrastive: str
-    """Counterpart prompt; "" for pushes along a feature."""
+    """Counterpart prompt, whose state is subtracted; "" for pushes along a feature."""
     target: str
     """Answer whose probability is measured; may be empty."""
     pieces: tuple[int, ...]
@@ -121,13 +131,13 @@ class Case:
     experiment: Experiment
     """The pushes, with their vectors."""
     config: Architecture
-    """Config of the model."""
+    """Architecture of the model."""
     feature: FeatureId | None = None
-    """Feature that is pushed along; None for a contrast."""
+    """Feature whose decoder vector is added; None for pushes away from a counterpart prompt."""
 
     @property
     def description(self) -> str:
-        """The pushes and their direction, as claims name them."""
+        """Pushes and their direction in words, as claims begin: "pushes from 'A' away from 'B'"."""
         if self.feature is not None:
             return f"pushes of '{format_text(self.prompt)}' along {self.feature}"
         prompt, contrastive = map(format_text, (self.prompt, self.contrastive))
@@ -139,7 +149,8 @@ class Case:
 
 
 class PushedStatesCases(ModelWorkflow):
-    """Steering pushes of one prompt, or of each prompt of a batch file, by layer and strength."""
+    """Workflow that adds a steering vector after each layer of a prompt, or of each prompt of a batch file,
+    and follows how long its effect lasts."""
 
     name = "steering_convergence"
     question = "Does the residual stream return after it was pushed?"
@@ -147,7 +158,7 @@ class PushedStatesCases(ModelWorkflow):
     settings: PushedStatesSettings
 
     def plan(self) -> Nodes:
-        """Per case: its pushes, their vectors, and control pushes in random directions."""
+        """Nodes of each case: its pushes, their vectors, and control pushes in random directions."""
         settings = self.settings
         steps = settings.strength_steps
         # From 1: strength 0 is the undisturbed run, which every push is compared with.
@@ -166,11 +177,12 @@ class PushedStatesCases(ModelWorkflow):
         return nodes
 
     def _named(self, result: str, i: int) -> str:
-        """Name of a result of case `i`."""
+        """Name of the result node of case `i`: with the suffix "_i" for a batch file."""
         return f"{result}_{i}" if self.settings.batch_file else result
 
     def _controls(self, experiment: Experiment) -> Draws:
-        """Pushes of the same norm in random directions, or along random features of the same layer."""
+        """Experiment with control pushes of the same norm: in random directions, or along random features of
+        the same layer."""
         # The counterpart stays among the fields: random directions take the norm of its vector.
         shared = {f.name: getattr(experiment, f.name) for f in fields(Pushes)}
         shared["strengths"] = self.control_strengths
@@ -190,7 +202,7 @@ class PushedStatesCases(ModelWorkflow):
         return tuple(sorted({1.0, self.sweep[-1]}))
 
     def _default(self) -> Case:
-        """The case of the settings, without a batch file."""
+        """Case that the settings describe without a batch file."""
         settings = self.settings
         prompt, target = fact(settings.model, settings.prompt, settings.target)
         if settings.feature:
@@ -199,7 +211,8 @@ class PushedStatesCases(ModelWorkflow):
         return self._case("", prompt, contrastive, target, settings.inject_position)
 
     def _batch(self) -> list[Case]:
-        """Cases of the batch file; those that raise go to `skipped`. Raises ConfigError if none is left."""
+        """Cases of the batch file; experiments that cannot be run go to `skipped`. Raises ConfigError if no
+        case is left."""
         cases = []
         for entry in read_batch(Path(self.settings.batch_file)):
             try:
@@ -215,7 +228,7 @@ class PushedStatesCases(ModelWorkflow):
         return cases
 
     def _case(self, group: str, prompt: str, contrastive: str, target: str, where: int | str) -> Case:
-        """A case that pushes a prompt away from its counterpart.
+        """Case of pushing a prompt away from its counterpart.
 
         Arguments:
             group: name of the group in the batch; "" without one.
@@ -254,11 +267,12 @@ class PushedStatesCases(ModelWorkflow):
         return fitting_dictionary(self.subject, self.settings.dictionary, self.settings.model, "clt")
 
     def _along_feature(self, prompt: str, target: str) -> Case:
-        """A case that pushes a prompt along a feature, at every layer that the feature writes to."""
+        """Case of pushing a prompt along a feature, after every layer that the feature writes to."""
         settings, encoding = self.settings, encoded(self.subject, prompt)
         if settings.inject_position == "auto":
             raise ConfigError(
-                "expected a position or a phrase to push at, found 'auto', which needs a counterpart"
+                "expected inject_position to be a position or a phrase of the prompt, found 'auto', which "
+                "needs a counterpart prompt instead of a feature; set inject_position=last"
             )
         ids, feature = tuple(encoding.ids), self.dictionary.feature(settings.feature)
         position = position_of(encoding, settings.inject_position)
@@ -292,7 +306,7 @@ class PushedStatesCases(ModelWorkflow):
 
     @cached_property
     def fates(self) -> list[PushFates]:
-        """Outcomes of the pushes of each case, and of its control pushes."""
+        """Outcomes of the pushes of each case, with those of its control pushes."""
         fates = []
         for i, case in enumerate(self.cases):
             similarity = self.push_effects(i)["similarity"]
@@ -307,7 +321,7 @@ class PushedStatesCases(ModelWorkflow):
         return fates
 
     def document(self, i: int) -> dict[str, Any]:
-        """Case `i` for tables and the JSON document, in the fields of candle-mi's example.
+        """JSON document of case `i`, in the fields of candle-mi's example; the tables read it too.
 
         `best_injection_layer`: the deepest layer whose push of strength 1 is followed by a state near the
         undisturbed one, else the layer with the smallest KL. `absorption_layer`, `fate` and `share_left` are
@@ -356,20 +370,27 @@ class PushedStatesCases(ModelWorkflow):
         }
 
     def _feature_json(self, case: Case) -> dict[str, Any]:
-        """Fields of the feature that is pushed along, for the JSON document; empty without one."""
+        """JSON fields of the feature that a case pushes along; empty for other cases."""
         if case.feature is None:
             return {}
         return {"feature": asdict(case.feature), "clt_repo": self.dictionary.name}
 
     def views(self) -> Iterator[View]:
-        """Tables and curves of the first case, a figure per case, and for a batch a table of cases."""
+        """Views in reading order: tables and curves of the first case, a table of all cases of a batch, and a
+        figure per case."""
         documents = [self.document(i) for i in range(len(self.cases))]
         yield from self._tables(documents[0])
         yield self._batch_table(documents) if self.settings.batch_file else Data(json=documents[0])
         matrices = [self._matrix(i, document["label"]) for i, document in enumerate(documents)]
         yield matrices[0]
         kl = self.push_effects()["kl"].rename(layer="pushed_at").transpose("pushed_at", "strength")
-        yield Lines.of(kl, "Effect on the next-token distribution", low=0.0)
+        yield Lines.of(
+            kl,
+            "Effect on the next-token distribution",
+            "KL(undisturbed run || pushed run) of the next-token distribution, by strength of the push; one "
+            "curve per layer after which the push is added.",
+            low=0.0,
+        )
         for i, (case, matrix) in enumerate(zip(self.cases, matrices, strict=True)):
             yield Figure(
                 name="steering_convergence" + (f"_{i}" if self.settings.batch_file else ""),
@@ -378,19 +399,24 @@ class PushedStatesCases(ModelWorkflow):
             )
 
     def claims(self) -> Iterator[Claim]:
-        """Per case with a verdict: the share of its largest distance that a push keeps at the last layer."""
+        """Claims, one per case with a verdict, about the share of its largest distance from the undisturbed
+        run that a push keeps at the last layer."""
         return (claim for fates in self.fates if (claim := fates.claim) is not None)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: cases without a verdict, and why."""
-        return "; ".join(
-            f"no verdict on {fates.text}: {' or '.join(fates.words)}"
+        """Caption of the claims: what a push is, and the cases without a verdict."""
+        unclaimed = (
+            f" No verdict on {fates.text}: {' or '.join(fates.words)}."
             for fates in self.fates
             if fates.claim is None
         )
+        return (
+            "A push adds a vector to the residual stream at one position after one layer. The claim compares "
+            f"how much of its effect is left at the last layer with control pushes.{''.join(unclaimed)}"
+        )
 
     def _pushed(self, case: Case, suffix: str = "") -> str:
-        """Title of a case: model, direction and position, then a suffix."""
+        """Title of a case: model, direction and position of its pushes, followed by `suffix`."""
         (token,) = self.subject.token_labels([case.experiment.tokens[case.position]])
         prompt, contrastive = format_text(case.prompt), format_text(case.contrastive)
         vector = (
@@ -399,7 +425,8 @@ class PushedStatesCases(ModelWorkflow):
         return f"{self.subject.name}: {vector}, added at {token!r}{suffix}"
 
     def _matrix(self, i: int, label: str) -> Choice:
-        """Heatmaps of the cosines of case `i` by layer pushed and layer read, one per strength."""
+        """Heatmaps of case `i`, one per strength: cosine with the undisturbed run by layer pushed and layer
+        read. label: outcome of all pushes."""
         cosines, fates = self.push_effects(i)["similarity"].rename(layer="pushed_at"), self.fates[i].of_all
         # A push after a layer cannot change the states before it.
         cosines = cosines.where(cosines["read_layer"] >= cosines["pushed_at"])
@@ -420,26 +447,39 @@ class PushedStatesCases(ModelWorkflow):
             grid,
             start=1.0,
             title="How far from the undisturbed run is a state after a push?",
-            caption="Cosine with the undisturbed run, by the layer pushed and the layer read above it; "
-            f"{label}. Framed: absorbed, {ABSORBED}.",
+            caption="Each cell: cosine between the residual states of the pushed and of the undisturbed run, "
+            "for a push after one layer (row) read after a later layer (column). Outcome of all pushes: "
+            f"{label}. Framed: the push is absorbed, i.e. {ABSORBED}.",
         )
 
     def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
-        """Cosines in the layers above layer `best` by strength, and KL by strength, of case `i`."""
+        """Curves of case `i` for pushes after layer `best`: cosines with the undisturbed run in later layers
+        by strength, and KL by strength."""
         row, threshold = (
             self.push_effects(i).sel(layer=best, strength=list(self.sweep)),
             self.settings.threshold,
         )
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
-        caption = f"dashed: {threshold:g}, least cosine of a state near the undisturbed one"
-        cosines = Lines.of(above, f"A push at layer {best}, by strength", caption, y_name="cosine")
+        caption = (
+            f"Cosine between pushed and undisturbed states after each layer from {best} on; one curve per "
+            f"strength of the push. Dashed: {threshold:g}, above which a state counts as near the "
+            "undisturbed one."
+        )
+        cosines = Lines.of(above, f"A push after layer {best}, by strength", caption, y_name="cosine")
         near = Line(f"near, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
         title, kl = "Effect on the next-token distribution", row["kl"].expand_dims("layer")
-        answer = Lines.of(kl, title, f"at layer {best}", low=0.0)
+        answer = Lines.of(
+            kl,
+            title,
+            f"KL(undisturbed run || run with a push after layer {best}) of the next-token distribution, by "
+            "strength of the push.",
+            low=0.0,
+        )
         return replace(cosines, lines=(*cosines.lines, near)), answer
 
     def _tables(self, document: dict[str, Any]) -> Iterator[Table]:
-        """Tables of the first case: by layer at strength 1, and by strength at its best layer."""
+        """Tables of the first case: by layer at strength 1, and by strength at its best layer. document: its
+        JSON document."""
         case, last = self.cases[0], self.push_effects().sel(strength=1.0).isel(read_layer=-1)
 
         def outcome(push: dict[str, Any]) -> str:
@@ -462,8 +502,12 @@ class PushedStatesCases(ModelWorkflow):
             ("norm of the push", at_layer("vector_norm"), ".2f"),
             ("norm of the state", at_layer("state_norm"), ".2f"),
             title=self._pushed(case, f" ({case.position})"),
-            caption=f"{document['label']}; absorbed: {ABSORBED}; p(target) of the undisturbed run "
-            f"{dash(document['baseline_p_target'], format_probability)}",
+            caption="One row per layer after which the vector is added, at strength 1. Cosine at the end: "
+            "between the last layer's states of the pushed and of the undisturbed run; KL: of the next-token "
+            f"distributions, in nats. Outcome of all pushes: {document['label']}. Absorbed: {ABSORBED}; "
+            "nothing follows: there is no later layer that could absorb the push. "
+            "p(target) in the undisturbed run: "
+            f"{dash(document['baseline_p_target'], format_probability)}.",
         )
         yield Table.of(
             document["strength_sweep"],
@@ -471,9 +515,11 @@ class PushedStatesCases(ModelWorkflow):
             ("outcome", outcome, str),
             ("KL", "kl_divergence", ".4f"),
             ("p(target)", target, str),
-            title=f"Strength of the push at layer {document['best_injection_layer']}",
-            caption="the deepest layer whose push of strength 1 is followed by a state with a cosine of at "
-            f"least {self.settings.threshold:g}, else the layer with the smallest KL",
+            title=f"Pushes after layer {document['best_injection_layer']}, by strength",
+            caption="One row per strength, the factor of the added vector. KL: of the next-token "
+            "distribution from that of the undisturbed run, in nats. The layer is the deepest one whose push "
+            "of strength 1 is followed by a state with a cosine with the undisturbed run of at least "
+            f"{self.settings.threshold:g}; without such a layer, the one with the smallest KL.",
         )
 
     def _batch_table(self, documents: list[dict[str, Any]]) -> Table:
@@ -492,7 +538,9 @@ class PushedStatesCases(ModelWorkflow):
             ("outcome", "label"),
             ("layers absorbed", absorbed),
             ("best layer", "best_injection_layer"),
-            title=f"{len(self.cases)} experiments",
-            caption="left out: " + "; ".join(left_out) if left_out else "none left out",
+            title=f"{len(self.cases)} experiments of the batch file",
+            caption="One row per experiment. Layers absorbed: number of layers after which a push is "
+            f"absorbed, i.e. {ABSORBED}. Best layer: the one of the figure by strength. "
+            + ("Left out: " + "; ".join(left_out) if left_out else "No experiment was left out."),
             json={"results": results, "skipped": self.skipped},
         )

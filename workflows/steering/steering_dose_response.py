@@ -49,12 +49,13 @@ if TYPE_CHECKING:
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
 NEAREST = 6
-"""Number of control edges in each other fact, those with the nearest attention weights."""
+"""Number of control edges in each other fact: those with the nearest attention weights."""
 
 
 @dataclass(frozen=True)
 class SteeringDoseResponseSettings(ChosenEdgeSettings):
-    """Settings of `SteeringDoseResponse`."""
+    """Settings of the workflow `steering_dose_response`: the attention edge, and the factors of its
+    weight."""
 
     doses: tuple[float, ...] = setting(
         DOSE_LEVELS, "factors that the attention weight of the edge is multiplied by"
@@ -65,7 +66,8 @@ class SteeringDoseResponseSettings(ChosenEdgeSettings):
 
 
 class SteeringDoseResponse(EdgeWorkflow):
-    """One attention edge at several doses, in every layer."""
+    """Workflow that multiplies the weight of one attention edge by several factors (doses), in one layer at a
+    time."""
 
     name = "steering_dose_response"
     question = "How does the answer change with the weight of one attention edge?"
@@ -77,7 +79,8 @@ class SteeringDoseResponse(EdgeWorkflow):
     beside = "other (layer, key) edges of each prompt with the nearest attention weights"
 
     def plan(self) -> Nodes:
-        """Candidate edges at every dose, controls and edges of other facts at the largest dose."""
+        """Nodes that scale candidate edges by every dose, and controls and edges of other facts by the
+        largest dose."""
         settings = self.settings
         shared = self.read_edge(settings.window) | {"window": settings.window}
         layers = None if settings.sweep or settings.layer is None else (settings.layer,)
@@ -99,7 +102,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         return {**nodes, "controls": self.on_model(AtOnce(controls)), **self.facts_node()}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[Edge]) -> list[Experiment]:
-        """See `PlaceWorkflow`: each edge scaled by the largest dose, in every layer."""
+        """Experiments on another fact that scale each edge by the largest dose, in every layer."""
         settings = self.settings
         return [
             DoseResponse(tokens, (edge,), doses=(max(settings.doses),), window=settings.window, top_k=1)
@@ -108,13 +111,14 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @cached_property
     def response(self) -> xr.Dataset:
-        """Dose-response of the selected edge in every layer that is shown, [layer, dose], in memory."""
+        """Result of scaling the selected edge by every dose, in every displayed layer, [layer, dose], in
+        memory."""
         response = self.at_key("response", self.edge[1])
         return response if self.settings.sweep else response.sel(layer=[self.layer])
 
     def lost_here(self, key: int) -> Floats:
-        """See `PlaceWorkflow`: KL of one edge at the largest dose, [layer]; NaN for layers that are not
-        steered."""
+        """KL by layer when the edge to one key of the displayed prompt is scaled by the largest dose, in
+        nats, [layer]; NaN for layers that are not steered."""
         largest_dose = int(np.argmax(self.settings.doses))
         kl = self.at_key("response", key)["kl"].isel(dose=largest_dose)
         by_layer: Floats = np.full(self.last_layer + 1, np.nan)
@@ -123,12 +127,12 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @cached_property
     def strongest(self) -> xr.Dataset:
-        """Every edge of the query in every layer at the largest dose, [key, layer]."""
+        """Result of scaling every edge of the query by the largest dose, in every layer, [key, layer]."""
         return self.result("controls").load().isel(dose=0).rename(draw="key")
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """See `PlaceWorkflow`: claim about one edge at the largest dose, against edges of this query with the
-        nearest attention weights."""
+        """Claim about scaling one edge of the displayed prompt by the largest dose, compared with edges of
+        the same query that have the nearest attention weights; see `PlaceWorkflow` for the arguments."""
         effects, weights = (
             self.strongest[name].transpose("key", "layer").values.ravel()
             for name in (measure, "baseline_attention")
@@ -143,12 +147,14 @@ class SteeringDoseResponse(EdgeWorkflow):
         return Claim.against(text, effects[cell], effects[near], of, **fields)
 
     def doing(self, query: str, key: str, layer: int) -> str:
-        """See `EdgeWorkflow`: scaling by the largest dose."""
+        """Intervention on an edge in words, as claims begin: "scaling the last token's attention to … in
+        layer 3 by 6"."""
         return f"scaling {query}'s attention to {key} in layer {layer} by {max(self.settings.doses):g}"
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """See `PlaceWorkflow`; the controls of each edge are the NEAREST edges of the same fact by attention
-        weight."""
+        """KL in nats when the edge of each layer and role is scaled in other facts, [fact, layer, role]; its
+        controls are the NEAREST edges of the same fact by attention weight. See `PlaceWorkflow` for the
+        arguments."""
         lost, weights = map(self.measured_on_facts, ("kl", "baseline_attention"))
         flat, weights = (values[scored].reshape(len(scored), -1) for values in (lost, weights))
         near = [
@@ -164,13 +170,13 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def selected(self) -> xr.Dataset:
-        """Dose-response of the selected edge in the selected layer, [dose]."""
+        """Result of scaling the selected edge in the selected layer, [dose]."""
         return self.response.sel(layer=self.layer)
 
     @property
     def exact(self) -> float | None:
-        """Factor with which the mean attention over heads is exactly the target; None if no factor reaches
-        it, or if several layers are steered."""
+        """Dose at which the mean attention weight over heads is exactly the target weight; None if no dose
+        reaches it, or if several layers are steered."""
         # With a window the layers above the first have changed inputs, and no closed form.
         if self.settings.window > 1:
             return None
@@ -183,12 +189,13 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def calibration(self) -> SteeringCalibration:
-        """Attention weight of the edge, and the target: settings.ratio times as much, at most 1."""
+        """Attention weight of the edge, and the target weight: settings.ratio times as much, at most 1."""
         baseline = float(self.selected["baseline_attention"])
         return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
     def views(self) -> Iterator[View]:
-        """Table of the doses in the selected layer, and curves of attention and KL of every layer."""
+        """Views in reading order: table of the doses in the selected layer, and curves of attention weight
+        and KL in every layer."""
         selected, baseline = self.selected, self.calibration.target_baseline
         reads, is_read = map(self.token_label, self.edge)
         yield Data(
@@ -218,19 +225,27 @@ class SteeringDoseResponse(EdgeWorkflow):
         weights = Lines.of(
             attention,
             f"Attention of {reads} to {is_read} by dose",
-            f"thick: layer {self.layer}; dashed: its weight without renormalisation",
+            "Attention weight of the edge, mean over heads, when it is multiplied by a dose; one curve per "
+            f"layer, thick: layer {self.layer}. Dashed: that layer's weight times the dose, without "
+            "renormalisation of the attention row.",
             **shared,
         )
         linear = Line("without renormalisation", baseline * np.array(weights.x), control=True)
         weights = replace(weights, lines=(*weights.lines, linear))
-        answer = Lines.of(kl, "Effect on the next-token distribution", f"thick: layer {self.layer}", **shared)
+        answer = Lines.of(
+            kl,
+            "Effect on the next-token distribution",
+            "KL(unchanged run || steered run) of the next-token distribution, by dose; one curve per layer, "
+            f"thick: layer {self.layer}.",
+            **shared,
+        )
         query, key = map(repr, self.subject.token_labels(self.encoding.ids[place] for place in self.edge))
         title = f"{self.subject.name}: attention of {query} to {key} scaled in '{format_text(self.prompt)}'"
         beside = [self.findings]
         yield from together("steering_dose_response", title, weights, answer, beside=beside, columns=2)
 
     def _points(self, layer: int) -> list[dict[str, Any]]:
-        """Records of one layer by dose, in the fields of candle-mi's example."""
+        """JSON records of one layer, one per dose, in the fields of candle-mi's example."""
         in_layer = self.response.sel(layer=layer)
         columns = {
             "scale_factor": "dose",
@@ -272,9 +287,13 @@ class SteeringDoseResponse(EdgeWorkflow):
             ("p(target)", lambda point: dash(point["p_target"], ".4f"), str),
             ("changed most", most_changed),
             title=f"{self.subject.name}, layer {self.layer}: {edge}",
-            caption=f"factor that reaches a weight of {aim:.3f}: {calibration.scale_factor_to_source():.3g}x "
-            f"if doses were linear, {_or(interpolated, 'outside these doses')} interpolated, "
-            f"{_or(exact, 'out of reach')} exactly (rows are renormalised)",
+            caption="One row per dose: the attention weight of the edge is multiplied by it in all heads, "
+            "and the attention row renormalised. Attention: resulting weight; if linear: without "
+            "renormalisation; KL: of the next-token distribution from the unchanged run, in nats; logit "
+            "diff: target logit of the unchanged run minus that of the steered run. The dose that reaches a "
+            f"weight of {aim:.3f} is {calibration.scale_factor_to_source():.3g}x if weights were linear in "
+            f"the dose, {_or(interpolated, 'outside these doses')} interpolated between the rows, and "
+            f"{_or(exact, 'out of reach')} exactly.",
             json={
                 "points": rows,
                 "calibration": {
@@ -290,7 +309,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
 
 def _or(factor: float | None, otherwise: str) -> str:
-    """Factor as text ("1.5x"), or `otherwise` for None."""
+    """A factor as text, "1.5x"; `otherwise` for None."""
     return otherwise if factor is None else f"{factor:.3g}x"
 
 

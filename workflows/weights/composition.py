@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 __all__ = ["Composition", "CompositionSettings"]
 
 READS = {"Q": "as query", "K": "as key", "V": "as value"}
-"""Input of the reading head, in words, by mode."""
+"""Input of the reading head in words, by composition mode."""
 MOST_CELLS = 48
-"""Largest number of heads whose pairs are drawn one by one; for more, pairs of layers are drawn."""
+"""Largest number of heads whose pairs are drawn one by one; for more heads, pairs of layers are drawn."""
 
 
 @dataclass(frozen=True)
 class CompositionSettings(WeightSettings):
-    """Settings of `composition`."""
+    """Settings of the workflow `composition`: the inputs of later heads that are scored."""
 
     modes: tuple[Literal["Q", "K", "V"], ...] = setting(
         (), "inputs of the later head to score: Q, K, V; none: all that are linear in this model"
@@ -53,7 +53,7 @@ class CompositionSettings(WeightSettings):
 
 
 class Composition(ModelWorkflow):
-    """Composition scores of every pair of heads of different layers, from the weights alone."""
+    """Workflow that scores, from the weights alone, how much of each head's output every later head reads."""
 
     name = "composition"
     question = "Which heads read what earlier heads write?"
@@ -65,7 +65,7 @@ class Composition(ModelWorkflow):
     source_head, layer, head], NaN unless the source layer is earlier."""
 
     def plan(self) -> Nodes:
-        """Node of the composition scores.
+        """Node of the composition scores of all pairs of heads.
 
         Raises:
             ConfigError: for a model with fewer than two attention layers, or for Q or K in a model that
@@ -76,14 +76,15 @@ class Composition(ModelWorkflow):
         if len(attending(config)) < 2:
             raise ConfigError(
                 f"expected at least two attention layers, found {len(attending(config))} in "
-                f"{self.subject.name}; composition is between heads of different layers"
+                f"{self.subject.name}; name another model, as composition is between heads of different "
+                "layers"
             )
         # Normalised queries and keys make scores a nonlinear function of the stream, with no QK matrix.
         self.modes = settings.modes or (MODES if has_scores(config) else ("V",))
         if set(self.modes) - {"V"} and not has_scores(config):
             raise ConfigError(
-                f"expected modes=V of {self.subject.name}, whose queries and keys are normed, found "
-                f"{', '.join(self.modes)}; such a model has no QK matrix"
+                f"expected modes=V for {self.subject.name}, which has no QK matrix as its queries and keys "
+                f"are normalised, found {', '.join(self.modes)}; set modes=V"
             )
         weights = StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=settings.folded)
         return {
@@ -122,7 +123,8 @@ class Composition(ModelWorkflow):
     claim_sources = ("scores",)
 
     def claims(self) -> Iterator[Claim]:
-        """Largest composition score of each mode, compared with the largest score of every random draw."""
+        """Claims about the largest composition score of each mode, compared with the largest score of every
+        random draw."""
         for mode in self.modes:
             best, scores = self.best(mode)[0], self.scores.sel(mode=mode)
             reader, writer = _head(best), _head(best, "source_")
@@ -137,37 +139,36 @@ class Composition(ModelWorkflow):
             )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: a limit of scores computed from weights."""
-        return "computed from the weights alone: aligned matrices do not show that heads interact on text"
+        """Caption of the claims: what composition scores are, and what they do not show."""
+        return (
+            "Composition score: how much of the earlier head's output subspace the later head reads. Scores "
+            "are computed from the weights alone; they do not show that the heads interact on any text."
+        )
 
     def views(self) -> Iterator[View]:
-        """Table of the best pairs of each mode, and heatmaps of all pairs."""
+        """Views in reading order: table of the best pairs of each mode, and heatmaps of all pairs."""
         model = self.subject.name
-        best = {mode: self.best(mode) for mode in self.modes}
-        records = [{"mode": mode} | row for mode in self.modes for row in best[mode]]
+        pairs: list[dict[str, Any]] = []
+        table_rows = []
+        for mode in self.modes:
+            for rank, pair in enumerate(self.best(mode)):
+                pairs.append({"mode": mode} | pair)
+                # The mode stands in its first row only.
+                table_rows.append(pair | {"read_as": READS[mode] if rank == 0 else ""})
+        control_columns = (("rotated", "control", ".3f"), ("p, one pair", "share_as_large", ".2g"))
         yield Table.of(
-            [
-                row | {"shown": "" if i else READS[mode]}
-                for mode in self.modes
-                for i, row in enumerate(best[mode])
-            ],
-            ("read", "shown"),
+            table_rows,
+            ("read", "read_as"),
             ("by", _head),
             ("written by", lambda row: _head(row, "source_")),
             ("score", "score", ".3f"),
-            *(
-                (("rotated", "control", ".3f"), ("p, one pair", "share_as_large", ".2g"))
-                if self.n_controls
-                else ()
-            ),
+            *(control_columns if self.n_controls else ()),
             title=f"Composition scores of heads of {model}",
-            caption=f"rotated: mean score with {self.n_controls} random rotations of the writing head; p, "
-            "one pair: share of these, and of the pair itself, with a score as large, not corrected for the "
-            "number of pairs",
+            caption=self._table_caption(),
             json={
                 **self.subject.about,
                 "modes": list(self.modes),
-                "pairs": records,
+                "pairs": pairs,
                 "scores": lambda: {
                     name: self.scores[name] for name in ("score", "control", "share_as_large")
                 },
@@ -177,6 +178,20 @@ class Composition(ModelWorkflow):
         panels = [self._heatmap(mode) for mode in self.modes]
         title = f"Composition of heads of {model}: scores minus those of random heads"
         yield from together("composition", title, *panels, columns=len(panels))
+
+    def _table_caption(self) -> str:
+        """Caption of the table of the best pairs; names the control columns if there are controls."""
+        caption = (
+            "One row per pair of heads, largest scores first. Score: how much of the output subspace of the "
+            "writing head the reading head takes in, as query, key or value. L3H1: head 1 of layer 3."
+        )
+        if not self.n_controls:
+            return caption
+        return (
+            f"{caption} Rotated: mean score with {self.n_controls} random rotations of the writing "
+            "head; p, one pair: share of these rotations (and of the pair itself) with a score as large, not "
+            "corrected for the number of pairs."
+        )
 
     def _heatmap(self, mode: str) -> Heatmap:
         """Heatmap of scores minus those of randomly rotated heads: of all pairs of heads, or of the best pair
@@ -193,7 +208,9 @@ class Composition(ModelWorkflow):
             return Heatmap.of(
                 by_layer.transpose("source_layer", "layer"),
                 title,
-                "largest difference of any pair of heads of the two layers",
+                "Each cell: the largest value of any pair of heads of two layers, one that writes (row) and "
+                "one that reads (column). Value: composition score minus its mean with random rotations of "
+                "the writing head.",
                 **options,
             )
         writes, reads = (
@@ -205,7 +222,8 @@ class Composition(ModelWorkflow):
         values = below.transpose("source_layer", "source_head", "layer", "head").values
         return Heatmap(
             title=title,
-            caption="rows write, columns read; composition score minus the mean of random rotations",
+            caption="Each cell: a head that writes (row) and a later head that reads its output (column). "
+            "Value: composition score minus its mean with random rotations of the writing head.",
             values=values.reshape(len(writes), len(reads)),
             rows=writes,
             columns=reads,
@@ -217,5 +235,5 @@ class Composition(ModelWorkflow):
 
 
 def _head(row: dict[str, Any], prefix: str = "") -> str:
-    """Name of the head of a record, such as "L3H1". prefix: "source_" for the writing head."""
+    """Name of the head in a record, such as "L3H1". prefix: "source_" for the writing head."""
     return f"L{row[f'{prefix}layer']}H{row[f'{prefix}head']}"

@@ -74,7 +74,7 @@ class PassTimes:
 
 
 def pass_times(name: str, revision: str | None = None, *, tokens: int = 16, passes: int = 5) -> PassTimes:
-    """Loads a model in float32 and times forward passes over its first token ids.
+    """Time and memory of loading a model in float32, and of forward passes over its first token ids.
 
     Arguments:
         name: hub id or directory.
@@ -114,7 +114,7 @@ def pass_times(name: str, revision: str | None = None, *, tokens: int = 16, pass
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Calls a function; returns its result and the seconds it took."""
+    """(result of a function, seconds that it took)."""
     # `perf_counter` is monotonic: a corrected system clock does not change it.
     started = time.perf_counter()
     return work(), time.perf_counter() - started

@@ -53,12 +53,12 @@ SIZES = {
     "state_keys": "key",
     "state_values": "value",
 }
-"""Sizes listed of a model: JSON field -> axis of the architecture."""
+"""Sizes of a model that are listed: JSON field -> axis of the architecture."""
 
 
 @dataclass(frozen=True)
 class InspectWeightsSettings(FileSettings):
-    """Settings of `inspect_weights`."""
+    """Settings of the workflow `inspect_weights`: which norm of the weights is drawn."""
 
     rms: bool = setting(
         False, "draw the root mean square, norm / sqrt(entries), which is comparable across kinds of matrices"
@@ -79,27 +79,27 @@ def weight_facts(files: ModelFiles) -> xr.Dataset:
 
     tensors = files.architecture().tensors
 
-    def placed_at(name: str) -> tuple[int, str]:
+    def layer_and_matrix(name: str) -> tuple[int, str]:
         layer, matrix = tensors.placed(name)
         return OUTSIDE if layer is None else layer, matrix.removesuffix(".weight")
 
-    facts = sorted(tensor_facts(files.checkpoint), key=lambda fact: (placed_at(fact.name), fact.name))
-    axes = max((len(fact.shape) for fact in facts), default=0)
-    shapes = np.array([[*fact.shape, *[NO_AXIS] * (axes - len(fact.shape))] for fact in facts], np.int64)
-    places = [placed_at(fact.name) for fact in facts]
-    columns = {name: [getattr(fact, name) for fact in facts] for name in ("name", "dtype")}
-    columns["matrix"] = [matrix for _, matrix in places]
-    data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in columns.items()}
+    facts = sorted(tensor_facts(files.checkpoint), key=lambda fact: (layer_and_matrix(fact.name), fact.name))
+    most_axes = max((len(fact.shape) for fact in facts), default=0)
+    padded_shapes = [[*fact.shape, *[NO_AXIS] * (most_axes - len(fact.shape))] for fact in facts]
+    places = [layer_and_matrix(fact.name) for fact in facts]
+    texts = {name: [getattr(fact, name) for fact in facts] for name in ("name", "dtype")}
+    texts["matrix"] = [matrix for _, matrix in places]
+    data: dict[str, Any] = {name: ("tensor", np.array(values, object)) for name, values in texts.items()}
     data["layer"] = ("tensor", np.array([layer for layer, _ in places], np.int64))
-    data["shape"] = (("tensor", "axis"), shapes)
-    for name, unit in (
+    data["shape"] = (("tensor", "axis"), np.array(padded_shapes, np.int64))
+    for name, long_name in (
         ("norm", "Frobenius norm"),
         ("mean", "mean of the entries"),
         ("std", "standard deviation of the entries"),
     ):
         values = [getattr(fact, name) for fact in facts]
-        column = np.array([np.nan if value is None else value for value in values])
-        data[name] = ("tensor", column, {"units": "1", "long_name": unit})
+        numbers = np.array([np.nan if value is None else value for value in values])
+        data[name] = ("tensor", numbers, {"units": "1", "long_name": long_name})
     data["finite"] = ("tensor", np.array([bool(fact.finite) for fact in facts]))
     return xr.Dataset(data)
 
@@ -117,7 +117,7 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
 
 
 class InspectWeights(Workflow):
-    """Shapes and norms of a checkpoint's tensors, by layer.
+    """Workflow that shows shapes and norms of the tensors of a checkpoint, by layer.
 
     Raises:
         ConfigError: for a model that transformers computes, whose tensors are not assigned to layers.
@@ -159,14 +159,14 @@ class InspectWeights(Workflow):
 
     @property
     def matrices(self) -> list[str]:
-        """Names within a layer of the kinds of tensors, as in the checkpoint without ".weight"; vectors
+        """Names of the kinds of tensors within a layer, as in the checkpoint without ".weight"; vectors come
         last."""
         ranks = {matrix: len(fact.shape) for layer, matrix, fact in self.facts if layer != OUTSIDE}
         return sorted(ranks, key=lambda matrix: (ranks[matrix] < 2, matrix))
 
     @property
     def short(self) -> list[str]:
-        """Short names of `matrices`, for columns: "q" for "self_attn.q_proj", "ln1" for the norm before
+        """Short names of `matrices`, for column heads: "q" for "self_attn.q_proj", "ln1" for the norm before
         attention."""
         fields = {
             stored.name.removesuffix(".weight"): field
@@ -202,7 +202,8 @@ class InspectWeights(Workflow):
         return embedding
 
     def views(self) -> Iterator[View]:
-        """Tables of the kinds of tensors, of norms by layer and of tensors of no layer; curves of norms."""
+        """Views in reading order: tables of the kinds of tensors, of norms by layer and of tensors outside
+        the layers; curves of norms."""
         config, facts, layers, name = self.subject.config, self.facts, self.layers, self.subject.name
         by_layer: dict[int, list[dict[str, Any]]] = {OUTSIDE: []}
         for layer, _, fact in facts:
@@ -232,8 +233,9 @@ class InspectWeights(Workflow):
             ("layer", "low_layer", "d"),
             ("largest", "high", ".3g"),
             ("layer", "high_layer", "d"),
-            title=f"{name}: {total:,} parameters, {config.num_layers} layers, each with",
-            caption=sizes_text.replace("_", " "),
+            title=f"Weights of {name}: {total:,} parameters, {config.num_layers} layers",
+            caption="One row per kind of tensor that layers have: its shape, its smallest and largest "
+            f"Frobenius norm, and the layers with them. Sizes of the model: {sizes_text.replace('_', ' ')}.",
         )
         broken = [fact.name for *_, fact in facts if fact.finite is False]
         more = " …" if len(broken) > 3 else ""
@@ -242,7 +244,8 @@ class InspectWeights(Workflow):
             ("layer", "layer", lambda layer: bold(str(layer))),
             *((short, lambda row, i=i: dash(row[i], ".3g"), str) for i, short in enumerate(self.short)),
             title="Frobenius norm by layer",
-            caption=f"tensors with NaN or infinite entries: {', '.join(broken[:3])}{more}" if broken else "",
+            caption="One row per layer, one column per kind of tensor; – where a layer has none."
+            + (f" Tensors with NaN or infinite entries: {', '.join(broken[:3])}{more}." if broken else ""),
         )
         unit = "root mean square" if self.settings.rms else "Frobenius norm"
         norms = self.norms(rms=self.settings.rms)
@@ -251,7 +254,7 @@ class InspectWeights(Workflow):
         # Norms grow with the number of entries: beside matrices, curves of vectors would lie at 0.
         is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
         kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
-        caption = f"{unit} of the weights as they are stored"
+        caption = f"One curve per kind of tensor: {unit} in each layer, of the weights as they are stored."
         curves = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
         panels = list(map(self._in_families, curves))
         if panels:
@@ -263,8 +266,9 @@ class InspectWeights(Workflow):
             ("shape", lambda fact: _shape(fact["shape"])),
             ("dtype", "dtype"),
             *((key, lambda fact, key=key: dash(fact[key], ".3g"), str) for key in ("norm", "mean", "std")),
-            title="Tensors of no layer",
-            caption="the embedding is also the unembedding (tied)" if config.tie_word_embeddings else "",
+            title="Tensors outside the layers",
+            caption="Norm: Frobenius norm; mean, std: mean and standard deviation of the entries."
+            + (" The embedding is also the unembedding (tied)." if config.tie_word_embeddings else ""),
         )
 
     def _in_families(self, curves: Lines) -> Lines:
@@ -278,7 +282,7 @@ class InspectWeights(Workflow):
         return replace(curves, lines=tuple(replace(line, family=modules[line.name]) for line in curves.lines))
 
     def _range(self, matrix: str, norms: npt.NDArray[Any]) -> dict[str, Any]:
-        """Row of a kind of tensor: shapes, dtypes, and the layers of its smallest and largest norm.
+        """Table row of one kind of tensor: shapes, dtypes, and the layers of its smallest and largest norm.
 
         norms: Frobenius norm by layer, in the order of `layers`.
         """
@@ -302,6 +306,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:
-    """JSON record of a tensor."""
+    """JSON record of a tensor: name, shape, dtype, norm, mean and std."""
     names = ("name", "shape", "dtype", "norm", "mean", "std")
     return {name: getattr(fact, name) for name in names}

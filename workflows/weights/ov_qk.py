@@ -39,13 +39,13 @@ from ..workflow import ModelWorkflow, Nodes, loaded
 __all__ = ["OvQk", "OvQkSettings"]
 
 POSITIONS, OFFSETS = 64, 4
-"""Number of positions of which attention by position alone is computed, and largest distance that is
-listed."""
+"""Number of positions for which attention by position alone is computed, and largest distance from query to
+key that is listed."""
 
 
 @dataclass(frozen=True)
 class OvQkSettings(WeightSettings):
-    """Settings of `ov_qk`."""
+    """Settings of the workflow `ov_qk`: the head shown in full, and how much of it."""
 
     layer: int | None = setting(
         None, "layer of the head shown in full; none: the head of the largest copying score"
@@ -58,7 +58,8 @@ class OvQkSettings(WeightSettings):
 
 
 class OvQk(ModelWorkflow):
-    """Copying scores of all heads, and singular directions of the OV and QK circuits of one head."""
+    """Workflow that scores, from the weights alone, which heads copy tokens, and shows singular directions of
+    one head's OV and QK circuits."""
 
     name = "ov_qk"
     question = "Which heads copy tokens, by their weights alone?"
@@ -111,7 +112,8 @@ class OvQk(ModelWorkflow):
             count = heads_in(config, settings.layer).num_attention_heads
             if settings.head >= count:
                 raise ConfigError(
-                    f"expected a head in 0..{count - 1} of layer {settings.layer}, found {settings.head}"
+                    f"expected a head in 0..{count - 1} of layer {settings.layer}, found {settings.head}; "
+                    "set head to one of these"
                 )
             selection |= {"layer": settings.layer, "head": settings.head}
         nodes: Nodes = {
@@ -134,7 +136,8 @@ class OvQk(ModelWorkflow):
     claim_sources = ("copying",)
 
     def claims(self) -> Iterator[Claim]:
-        """Largest and smallest copying score of all heads, compared with the extremes of every draw."""
+        """Claims about the largest and the smallest copying score of all heads, compared with the extremes of
+        every random draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
         # A head whose matrices are zero, as in a pruned model, has no score.
@@ -153,15 +156,17 @@ class OvQk(ModelWorkflow):
         yield claim(np.nanmin, np.nanargmin, "lowers", "smallest", "below")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: the definition and a limit of copying scores."""
+        """Caption of the claims: what copying scores are, and what they do not show."""
         return (
-            "copying score: sum of the eigenvalues of the full OV circuit divided by the sum of their "
-            "absolute values, from the weights alone; which tokens heads attend to is not measured"
+            "Copying score of a head: sum of the eigenvalues of its full OV circuit (embedding to "
+            "unembedding) divided by the sum of their absolute values. 1: attended tokens raise their own "
+            "logits; -1: they lower them. It is computed from the weights alone; which tokens a head attends "
+            "to is not measured."
         )
 
     def heads(self) -> list[dict[str, Any]]:
-        """Every head, largest copying score first: records with layer, head, copying, ov_norm, top_share, the
-        95 % bounds of its controls and its quantile among them (NaN without controls)."""
+        """Records of all heads, largest copying score first: layer, head, copying, ov_norm, top_share, the 95
+        % bounds of its controls, and its quantile among them (NaN without controls)."""
         copying = self.copying.transpose(..., "draw")
         rows = largest(copying, copying["copying"], None, "copying", "ov_norm", "top_share", "control")
         for row in rows:
@@ -171,7 +176,8 @@ class OvQk(ModelWorkflow):
         return rows
 
     def views(self) -> Iterator[View]:
-        """Copying scores of all heads, singular directions of one head, and attention by position alone."""
+        """Views in reading order: copying scores of all heads, singular directions of one head, and attention
+        by position alone."""
         model, settings = self.subject.name, self.settings
         rows = self.heads()
         shown = rows if len(rows) <= 2 * settings.top else [*rows[: settings.top], *rows[-settings.top :]]
@@ -188,15 +194,14 @@ class OvQk(ModelWorkflow):
             ("norm of OV", "ov_norm", ".3g"),
             ("first direction", "top_share", ".0%"),
             title=f"Heads of {model} with the largest and smallest copying scores",
-            caption=f"random: 95 % of {self.n_controls} draws of the same head writing into random "
-            "directions; quantile: of the head's score among these; first direction: share of OV's squared "
-            "norm in its largest singular value",
+            caption=self._heads_caption(),
             json={**self.subject.about, "heads": rows},
         )
         by_head = Heatmap.of(
             self.copying["copying"].transpose("layer", "head"),
             "Copying score",
-            "1: attending to a token raises its logit; -1: lowers it",
+            "Each cell: copying score of one head, from the weights alone. 1: attending to a token raises "
+            "its own logit; -1: lowers it.",
             sources=("copying",),
             diverging=True,
             low=-1.0,
@@ -209,8 +214,22 @@ class OvQk(ModelWorkflow):
         if "positions" in self.nodes:
             yield self._positions()
 
+    def _heads_caption(self) -> str:
+        """Caption of the table of heads; names the control columns if there are controls."""
+        controls = (
+            f" Random: range of 95 % of {self.n_controls} draws in which the same head writes into "
+            "random directions; quantile: of the head's score among these draws."
+            if self.n_controls
+            else ""
+        )
+        return (
+            "One row per head. Copying: copying score, from -1 (attended tokens lower their own logits) to 1 "
+            f"(they raise them).{controls} Norm of OV: Frobenius norm; first direction: share of OV's "
+            "squared norm in its largest singular value."
+        )
+
     def _directions(self, node: str, circuit: str, sides: tuple[str, str]) -> Table:
-        """Table of the singular directions of a circuit of one head.
+        """Table of the singular directions of the OV or QK circuit of one head.
 
         Arguments:
             node: name of the result.
@@ -233,8 +252,9 @@ class OvQk(ModelWorkflow):
             (sides[0], lambda row: " ".join(format_token(token) for token in row["read"])),
             (sides[1], lambda row: " ".join(format_token(token) for token in row["written"])),
             title=f"Singular directions of {circuit} of L{layer}H{head}{apart}",
-            caption="tokens with the largest projections on each side of a singular direction; share: of the "
-            "squared Frobenius norm",
+            caption=f"One row per singular direction of the head's {circuit} circuit, largest first: the "
+            "tokens with the largest projections on each of its two sides. Share: part of the circuit's "
+            "squared Frobenius norm that the direction holds.",
             sources=(node,),
             json={node: {"layer": layer, "head": head, "directions": directions}},
         )
@@ -253,8 +273,9 @@ class OvQk(ModelWorkflow):
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
             *((f"{k} back" if k >= 0 else f"{-k} ahead", weight_at(k), ".2f") for k in offsets),
             title="Attention by position alone",
-            caption="mean attention weight by distance from query to key, if every token had the mean token "
-            "embedding; sorted by the weight on the previous position",
+            caption="One row per head. Columns: mean attention weight at a distance from query to key, "
+            "computed from the weights as if every token had the mean token embedding. Sorted by the weight "
+            "on the previous position.",
             sources=("positions",),
             json={"positions": heads},
         )

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["denoising_views"]
 
 STEPS, PLACES = 24, 24
-"""Largest number of passes and of masks that are drawn."""
+"""Largest number of forward passes and of masks that are drawn."""
 
 
 def denoising_views(
     subject: Subject, texts: Sequence[str], denoised: xr.Dataset, unchanged: xr.Dataset | None, without: str
 ) -> Iterator[View]:
-    """Views of texts with filled masks, and the first text's most likely token at every mask by pass.
+    """Views of texts whose masks were filled in, and of the most likely token at each mask of the first text
+    in each pass.
 
     Arguments:
         subject: model and tokenizer.
@@ -56,7 +57,9 @@ def denoising_views(
         )
     ]
     yield Tokens(
-        title="Probability of each token",
+        title="Probability of each token that was filled in",
+        caption="Each text is a prompt with its masks filled in; shade: probability of a token in the "
+        "forward pass that filled it in.",
         texts=tuple(shown),
         value_name="probability of the token when it was filled in",
         low=0.0,
@@ -75,8 +78,9 @@ def denoising_views(
             format_probability,
         ),
         title=f"Masks filled in by {subject.name}{without}",
-        caption="mean probability: geometric mean, over the filled-in tokens, of the probability that each "
-        "had in the pass that filled it in",
+        caption="One row per prompt. Passes: number of forward passes, each of which fills in one or more "
+        "masks. Mean probability: geometric mean, over the filled-in tokens, of the probability that each "
+        "had in the pass that filled it in.",
         json={"results": documents},
     )
     yield Table.of(
@@ -86,6 +90,8 @@ def denoising_views(
         ("token", lambda row: bold(format_token(row["token"]))),
         ("probability", "probability", format_probability),
         title=f"Order in which masks were filled in: {_short(texts[0])!r}",
+        caption="One row per mask of the first prompt: the forward pass that filled it in, its position, and "
+        "the probability of the token in that pass.",
         sources=("generation",),
     )
     yield _trace(subject, _of_prompt(denoised, 0), without)
@@ -93,15 +99,18 @@ def denoising_views(
 
 def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
     """Figure of the most likely token at each mask (rows) in each pass (columns), shaded by probability."""
-    positions = np.flatnonzero(filled["step_filled"].values >= 0)
-    shown = positions[:PLACES]
-    cells = filled.isel(position=shown, step=slice(STEPS)).transpose(..., "position", "step")
-    ids = cells["best_id"].values
-    words = [["" if i < 0 else subject.token_labels([i])[0] for i in row] for row in ids]
+    # Tokens that were no masks have -1.
+    masks = np.flatnonzero(filled["step_filled"].values >= 0)
+    shown_masks = masks[:PLACES]
+    cells = filled.isel(position=shown_masks, step=slice(STEPS)).transpose(..., "position", "step")
+    best_ids = cells["best_id"].values
+    n_shown_passes = best_ids.shape[1]
+    # A mask that is filled in has no most likely token in later passes: -1.
+    words = [["" if token < 0 else subject.token_labels([token])[0] for token in row] for row in best_ids]
     panel = Heatmap(
         values=np.exp(cells["best_logprob"].values),
-        rows=tuple(f"position {position}" for position in shown),
-        columns=tuple(map(str, range(ids.shape[1]))),
+        rows=tuple(f"position {position}" for position in shown_masks),
+        columns=tuple(map(str, range(n_shown_passes))),
         row_name="",
         column_name="pass",
         value_name="probability",
@@ -109,23 +118,24 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
         high=1.0,
         texts=tuple(map(tuple, words)),
     )
-    passes = filled.sizes["step"]
+    n_passes = filled.sizes["step"]
     limits = []
-    if len(shown) < len(positions):
-        limits.append(f"the first {len(shown)} of {len(positions)} masks")
-    if ids.shape[1] < passes:
-        limits.append(f"the first {ids.shape[1]} of {passes} passes")
+    if len(shown_masks) < len(masks):
+        limits.append(f"the first {len(shown_masks)} of {len(masks)} masks")
+    if n_shown_passes < n_passes:
+        limits.append(f"the first {n_shown_passes} of {n_passes} passes")
     shown_part = f" Shown are {' and '.join(limits)}." if limits else ""
     return Figure(
         name="denoising",
         title=f"Most likely token of {subject.name} at each mask, by pass{without}",
-        caption=f"Most likely token at every remaining mask, shaded by its probability.{shown_part}",
+        caption="Each cell: the most likely token at one mask (row) in one forward pass (column), as long as "
+        f"the mask is not filled in; shade: its probability.{shown_part}",
         panels=(panel,),
     )
 
 
 def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
-    """Results of one prompt, without padding: its positions and its passes."""
+    """Results of prompt number `row`, without padding: its own positions and passes."""
     prompt = dataset.isel(prompt=row)
     # Token ids past the end of a shorter prompt are -1.
     positions, passes = int((prompt["token_id"] >= 0).sum()), int(prompt["step_filled"].max()) + 1
@@ -133,7 +143,7 @@ def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
 
 
 def _document(subject: Subject, prompt: str, filled: xr.Dataset) -> dict[str, Any]:
-    """JSON record of a prompt: its final text, and every mask in the order in which they were filled in."""
+    """JSON record of a prompt: its final text, and its masks in the order in which they were filled in."""
     # Passes count from 0; tokens that were no masks have -1.
     step_filled, ids = filled["step_filled"].values, filled["token_id"].values
     probabilities = np.exp(filled["logprob"].values)
@@ -160,7 +170,7 @@ def _document(subject: Subject, prompt: str, filled: xr.Dataset) -> dict[str, An
 
 
 def _text(subject: Subject, ids: Any) -> str:
-    """Decoded text without special tokens."""
+    """Decoded text of token ids, without special tokens."""
     return subject.tokenizer.decode([int(token) for token in ids], keep_special=False)
 
 

@@ -50,15 +50,16 @@ if TYPE_CHECKING:
 __all__ = ["Generate", "GenerateSettings"]
 
 FACTS, LINE, LINES = 4, 44, 3
-"""Default prompts of the specimen: number of facts; width in characters and number of complete lines of the
+"""Default prompts of the specimen: number of facts; width in characters, and number of complete lines, of the
 wrapped prose."""
 ROWS, STEPS = 24, 24
-"""Largest number of continuations and of tokens of each that are drawn."""
+"""Largest number of continuations, and of tokens of each, that are drawn."""
 
 
 @dataclass(frozen=True)
 class GenerateSettings(ModelSettings):
-    """Settings of `generate`."""
+    """Settings of the workflow `generate`: the prompts, how tokens are sampled, and which hook points are set
+    to zero."""
 
     prompts: tuple[str, ...] = setting((), "prompts to continue; none: shipped facts and prose")
     max_tokens: int = setting(
@@ -85,7 +86,8 @@ class GenerateSettings(ModelSettings):
 
 
 class Generate(ModelWorkflow):
-    """Continuations of prompts; with hook points set to zero, also those of the unchanged model."""
+    """Workflow that continues prompts, optionally with hook points set to zero; then the unchanged model
+    continues them too."""
 
     name = "generate"
     question = "How does the model continue a prompt?"
@@ -136,25 +138,27 @@ class Generate(ModelWorkflow):
         return encoded(self.subject, text, chat=self.settings.chat)
 
     def _nodes(self, whole: Continuation | Denoising) -> Nodes:
-        """Nodes of an experiment on the unchanged model and, if hook points are set to zero, with them."""
+        """Nodes of an experiment: on the unchanged model and, if hook points are set to zero, with these
+        interventions."""
         if not self.settings.zero:
             return {"generation": self.on_model(whole)}
         ablated = replace(whole, hooks=self._zero_hooks())
         return {"generation": self.on_model(ablated), "unchanged": self.on_model(whole)}
 
     def _require_fitting(self) -> None:
-        """Raises ConfigError for settings that apply only to the other kind of language model."""
+        """Raises ConfigError for settings that do not apply to the model: those of next-token models to
+        masked ones, or the reverse."""
         settings, predicts = self.settings, self.subject.config.predicts_next
         unsupported = ("steps", "order") if predicts else ("stop", "cache", "top_k", "top_p")
         if names := [name for name in unsupported if getattr(settings, name) not in (None, ())]:
             kind = "predicts the next token" if predicts else "fills in masks"
             raise ConfigError(
-                f"expected no {' and no '.join(names)} of {self.subject.name}, which {kind}, found "
-                f"{names[0]}={getattr(settings, names[0])!r}; leave it out"
+                f"expected no {' and no '.join(names)} for {self.subject.name}, which {kind}, found "
+                f"{names[0]}={getattr(settings, names[0])!r}; leave {' and '.join(names)} out"
             )
 
     def _denoising_nodes(self) -> Nodes:
-        """Nodes that fill in the masks of the prompts, or masks appended to them."""
+        """Nodes that fill in the masks of the prompts; masks are appended to prompts without one."""
         settings, subject = self.settings, self.subject
         prompts = tuple(
             tuple(subject.masked(self._encoded(text), settings.max_tokens)) for text in self.texts
@@ -172,7 +176,7 @@ class Generate(ModelWorkflow):
         return self._nodes(whole)
 
     def _zero_hooks(self) -> HookSpec:
-        """Interventions that set the hook points of `zero` to zero."""
+        """Specification of the interventions that set the hook points of `zero` to zero."""
         spec = HookSpec()
         for pattern in self.settings.zero:
             for point in expand(pattern, self.subject.config.hook_points):
@@ -194,7 +198,7 @@ class Generate(ModelWorkflow):
             self._live = None
 
     def _print_token(self, prompt: Sequence[int], new: NewToken) -> None:
-        """Callback of the experiment for each new token."""
+        """Prints a new token while it is generated; the experiment calls it for each."""
         if self._live is not None:
             self._live.show(tuple(prompt), new)
 
@@ -204,8 +208,8 @@ class Generate(ModelWorkflow):
         return self.result("unchanged").load() if self.settings.zero else None
 
     def views(self) -> Iterator[View]:
-        """Continuation of each prompt with the probability of every token; views of `denoising_views` for a
-        masked language model."""
+        """Views in reading order: continuation of each prompt with the probability of every token; for a
+        masked language model those of `denoising_views`."""
         without = f", without {', '.join(self.settings.zero)}" if self.settings.zero else ""
         if not self.subject.config.predicts_next:
             yield from denoising_views(self.subject, self.texts, self.generation, self.unchanged, without)
@@ -213,7 +217,9 @@ class Generate(ModelWorkflow):
         documents = [self._document(row) for row in range(len(self.texts))]
         texts = [text for row in range(len(self.texts)) for text in self._generated_texts(row)]
         yield Tokens(
-            title="Probability of each token",
+            title="Probability of each generated token",
+            caption="Each text continues one prompt; shade: probability that the model gave to a token when "
+            "it was generated.",
             texts=tuple(texts),
             value_name="probability of the token when it was generated",
             low=0.0,
@@ -233,39 +239,48 @@ class Generate(ModelWorkflow):
             ),
             ("ends by", "finish_reason", str),
             title=f"Continuations by {self.subject.name}{without}",
-            caption="mean probability: geometric mean over the generated tokens",
+            caption="One row per prompt. Mean probability: geometric mean, over the generated tokens, of the "
+            "probability that the model gave to each.",
             json={"results": documents},
         )
         yield self._figure(texts, without)
 
     def _figure(self, texts: list[Text], without: str) -> Figure:
         """Figure with a row per continuation and a cell per token, shaded by probability."""
-        shown, rows_per_prompt = texts[:ROWS], 2 if self.settings.zero else 1
-        steps = min(max(len(text.tokens) for text in shown), STEPS)
-        n_missing = [max(0, steps - len(text.tokens)) for text in shown]
-        padded = [np.pad(text.values[:steps], (0, n), constant_values=np.nan)
-                  for text, n in zip(shown, n_missing, strict=True)]  # fmt: skip
+        shown_texts = texts[:ROWS]
+        # With hook points set to zero, the continuation of the unchanged model follows each one.
+        rows_per_prompt = 2 if self.settings.zero else 1
+        n_steps = min(max(len(text.tokens) for text in shown_texts), STEPS)
+        probabilities = np.full((len(shown_texts), n_steps), np.nan)
+        tokens, labels = [], []
+        for row, text in enumerate(shown_texts):
+            n_tokens = min(len(text.tokens), n_steps)
+            probabilities[row, :n_tokens] = text.values[:n_steps]
+            tokens.append((*text.tokens[:n_steps], *[""] * (n_steps - n_tokens)))
+            labels.append(_tail(text.label, 37) if row % rows_per_prompt == 0 else "unchanged")
         cells = Heatmap(
-            values=np.stack(padded),
-            rows=tuple(
-                _tail(text.label, 37) if i % rows_per_prompt == 0 else "unchanged"
-                for i, text in enumerate(shown)
-            ),
-            columns=tuple(map(str, range(steps))),
+            values=probabilities,
+            rows=tuple(labels),
+            columns=tuple(map(str, range(n_steps))),
             row_name="",
             column_name="step",
             value_name="probability",
             low=0.0,
             high=1.0,
-            texts=tuple((*text.tokens[:steps], *[""] * n) for text, n in zip(shown, n_missing, strict=True)),
+            texts=tuple(tokens),
         )
-        shown_part = f" The first {len(shown)} of {len(texts)} rows." if len(shown) < len(texts) else ""
-        caption = f"Generated tokens, shaded by the probability that the model gave them.{shown_part}"
+        caption = (
+            "One row per prompt, one cell per generated token, shaded by the probability that the model gave "
+            "it."
+        )
+        if len(shown_texts) < len(texts):
+            caption += f" Shown: the first {len(shown_texts)} of {len(texts)} rows."
         title = f"Continuations by {self.subject.name}{without}"
         return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 
     def _generated_texts(self, row: int) -> Iterator[Text]:
-        """Generated text of a prompt and, if hook points are set to zero, that of the unchanged model."""
+        """Yields the generated text of prompt `row` and, if hook points are set to zero, that of the
+        unchanged model."""
         for prefix, generated in (("", self.generation), ("unchanged: ", self.unchanged)):
             if generated is not None:
                 continuation = _of_prompt(generated, row)
@@ -341,7 +356,7 @@ def default_prompts(model: str) -> tuple[str, ...]:
 
 
 def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
-    """Results of one prompt, without padding steps."""
+    """Results of prompt number `row`, without padding steps."""
     prompt = dataset.isel(prompt=row)
     return prompt.isel(step=slice(int((prompt["token_id"] >= 0).sum())))
 

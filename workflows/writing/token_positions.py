@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 __all__ = ["TokenPositionsSettings", "TokenPositions"]
 
 TEXT = "The Eiffel Tower is located in Paris, France."
-"""Default text."""
+"""Default text that is tokenized."""
 CHARACTERS = (0, 4, 11, 31, 38, 44)
 """Characters to look up in the default text."""
 SPANS = ("Eiffel Tower=4-16", "Paris=31-36", "France=38-44")
 """Ranges to label in the default text."""
 CONVERTED = (4, 16, 31, 36, 99)
-"""Characters to convert in the default text; 99 is past its end."""
+"""Character indices to convert to token positions in the default text; 99 is past its end."""
 REVERSED = 5
-"""Number of first tokens whose characters are listed in the caption."""
+"""Number of tokens, from the first on, whose characters are listed in the caption."""
 
 
 @dataclass(frozen=True)
 class TokenPositionsSettings(FileSettings):
-    """Settings of `token_positions`."""
+    """Settings of the workflow `token_positions`: the text, and the characters to look up in it."""
 
     text: str = setting(TEXT, "text to tokenize")
     characters: tuple[int, ...] | None = setting(
@@ -58,7 +58,7 @@ class TokenPositionsSettings(FileSettings):
 
 
 class TokenPositions(Workflow):
-    """Tokens of one text, and conversions between characters and token positions.
+    """Workflow that shows the tokens of one text, and converts characters to token positions and back.
 
     Raises:
         ConfigError: a range that is not written as "name=start-end".
@@ -76,14 +76,15 @@ class TokenPositions(Workflow):
         super().__init__(settings)
         self.subject = Subject(settings.reference(model))
         self.encoding = encoded(self.subject, settings.text)
-        is_default = settings.text == TEXT
         word_ranges = words(settings.text)
-        starts = tuple(start for start, _ in word_ranges)
-        named_spans = tuple(f"{settings.text[a:b]}={a}-{b}" for a, b in word_ranges)
-        self.characters = _or_default(settings.characters, CHARACTERS if is_default else starts)
-        spans = _or_default(settings.spans, SPANS if is_default else named_spans)
+        word_starts = tuple(start for start, _ in word_ranges)
+        word_spans = tuple(f"{settings.text[a:b]}={a}-{b}" for a, b in word_ranges)
+        # The defaults of the shipped text; those of any other text are its words.
+        is_shipped = settings.text == TEXT
+        self.characters = _or_default(settings.characters, CHARACTERS if is_shipped else word_starts)
+        spans = _or_default(settings.spans, SPANS if is_shipped else word_spans)
         self.spans = [read_span(span) for span in spans]
-        self.converted = _or_default(settings.convert, CONVERTED if is_default else self.characters)
+        self.converted = _or_default(settings.convert, CONVERTED if is_shipped else self.characters)
         self.labels = self.encoding.label_spans([(name, (start, end)) for name, start, end in self.spans])
         self.nodes = {}
         # No stage runs; the answer is identified by the tokenizer's digest in place of result keys.
@@ -94,8 +95,8 @@ class TokenPositions(Workflow):
         return self
 
     def views(self) -> Iterator[View]:
-        """Tables of tokens, of characters to tokens, of ranges and of converted positions; the text with its
-        tokens."""
+        """Views in reading order: tables of tokens, of characters to tokens, of ranges and of converted
+        positions; the text with its tokens."""
         encoding, text, name = self.encoding, self.settings.text, self.subject.name
         pieces = self.subject.token_texts(encoding.ids)
         digest = self.subject.tokenizer.digest
@@ -122,7 +123,9 @@ class TokenPositions(Workflow):
             ("characters", lambda row: "–" if row["is_special"] else f"{row['start']}-{row['end']}"),
             ("label", lambda row: format_text(row["label"])),
             title=f"Tokens of '{format_text(text)}' by the tokenizer of {name}",
-            caption="characters: half-open range start-end; special tokens that were added cover none",
+            caption="One row per token. Piece: the token as the tokenizer's vocabulary writes it; "
+            "characters: half-open range start-end of the text that the token covers, none for special "
+            "tokens that were added; label: name of the range that the token belongs to.",
             json={"tokens": tokens},
         )
         characters = [
@@ -143,10 +146,12 @@ class TokenPositions(Workflow):
             ("nearest", lambda row: dash(row["fuzzy"]), str),
             ("first at or after", lambda row: dash(row["starts_at_or_after"]), str),
             title="Character to token",
-            caption="exact: the token that covers the character; nearest: that token or, if there is none, "
-            "the nearest one; first at or after: the first token that starts at the character or later. "
-            "Characters that the first tokens cover: "
-            + ", ".join(f"{i}: {a}-{b}" for i, (a, b) in enumerate(char_ranges)),
+            caption="One row per character of the text; other columns are token positions. Exact: the token "
+            "that covers the character; nearest: that token or, if there is none, the nearest one; first at "
+            "or after: the first token that starts at the character or later. Characters that the first "
+            f"{REVERSED} tokens cover: "
+            + ", ".join(f"{a}-{b} (token {i})" for i, (a, b) in enumerate(char_ranges))
+            + ".",
             json={"characters": characters},
         )
         ranges = [
@@ -165,7 +170,8 @@ class TokenPositions(Workflow):
             ("characters", lambda row: f"{row['start']}-{row['end']}"),
             ("tokens", lambda row: ", ".join(map(str, row["tokens"]))),
             title="Tokens of each range",
-            caption="all tokens that overlap the range; the last token of a range has the label NAME_final",
+            caption="One row per named range of characters. Tokens: positions of all tokens that overlap it; "
+            "the last one has the label NAME_final in the table of tokens.",
             json={"ranges": ranges},
         )
         converted = [asdict(position) for position in encoding.convert_positions(self.converted)]
@@ -175,7 +181,9 @@ class TokenPositions(Workflow):
             ("position", lambda row: dash(row["token_idx"]), str),
             ("piece", lambda row: format_token(row["token"] or "–")),
             ("exact", lambda row: "yes" if row["exact_match"] else "nearest", str),
-            title="Characters converted to positions",
+            title="Characters converted to token positions",
+            caption="One row per character index. Position: of the token that covers the character or, if no "
+            "token does, of the nearest one; piece: that token.",
             json={"converted": converted},
         )
         # The last token of a range has a label of its own, but the colour of the range.
@@ -187,13 +195,15 @@ class TokenPositions(Workflow):
         yield Figure(
             name="token_positions",
             title=f"{len(encoding)} tokens of {name}",
-            caption=f"Numbers are token positions.{note}" + (f" Coloured: {coloured}." if coloured else ""),
+            caption=f"The text with the extent of each token; numbers are token positions.{note}"
+            + (f" Coloured: the named ranges {coloured}." if coloured else ""),
             panels=(Strip(text=text, offsets=tuple(encoding.offsets), spans=spans),),
         )
 
 
 def read_span(written: str) -> tuple[str, int, int]:
-    """Parses "name=start-end" into (name, start, end); the name of "start-end" is "start-end" itself.
+    """(name, start, end) of a range written as "name=start-end"; the name of "start-end" is "start-end"
+    itself.
 
     Raises ConfigError for another format.
 
@@ -209,5 +219,5 @@ def read_span(written: str) -> tuple[str, int, int]:
 
 
 def _or_default(value: tuple[Any, ...] | None, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The default in place of None; an empty tuple stays empty."""
+    """The value, or the default for None; an empty tuple stays empty."""
     return default if value is None else value

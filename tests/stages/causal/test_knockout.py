@@ -244,5 +244,7 @@ def test_a_target_of_several_tokens_is_not_read_where_its_own_tokens_are_seen(tm
     save_random_hybrid(tmp_path / "model", "gpt2", 0, tokenizer=False, is_causal=False)
     model, store = Model.from_pretrained(tmp_path / "model"), open_store(tmp_path / "store")
     run(EdgeKnockout(IDS, ((3, 5),), target=(4,)).on(model), store)
-    with pytest.raises(ConfigError, match="predicts the next token, found gpt2, in which every position also"):
+    with pytest.raises(
+        ConfigError, match="predicts the next token, found gpt2, in which every position also"
+    ):
         run(EdgeKnockout(IDS, ((3, 5),), target=(4, 5)).on(model), store)

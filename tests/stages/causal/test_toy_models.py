@@ -109,4 +109,4 @@ def test_a_push_that_cannot_be_seen_has_no_verdict(tmp_path):
     document = found.to_json()
     assert (document["inject_position"], document["label"], document["findings"]) == (0, "no verdict", [])
     assert {one["fate"] for one in document["layer_summaries"]} == {"never away", "out of reach"}
-    assert "no verdict on pushes from 'france is'" in found.shown[0].caption
+    assert "No verdict on pushes from 'france is'" in found.shown[0].caption

@@ -216,7 +216,7 @@ def test_heads_that_are_wider_in_some_layers_are_met_as_they_are(tmp_path):
         model.forward([3, 4], misses)
     with pytest.raises(
         ConfigError,
-        match="the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16",
+        match=r"the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16",
     ):
         model.config.width("z")
 
@@ -232,7 +232,7 @@ def test_what_is_wider_in_some_layers_is_kept_in_no_store(tmp_path):
     hooks = HookSpec().capture("blocks.1.attn.hook_z")
     with pytest.raises(
         ConfigError,
-        match="the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16",
+        match=r"the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16",
     ):
         mizarr.capture(tmp_path / "m", [[3, 4]], hooks, store=store, progress=False)
 
@@ -292,7 +292,11 @@ def test_two_ropes_are_read_as_older_configs_write_them():
         ),
         ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "numbers from 0 to below 1, found"),
         ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or a list"),
-        ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9 layers, .* found no"),
+        (
+            "gemma3n_text",
+            {"num_kv_shared_layers": 9},
+            "a layer of each type before the last 9 layers, .* found no",
+        ),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, r"image tokens only\), found 'all'"),
         (
             "gemma4_text",

@@ -82,7 +82,7 @@ def test_with_an_end_token_every_input_shown_and_counted_has_one(store):
     done = compute("stoicheia_inference", end_token=True, **about)
     assert (done.states["x"][:, -1] == 3).all() and (done.states["x"][:, :-1] < 3).all()
     assert not done.is_exhaustive and int(done.counted["samples"].sum()) == 500
-    with pytest.raises(ConfigError, match="expected a transformer for end_token"):
+    with pytest.raises(ConfigError, match="expected end_token only for a transformer"):
         build("stoicheia_inference", end_token=True)
 
 
@@ -260,7 +260,7 @@ def test_checkpoints_that_cannot_be_are_refused():
         ConfigError, match="multiples of the batch of 1024 inputs, from 0 to 2048, found 1500"
     ):
         build("stoicheia_sweep", trained=[1500, 2048])
-    with pytest.raises(ConfigError, match="expected different trained"):
+    with pytest.raises(ConfigError, match="expected different values of trained"):
         build("stoicheia_sweep", trained=[1024, 1024])
 
 

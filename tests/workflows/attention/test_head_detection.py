@@ -171,7 +171,7 @@ def test_tables_and_figures_show_the_heads_and_name_the_results(found, tmp_path,
     ("given", "error", "message"),
     [
         ({"prompts": [""]}, PromptError, "a token of its own, found only the 1 .* in ''"),
-        ({"length": 400}, PromptError, "length 400; make the block shorter"),
+        ({"length": 400}, PromptError, "found 400; set a smaller length"),
         ({"length": 40}, PromptError, "at most 64 positions"),
         ({"length": 1}, ConfigError, "length to be int of at least 2, found 1"),
         ({"repeats": 1}, ConfigError, "repeats to be int of at least 2"),

@@ -206,8 +206,8 @@ def test_the_specimen_looks_behind_what_it_reads_again(tmp_path):
 
 def test_table_and_figure_show_every_layer_and_name_the_result(done, tmp_path, capsys):
     (path,) = done.render(Console(width=100), tmp_path)
-    printed = capsys.readouterr().out
-    assert "python_doctest (A) and rust_test (B)" in printed and "3 and 2 samples" in printed
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "python_doctest (A) and rust_test (B)" in printed and "over 3 samples of A and 2 of B" in printed
     assert done.to_json()["provenance"]["keys"]["scan"][:12].encode() in path.read_bytes()
 
 

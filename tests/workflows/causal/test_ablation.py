@@ -83,7 +83,7 @@ def test_the_heads_that_count_are_listed_from_the_largest_loss(tiny_model: Path,
     assert first["probability_change"] == pytest.approx(change)
     (path,) = done.render(Console(width=120), tmp_path)
     assert path.name == "ablation.png"
-    assert "KL(unchanged || head ablated)" in capsys.readouterr().out
+    assert "KL(unchanged run || ablated run)" in capsys.readouterr().out
 
 
 def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(tiny_model: Path, tmp_path: Path):
@@ -163,8 +163,8 @@ def test_the_specimen_needs_few_of_its_heads(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"how": "zero", "references": REFERENCES}, "found 2 for how=zero"),
-        ({"how": "resample", "references": REFERENCES}, "found 2 for how=resample"),
+        ({"how": "zero", "references": REFERENCES}, "found 2 with how=zero"),
+        ({"how": "resample", "references": REFERENCES}, "found 2 with how=resample"),
         ({"how": "means"}, "did you mean 'mean'"),
         ({"target": "x", "prompt": None}, "expected a prompt for the target"),
     ],
@@ -195,8 +195,10 @@ def test_facts_of_a_file_are_single_ones_or_the_two_of_a_pair(tmp_path: Path):
     run = [list(each.tokens) for each in more.nodes["facts"].experiment.experiments]
     assert run == [encode(text).ids for text in (*expected, *(one["prompt"] for one in shipped_facts()[:2]))]
     path.write_text(json.dumps([facts[0], {"prompt": "x", "target": ""}]))
-    with pytest.raises(ConfigError, match=r"record 1 of .*: expected target to be a text that is not empty"):
+    with pytest.raises(ConfigError, match=r"record 1 of .*: expected the field target to be a text that"):
         build("ablation", data=str(path))
     path.write_text(json.dumps(facts[:2]))
-    with pytest.raises(ConfigError, match="expected 2 facts in data to choose a head on, found 1 that fit"):
+    with pytest.raises(
+        ConfigError, match="expected 2 facts in data on which to choose and score a head, found 1"
+    ):
         build("ablation", data=str(path))

@@ -97,7 +97,7 @@ def test_the_place_chosen_restores_in_other_facts_what_plain_forwards_say(recall
     found = document["findings"][1]
     site = document["choice"]["mlp_out"]
     assert f"mlp_out of layer {site['layer']} at {site['role']}" in found["claim"]
-    names = ("the subject's last token", "the token after it", "the last token")
+    names = ("the subject's last token", "the token after the subject", "the last token")
     point = f"blocks.{site['layer']}.hook_mlp_out"
     rises = []
     for pair in [
@@ -150,7 +150,7 @@ def test_what_is_found_in_the_prompt_has_the_spread_of_its_noises(recalled):
     site = document["choice"]["mlp_out"]
     places = {
         "the subject's last token": document["subject_positions"][-1],
-        "the token after it": document["subject_positions"][-1] + 1,
+        "the token after the subject": document["subject_positions"][-1] + 1,
         "the last token": len(document["tokens"]) - 1,
     }
     mean, deviation = (

@@ -368,7 +368,7 @@ def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):
 def test_records_without_their_fields_are_named(tmp_path: Path, tiny_model: Path):
     path = tmp_path / "records.json"
     for text, match in (
-        ('[{"original_prompt": "a"}]', r"record 0 .*lacks counterfactual_prompt"),
+        ('[{"original_prompt": "a"}]', r"record 0 .*found a record without counterfactual_prompt"),
         ("{", "JSON list"),
         ("[]", "at least one pair"),
     ):

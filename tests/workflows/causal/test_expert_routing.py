@@ -73,7 +73,7 @@ def test_it_is_told_in_every_form(done, tmp_path):
 
 
 def test_a_model_without_experts_and_texts_that_are_too_long_are_refused():
-    with pytest.raises(ConfigError, match=r"expected a mixture of experts, found specimen \(llama\)"):
+    with pytest.raises(ConfigError, match=r"expected a mixture-of-experts model, found specimen \(llama\)"):
         build("expert_routing", model="specimen")
     with pytest.raises(ConfigError, match="expected texts of at most 512 tokens"):
         build("expert_routing", texts=["word " * 2000])

@@ -153,7 +153,7 @@ def test_random_weights_claim_nothing_of_what_they_do_not_do(seeds, tmp_path):
     ("name", "given", "said"),
     [
         ("circuit_discovery", {"tasks": ["copy"]}, "no task 'copy'; there are facts, ioi"),
-        ("circuit_discovery", {"tasks": ["facts", "facts"]}, "tasks that differ"),
+        ("circuit_discovery", {"tasks": ["facts", "facts"]}, "different tasks, found facts, facts"),
         (
             "circuit_discovery",
             {"tasks": ["ioi"]},
@@ -165,8 +165,8 @@ def test_random_weights_claim_nothing_of_what_they_do_not_do(seeds, tmp_path):
             {"pairs": 5000, "tasks": ["facts"]},
             "expected 10000 pairs .* ask for fewer",
         ),
-        ("circuit_evaluation", {"shares": [0.5]}, "two or more ascending shares"),
-        ("circuit_evaluation", {"shares": [0.00001, 0.00002]}, "two sizes or more of 2188 edges"),
+        ("circuit_evaluation", {"shares": [0.5]}, "two or more ascending numbers above 0"),
+        ("circuit_evaluation", {"shares": [0.00001, 0.00002]}, "two or more sizes in a graph of 2188 edges"),
         ("circuit_evaluation", {"alternative": "none"}, "expected alternative to be corrupted, zero"),
         ("circuit_discovery", {"method": "eap"}, "expected method to be EAP, EAP-IG-inputs"),
     ],

@@ -46,7 +46,7 @@ def test_the_induction_head_says_the_answer_and_hears_the_previous_token_head(co
     assert {each["sender"] for each in heard["a3.h0<v>"]["told"]} >= {"input"}
     first, further, quiet, queries, keys, values = copying.findings.findings
     assert [each.verdict for each in (first, further, keys, values)] == ["beyond chance"] * 4
-    assert "a1.h0, the strongest" in keys.text and "input, the strongest" in values.text
+    assert "a1.h0 (the strongest of" in keys.text and "input (the strongest of" in values.text
     assert [each.verdict for each in (quiet, queries)] == ["no more than chance"] * 2
     assert all(each.held_out for each in copying.findings.findings)
 
@@ -93,7 +93,7 @@ def test_it_is_told_in_every_form(copying, tmp_path):
     assert len(copying.tables()) == 5
     assert [path.name for path in copying.draw(tmp_path)] == ["path_patching_copying.png"]
     page = copying.report(tmp_path / "page.html").read_text()
-    assert "chosen among 43 senders, 36 of them heads" in page
+    assert "Chosen among 43 senders, 36 of them heads" in page
 
 
 def test_maps_of_a_step_have_one_scale_and_the_strongest_head_framed(copying):

@@ -164,7 +164,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path, capsys):
         ([*MAP, "--skip", "lss"], "did you mean 'loss'?"),
         ([*MAP, "--n-layers", "1"], "layer 1, and n_layers=1"),
         ([*MAP, "--prompts", "none.txt"], "expected a file of prompts"),
-        ([*MAP, "--dtype", "float8"], "expected dtype 'bfloat16'"),
+        ([*MAP, "--dtype", "float8"], "expected dtype='bfloat16'"),
     ],
 )
 def test_import_refuses_in_one_line_and_leaves_no_store(states, tmp_path, capsys, arguments, says):

@@ -126,7 +126,7 @@ compute generate --store new --set temperature=NaN -> expected a temperature >= 
 compute generate --store new --set temperature=1 --set top_p=2 -> expected top_p in (0, 1], found 2.0
 compute generate --store new --set max_tokens=0 -> expected max_tokens of at least 1, found 0
 compute generate --store new --set seed=-1 -> expected seed to be int of at least 0, found -1 (int)
-compute generate --store new --set seed=123456789012345678901234567890 -> expected seed to hold numbers up to
+compute generate --store new --set seed=123456789012345678901234567890 -> expected seed of at most
 compute generate --store new --set 'zero=["blocks.9.hook_mlp_out"]' -> there is no hook point
 compute activation_patching --store new --set prompt=a -> expected prompt and corrupted together, or none
 compute activation_patching --store new --set window=0 -> expected window to be int of at least 1, found 0
@@ -134,8 +134,8 @@ compute activation_patching --store new --set 'kinds=["resid_pots"]' -> expected
 compute probe --store new --set 'layers=[99]' -> specimen has layers 0 to 5, found
 compute sae_features --store new --set dictionary=nope -> expected a directory, or a hub reference such as
 compute counterfact_patching --store new --set data=listfacts.json -> record 0 of 'listfacts.json': expected
-compute rwkv_inference --store new --model specimen -> rwkv_inference: expected a recurrent model whose
-explain logit_lens --store nostore -> expected a store of mizarr in
+compute rwkv_inference --store new --model specimen -> rwkv_inference: expected an RWKV model with
+explain logit_lens --store nostore -> expected a store in
 report logit_lens --store new --output folder -> expected a file to write, such as folder/report.html, found
 report logit_lens --store new --output dangling/x.html -> expected a folder for x.html, found the file
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
@@ -154,8 +154,8 @@ import nowhere.npz --model x --store new -> expected a file at 'nowhere.npz', fo
 import text.safetensors --model x --store new -> text.safetensors is not a complete safetensors file: its
 import truncated.safetensors --model x --store new -> truncated.safetensors is truncated: expected 224 bytes,
 import foo.safetensors --model x --store new -> array 'foo': there is no hook point 'foo'; a model lists its
-import data.csv --model x --store new -> expected a .safetensors or .npz file, found 'data.csv'; convert it
-import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found --map 'foo' (see
+import data.csv --model x --store new -> expected files that end in .safetensors or .npz, found 'data.csv';
+import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found 'foo' (see mizarr
 import good.safetensors --model x --skip zzz --store new -> no array is named 'zzz'; there are
 import good.safetensors --model x --n-layers 0 --store new -> expected n_layers of at least 1, found 0
 import good.safetensors --model x --prompts prompts.txt --store new -> expected texts to have one text per

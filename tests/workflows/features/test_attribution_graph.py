@@ -152,7 +152,7 @@ def test_settings_are_those_of_the_graph(given: dict[str, Any], tmp_path: Path):
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"dictionary": None}, "expected transcoders made for .*; set dictionary="),
+    ({"dictionary": None}, "expected transcoders that were trained on .*; name them: dictionary="),
     ({"preset": "gemma2-2b"}, "did you mean 'gemma2-2b-"),
     ({"node_threshold": 1.2}, "node_threshold to be float of at least 0 and at most 1"),
     ({"corpus_tokens": 0}, "expected corpus_tokens to be int of at least 1"),
@@ -188,7 +188,7 @@ def test_presets_name_models_with_their_transcoders():
     assert chosen_preset(AttributionGraphsSettings()) == PRESETS["specimen"]
     chosen = chosen_preset(AttributionGraphsSettings(preset="gemma2-2b-426k", prompt="Paris is in"))
     assert chosen == ("google/gemma-2-2b", "mntss/clt-gemma-2-2b-426k", "Paris is in")
-    with pytest.raises(mizarr.MizarrError, match=r"or preset=llama3\.2-1b-524k"):
+    with pytest.raises(mizarr.MizarrError, match=r"or set preset=llama3\.2-1b-524k"):
         chosen_preset(AttributionGraphsSettings(model="meta-llama/Llama-3.2-1B"))
 
 

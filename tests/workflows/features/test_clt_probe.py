@@ -78,7 +78,7 @@ def test_a_figure_and_a_document_come_out(probe, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"word": "verse"}, "expected a token 'verse' in the prompt"),
+    ({"word": "verse"}, "expected word to be a token of the prompt, found 'verse'"),
     ({"search": "Darrieux"}, "a word that is one token"),
     ({"top": 0}, "expected top to be int of at least 1"),
 ])  # fmt: skip
@@ -88,5 +88,7 @@ def test_what_does_not_fit_is_told(changed, said: str, clt: Path):
 
 
 def test_another_model_needs_a_dictionary(tiny_model: Path):
-    with pytest.raises(mizarr.MizarrError, match=r"expected a dictionary for .*set dictionary="):
+    with pytest.raises(
+        mizarr.MizarrError, match=r"expected a dictionary of features for .*name one: dictionary="
+    ):
         build("clt_probe", model=str(tiny_model), prompt="it was")

@@ -117,5 +117,5 @@ def test_a_figure_and_a_document_come_out(done, tmp_path: Path):
 
 
 def test_a_preset_without_per_layer_transcoders_asks_for_them(settings: dict[str, Any]):
-    with pytest.raises(mizarr.MizarrError, match="set per_layer= a directory"):
+    with pytest.raises(mizarr.MizarrError, match="name some: per_layer=DIRECTORY"):
         build("clt_vs_plt", **settings | {"preset": "gemma2-2b-2.5m", "per_layer": None})

@@ -44,6 +44,6 @@ def test_where_facts_end_they_are_prose_after_the_same_special_tokens():
 )
 def test_a_tokenizer_that_reads_all_that_ships_alike_is_told_in_a_line(workflow, given, checkpoint):
     with pytest.raises(
-        ConfigError, match=r"expected \d+ (other prompts of 5 tokens|general facts) .* ask for fewer"
+        ConfigError, match=r"expected \d+ (unrelated prompts of 5 tokens|general facts) .* ask for fewer"
     ):
         build(workflow, model=checkpoint(), prompt="w1 w2 w3 w4 w5", **given)

@@ -237,7 +237,7 @@ def test_of_a_model_that_knows_no_couplets_nothing_is_claimed_and_it_is_said_why
     vars(done).pop("not_claimed")
     document = done.to_json()
     assert document["findings"] == [] and "verdict" not in document
-    assert "in 0 of 6 pairs to choose on and 0 of 6 to score on" in done.not_claimed
+    assert "in 0 of 6 pairs to choose on and in 0 of 6 pairs to score on" in done.not_claimed
 
 
 # -- the material
@@ -295,10 +295,13 @@ def test_it_is_told_in_every_form(asked, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"pairs": 25}, "expected at most 24 pairs to choose on and as many to score, found pairs=25"),
+        (
+            {"pairs": 25},
+            "expected pairs of at most 24, half of the shipped pairs of couplets, found 25; set pairs=24",
+        ),
         ({"pairs": 0}, "expected pairs to be int of at least 1, found 0"),
         ({"donors": 0}, "expected donors to be int of at least 1, found 0"),
-        ({"pairs": 1}, "1 of 1 pairs to choose on and 1 to score can be asked"),
+        ({"pairs": 1}, "1 of 1 pairs to choose on and 1 to score on"),
         ({"donor": 1}, "did you mean 'donors'?"),
     ],
 )
@@ -312,7 +315,5 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(given, said, capsy
 
 
 def test_a_tokenizer_that_cuts_the_ends_is_refused(tiny_model):
-    with pytest.raises(
-        ConfigError, match="expected a model whose tokens are the ends of couplets, found tiny"
-    ):
+    with pytest.raises(ConfigError, match="last words of couplets are single tokens, found that of tiny"):
         build("couplet_planning", model=str(tiny_model))

@@ -164,7 +164,7 @@ def test_a_file_of_pairs(tmp_path: Path, store: Path):
     ("given", "text", "match"),
     [
         ({"preset": "specimen-pl"}, None, "did you mean 'specimen-plt'"),
-        ({"against": "gemma2-2b-426k"}, None, "expected gemma2-2b-426k to have the pairs of this preset"),
+        ({"against": "gemma2-2b-426k"}, None, "expected the preset gemma2-2b-426k to have the same pairs"),
         ({}, "[]", "found an empty list"),
         ({}, "{", "expected a JSON file"),
         ({}, '[{"prompt": "x"}]', "missing required field `suppress`"),
@@ -184,8 +184,8 @@ def test_what_cannot_be_asked_is_refused_in_one_line(given, text, match, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"site": 40}, r"pair 0: expected a site in 0\.\.12"),
-        ({"site": "sky"}, "pair 0: expected a token 'sky' in the prompt as the site"),
+        ({"site": 40}, r"pair 0: expected the site as a position in 0\.\.12"),
+        ({"site": "sky"}, "pair 0: expected the site to be a token of the prompt, found 'sky'"),
         ({"suppress": []}, "expected features to suppress"),
         ({"inject_word": "hold"}, "begin with different tokens"),
         ({"inject": "0:9999"}, "9999"),

@@ -238,6 +238,6 @@ def test_the_published_protocol_is_what_is_left_at_its_default():
 def test_lines_do_not_go_into_a_file(tmp_path: Path):
     taken = tmp_path / "taken"
     taken.write_text("kept")
-    with pytest.raises(MizarrError, match="expected a folder for the lines of layers"):
+    with pytest.raises(MizarrError, match="expected jsonl to be a folder"):
         build("character_count_helix", jsonl=str(taken), characters=2000)
     assert taken.read_text() == "kept"

@@ -272,9 +272,9 @@ def test_chosen_among_many_on_these_lines_the_null_pays_for_it():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"block": "5-2"}, "a block of layers such as '8-15', first and last, found '5-2'"),
-        ({"blocks": ["all"]}, "such as '8-15', first and last, found 'all'"),
-        ({"blocks": ["1-7"]}, r"layers within 0\.\.5, found layers 1 to 7"),
+        ({"block": "5-2"}, "a block of layers as first-last, such as '8-15', found '5-2'"),
+        ({"blocks": ["all"]}, "such as '8-15', found 'all'"),
+        ({"blocks": ["1-7"]}, r"layers in 0\.\.5, found 1 to 7"),
         ({"depth": 0}, "depth to be int of at least 1, found 0"),
         ({"preset": "anacrusis"}, "did you mean 'anacrousis'"),
         ({"strength": "much"}, "strength to be float"),

@@ -95,15 +95,18 @@ def test_a_feature_of_a_later_layer_is_pushed_where_it_writes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"contrastive": PROMPT}, "either a feature or counterparts"),
+        ({"contrastive": PROMPT}, "either feature, or contrastive or batch_file"),
         ({"feature": None, "dictionary": "specimen/clt"}, "expected a feature of the dictionary"),
         ({"feature": "0:9999"}, "from 0 to 479.*, found 9999"),
         ({"feature": "9:1"}, "9"),
         ({"feature": "many"}, "many"),
         ({"inject_position": "auto"}, "needs a counterpart"),
         ({"dictionary": "specimen/sae"}, "specimen/sae|layer"),
-        ({"batch_file": "x.json", "prompt": None, "target": None}, "either a feature or counterparts"),
-        ({"model": "specimen-rwkv"}, "expected a dictionary for specimen-rwkv, found none"),
+        (
+            {"batch_file": "x.json", "prompt": None, "target": None},
+            "either feature, or contrastive or batch_file",
+        ),
+        ({"model": "specimen-rwkv"}, "expected a dictionary of features for specimen-rwkv, found none"),
     ],
 )
 def test_what_cannot_be_pushed_is_refused_in_one_line(given, match):

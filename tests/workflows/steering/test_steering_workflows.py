@@ -339,7 +339,7 @@ def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_
     np.testing.assert_allclose(null.values[:4], drawn, atol=1e-4)
     share = (1 + (null.values <= claim["effect"]).sum()) / 21
     assert claim["null"]["share_as_large"] == pytest.approx(share)
-    pushed = f"Pushes from {PROMPT!r} away from {OTHER!r} after layers 0 to 1, at strength 1"
+    pushed = f"Pushes from {PROMPT!r} away from {OTHER!r}, added after layers 0 to 1 at strength 1"
     assert claim["sentence"].startswith(pushed)
 
 
@@ -394,7 +394,7 @@ def test_a_batch_answers_every_experiment_and_says_which_cannot_be_run(
     paths = done.render(Console(width=140), tmp_path / "figures")
     assert [path.name for path in paths] == ["steering_convergence_0.png", "steering_convergence_1.png"]
     printed = capsys.readouterr().out
-    assert "seasons" in printed and "left out: bad" in printed
+    assert "seasons" in printed and "Left out: bad" in printed
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,11 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     ("name", "given", "message"),
     [
         ("steering_dose_response", {"layer": 3}, r"layer in 0\.\.2"),
-        ("steering_dose_response", {"layer": 2, "window": 2}, r"layer in 0\.\.1 \(with a window of 2\)"),
+        (
+            "steering_dose_response",
+            {"layer": 2, "window": 2},
+            r"layer, the first of a window of 2, in 0\.\.1",
+        ),
         ("steering_dose_response", {"doses": []}, "expected doses that is not empty"),
         ("steering_dose_response", {"doses": [-1.0]}, "factor >= 0"),
         ("steering_dose_response", {"ratio": 0.0}, "ratio to be float of more than 0"),

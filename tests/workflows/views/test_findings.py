@@ -16,16 +16,18 @@ def test_an_effect_that_no_draw_reaches_is_told_with_its_null():
     found = Claim("injecting L0:1 raises P('x')", 0.5, NULL, spread=(0.4, 0.6), prompts=12, held_out=True)
     assert found.is_beyond_chance
     assert found.sentence == (
-        "Injecting L0:1 raises P('x'): +0.5 (95 % interval over 12 held-out prompts: +0.4 to +0.6). 50 "
-        "features of the same layer: median +0, 95 % of them between -0.095 and +0.095; none reaches this "
-        "effect (p = 0.02)."
+        "Injecting L0:1 raises P('x'): +0.5 (95 % interval over 12 held-out prompts: +0.4 to +0.6). "
+        "Control: 50 features of the same layer; median +0, 95 % of them between -0.095 and +0.095; none "
+        "reaches this effect (p = 0.02)."
     )
 
 
 def test_an_effect_that_draws_reach_is_no_more_than_chance():
     found = Claim("cutting the edge", 0.05, NULL, unit="nats")
     assert not found.is_beyond_chance
-    assert found.sentence.startswith("Cutting the edge: +0.05 nats, no more than chance. 50 features")
+    assert found.sentence.startswith(
+        "Cutting the edge: +0.05 nats, no more than chance. Control: 50 features"
+    )
     assert "13 reach this effect (p = 0.27)" in found.sentence
 
 

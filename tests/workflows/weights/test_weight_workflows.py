@@ -81,7 +81,7 @@ def test_heads_that_are_no_matrices_are_refused_when_the_question_is_asked(tmp_p
     asked = {"model": str(tmp_path / "qwen3")}
     assert build("composition", **asked).modes == ("V",)
     assert "qk" not in build("ov_qk", **asked).nodes
-    with pytest.raises(ConfigError, match="expected modes=V of qwen3, whose queries and keys are normed"):
+    with pytest.raises(ConfigError, match="expected modes=V for qwen3, which has no QK matrix"):
         build("composition", modes=["K"], **asked)
     with pytest.raises(ConfigError, match=r"expected a head in 0\.\.5 of layer 1, found 6"):
         build("ov_qk", layer=1, head=6)
@@ -165,10 +165,10 @@ def test_what_has_no_other_of_its_size_is_measured_and_claims_nothing(store):
     done = compute("evaluate", store=store, **TINY, zero=["blocks.*.hook_mlp_out"])
     found = done.to_json()
     assert len(found["findings"]) == 3 and found["cost"]["text"] > 0.5
-    assert "there is no other choice of layers" in done.shown[0].caption
+    assert "There is no other choice of layers" in done.shown[0].caption
     assert "others_median" not in found["measures"][0]
     few = compute("evaluate", store=store, **TINY, zero=["blocks.3.hook_mlp_out"], draws=2)
-    assert "2 draws cannot give a p-value of 0.05" in few.shown[0].caption
+    assert "2 control interventions cannot give a p-value of 0.05" in few.shown[0].caption
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Fact(NamedTuple):
 
 
 def default_data(subject: Subject, data: Sequence[str]) -> tuple[str, ...]:
-    """Names of files and sources of facts; () for the shipped facts.
+    """Names of the files and sources that facts are read from; () for the shipped facts.
 
     Arguments:
         subject: the model, whose default is used if `data` is empty: the shipped facts for a model that ships
@@ -74,13 +74,13 @@ def default_data(subject: Subject, data: Sequence[str]) -> tuple[str, ...]:
 
 
 def single_facts(subject: Subject, source: str) -> list[dict[str, Any]]:
-    """Facts of a named source: SHIPPED_DATA, or GENERAL, of which those that the model knows."""
+    """Facts of a named source: the shipped facts, or those general facts that the model knows."""
     return shipped_facts() if source == SHIPPED_DATA else subject.general_facts
 
 
 def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
-    """Facts of files and named sources, in their order; the shipped ones if none is named. Raises ConfigError
-    like `read_records`."""
+    """Facts of files and named sources, in their order; the shipped facts if none is named. Raises
+    ConfigError for an invalid file, see `read_records`."""
     facts: list[Fact] = []
     for path in data or (SHIPPED_DATA,):
         if path in (SHIPPED_DATA, GENERAL):
@@ -99,8 +99,9 @@ def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
 
 
 def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
-    """Prompt and target of the settings; without them the first fact of their `data`, or by default the fact
-    of `answers.fact` for a model that ships with mizarr, and the first known general fact for any other.
+    """(prompt, target) to display: those of the settings; without them the first fact of their `data`. By
+    default that of `answers.fact` for a model that ships with mizarr, and the first general fact that any
+    other model knows.
 
     Arguments:
         subject: the model.
@@ -113,7 +114,7 @@ def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
 
 
 def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
-    """Read a JSON list of records.
+    """Records of a JSON file of facts, with checked fields.
 
     Arguments:
         path: path of the file.
@@ -130,14 +131,14 @@ def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
         missing = [name for name in fields if not isinstance(record, dict) or name not in record]
         if missing:
             raise ConfigError(
-                f"record {i} of {path!r}: expected the fields {', '.join(fields)}, it lacks "
-                f"{', '.join(missing)}"
+                f"record {i} of {path!r}: expected the fields {', '.join(fields)}, found a record without "
+                f"{', '.join(missing)}; add what is missing"
             )
         wrong = next((name for name in fields if not _is_text(record[name])), None)
         if wrong is not None:
             raise ConfigError(
-                f"record {i} of {path!r}: expected {wrong} to be a text that is not empty, found "
-                f"{record[wrong]!r}"
+                f"record {i} of {path!r}: expected the field {wrong} to be a text that is not empty, found "
+                f"{record[wrong]!r}; correct it"
             )
     if not listed:
         raise ConfigError(f"expected at least one pair of facts in {path!r}, found none; add a record")
@@ -145,8 +146,8 @@ def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
 
 
 def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list[T]:
-    """The first `count` facts; of a user's and of general facts fewer if there are not so many, but an even
-    number.
+    """The first `count` facts. Of a user's and of general facts there may be fewer, but an even number and at
+    least two.
 
     Arguments:
         facts: facts that fit the model.
@@ -164,8 +165,8 @@ def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list
     if tuple(data) == (GENERAL,):
         source, more = "general facts", ", or give others: data=FILE"
     raise ConfigError(
-        f"expected {2 if data else count} {source} to choose {choice} on, found {len(facts)} that fit the "
-        f"model; ask for fewer: facts=…{more}, or set controls=0 to make no claims"
+        f"expected {2 if data else count} {source} on which to choose and score {choice}, found {len(facts)} "
+        f"that fit the model; ask for fewer: facts=…{more}, or set controls=0 to make no claims"
     )
 
 

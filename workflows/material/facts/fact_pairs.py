@@ -54,7 +54,7 @@ class PairTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class FactPair:
-    """One record of CounterFact, tokenised."""
+    """One pair of facts, tokenized."""
 
     texts: PairTexts
     """Both prompts and their answers."""
@@ -75,14 +75,14 @@ SUBJECTS: Mapping[SubjectRule, str] = {
     "differing": "subject's last token",
     "last_fact": "fact's last token",
 }
-"""Rule for the subject's tokens -> name of what is patched: all tokens in which the prompts differ, the last
-of them, or the last token of the fact (candle-mi)."""
+"""Setting `subject` -> name of what is patched: all tokens in which the prompts differ, the last of them, or
+the last token of the fact (as in candle-mi)."""
 
 
 def fact_pairs(
     subject: Subject, data: Sequence[str], limit: int, *, rule: SubjectRule = "whole"
 ) -> list[FactPair]:
-    """The first pairs of files or of the shipped facts, tokenised.
+    """The first pairs of facts from files, or of the default facts, tokenized.
 
     Arguments:
         subject: the model.
@@ -100,20 +100,18 @@ def pair_records(subject: Subject, data: Sequence[str]) -> list[PairTexts]:
         subject: the model, whose tokenizer decides which shipped and general facts are paired.
         data: files, SHIPPED_DATA or GENERAL; empty for those of `default_data`.
     """
-    return [
-        PairTexts(*(record[name] for name in FIELDS))
-        for path in default_data(subject, data) or (SHIPPED_DATA,)
-        for record in (
-            pairs_of_facts(subject, single_facts(subject, path))
-            if path in (SHIPPED_DATA, GENERAL)
-            else read_records(path)
-        )
-    ]
+    records: list[dict[str, str]] = []
+    for source in default_data(subject, data) or (SHIPPED_DATA,):
+        if source in (SHIPPED_DATA, GENERAL):
+            records += pairs_of_facts(subject, single_facts(subject, source))
+        else:
+            records += read_records(source)
+    return [PairTexts(*(record[name] for name in FIELDS)) for record in records]
 
 
 def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Pairs of facts with equal relation and number of tokens and different answers; each fact is in at most
-    one pair.
+    """Pairs of facts with the same relation, equally many tokens and different answers; each fact is in at
+    most one pair.
 
     Pairs in which both answers are single tokens come first, then those in which the original answer is. If
     only one answer is a single token, its fact is the original.
@@ -123,52 +121,56 @@ def pairs_of_facts(subject: Subject, facts: Sequence[dict[str, Any]]) -> list[di
         relation = fact.get("relation") or relation_of(fact["prompt"], words=2)
         if relation is not None:
             groups[relation, len(ids)].append(fact)
-    order = {fact["prompt"]: i for i, fact in enumerate(facts)}
     pairs = []
     for group in groups.values():
-        waiting: list[dict[str, Any]] = []
+        unpaired: list[dict[str, Any]] = []
         for fact in group:
-            partner = next((o for o in waiting if o["target"] != fact["target"]), None)
+            partner = next((other for other in unpaired if other["target"] != fact["target"]), None)
             if partner is None:
-                waiting.append(fact)
+                unpaired.append(fact)
             else:
-                waiting.remove(partner)
+                unpaired.remove(partner)
                 pairs.append((partner, fact))
 
     answers = [(fact["prompt"], fact["target"]) for pair in pairs for fact in pair]
-    pieces = dict(zip(answers, subject.pieces_of_answers(answers), strict=True))
+    tokens_of = dict(zip(answers, subject.pieces_of_answers(answers), strict=True))
+    order = {fact["prompt"]: i for i, fact in enumerate(facts)}
 
-    def has_several(fact: dict[str, Any]) -> bool:
-        return len(pieces[fact["prompt"], fact["target"]]) > 1
+    def has_several_tokens(fact: dict[str, Any]) -> bool:
+        return len(tokens_of[fact["prompt"], fact["target"]]) > 1
 
     in_order = sorted(pairs, key=lambda pair: order[pair[0]["prompt"]])
-    single_first = [sorted(pair, key=has_several) for pair in in_order]
+    # False sorts first: within a pair, the fact with a single-token answer becomes the original.
+    oriented = [sorted(pair, key=has_several_tokens) for pair in in_order]
+    # Stable: pairs with equally many single-token answers keep the order of their facts.
+    oriented.sort(key=lambda pair: [has_several_tokens(fact) for fact in pair])
     return [
         dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
-        # A stable sort: within each kind, pairs keep the order of their facts.
-        for a, b in sorted(single_first, key=lambda pair: [has_several(fact) for fact in pair])
+        for a, b in oriented
     ]
 
 
 def _tokenised(subject: Subject, texts: PairTexts, rule: SubjectRule) -> FactPair:
+    """A pair of facts as token ids, with the positions of its subject by `rule`."""
     encodings = subject.tokenizer.encode_batch([texts.original, texts.counterfactual])
     # In CounterFact an instruction follows the fact after a blank line.
     end = texts.original.find("\n\n")
     labels = encodings[0].label_spans([("fact", (0, end if end > 0 else len(texts.original)))])
-    ids = [tuple(encoding.ids) for encoding in encodings]
+    original, counterfactual = (tuple(encoding.ids) for encoding in encodings)
     fact = tuple(i for i, label in enumerate(labels) if label != "other")
-    pair = FactTokens(ids[0], ids[1], fact)
+    pair = FactTokens(original, counterfactual, fact)
     pair.check()
+    # (position in the original, position in the counterfactual) of each patched token.
     if rule == "last_fact":
-        places: tuple[tuple[int, int], ...] = ((fact[-1], position_map(pair)[fact[-1]]),)
+        subject_positions: tuple[tuple[int, int], ...] = ((fact[-1], position_map(pair)[fact[-1]]),)
     else:
-        span = differing_span(*ids)
-        places = span if rule == "whole" else span[-1:]
-    return FactPair(texts, replace(pair, subject=places), tuple(labels))
+        differing = differing_span(original, counterfactual)
+        subject_positions = differing if rule == "whole" else differing[-1:]
+    return FactPair(texts, replace(pair, subject=subject_positions), tuple(labels))
 
 
 class PairWorkflow(KnownWorkflow):
-    """A workflow that patches pairs of facts in blocks of layers."""
+    """Base class of workflows that patch pairs of facts in blocks of layers."""
 
     settings: PairSettings
     asked_about = "pairs"
@@ -176,7 +178,8 @@ class PairWorkflow(KnownWorkflow):
     describes_unknown = False
 
     def read_pairs(self) -> dict[str, Any]:
-        """Read pairs and blocks from the settings; returns them as arguments of an experiment."""
+        """Reads pairs and blocks of layers from the settings, and returns them as arguments of an
+        experiment."""
         require_next(self.subject)
         settings, layers = self.settings, self.subject.config.num_layers
         self.pairs = fact_pairs(self.subject, settings.data, settings.limit, rule=settings.subject)
@@ -186,8 +189,8 @@ class PairWorkflow(KnownWorkflow):
         return {"pairs": tuple(pair.tokens for pair in self.pairs), "block_size": self.block_size}
 
     def control_nodes(self) -> Nodes:
-        """Nodes "choice" (the subject patched in other pairs, to select a block), "controls" (patched from
-        unrelated prompts), and the node of known pairs. Empty if controls=0."""
+        """Nodes for the claims: "choice", the subject patched in other pairs, to select a block; "controls",
+        states of unrelated prompts patched; and the ranks of the pairs' answers. Empty if controls=0."""
         settings = self.settings
         if not settings.controls:
             return {}
@@ -196,8 +199,8 @@ class PairWorkflow(KnownWorkflow):
         chosen_on = [pair for pair in candidates if pair.tokens.original not in shown][: settings.others]
         if not chosen_on:
             raise ConfigError(
-                "expected other pairs of facts to choose the block on, found none that fit the model; give "
-                "more in data=…, or set controls=0 to make no claims"
+                "expected pairs of facts, besides those shown, on which to choose a block of layers, found "
+                "none that fit the model; give more pairs: data=FILE, or set controls=0 to make no claims"
             )
         unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
         for number, fact_pair in enumerate(self.pairs):
@@ -217,12 +220,13 @@ class PairWorkflow(KnownWorkflow):
         }
 
     def _asked(self, pair: FactPair) -> AskedPrompt:
-        """The original prompt of a pair and the first token of its answer."""
+        """Question for `AnswerRanks`: the original prompt of a pair, the first token of its answer, and the
+        last position."""
         return pair.tokens.original, self.subject.answer_id(pair.texts.original, pair.texts.target), -1
 
     def _other_records(self) -> list[PairTexts]:
-        """Records of further pairs for selection and scoring: of `data`, or shipped facts without `data`;
-        slightly more records than required."""
+        """Texts of further pairs on which a block is chosen: of `data`, or of shipped facts if `data` has
+        none; slightly more than required."""
         # More than needed: pairs that are shown, and prompts longer than the context, drop out.
         start, count = len(self.pairs), 4 * self.settings.others
         records = pair_records(self.subject, self.settings.data)[start : start + count]
@@ -230,22 +234,22 @@ class PairWorkflow(KnownWorkflow):
         return [r for r in records if self.subject.fits(self.subject.tokenizer.encode(r.original).ids)]
 
     def by_donor(self, values: Any) -> Any:
-        """Values of the node "controls", [pair * donor, …] -> [pair, donor, …], for pairs that the model
-        knows."""
+        """Values of the result "controls" with an axis per unrelated prompt (donor), for pairs that the model
+        knows: [pair * donor, …] -> [pair, donor, …]."""
         by_pair = values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
         return by_pair[self.is_known(SCORED)]
 
     def claimed_pairs(self) -> str:
-        """Numbers of pairs that a block is chosen and scored on, for captions of claims."""
+        """Numbers of pairs on which a block is chosen and scored, as the end of a sentence of captions."""
         counts, _ = self.known_counts
         return (
-            f"{counts[CHOSEN_ON]} other pairs whose answer the model predicts; it is scored on the "
-            f"{counts[SCORED]} pairs of this page whose answer the model predicts"
+            f"{counts[CHOSEN_ON]} other pairs whose answer the model predicts; the choice is scored on the "
+            f"{counts[SCORED]} pairs shown whose answer the model predicts"
         )
 
     @property
     def about(self) -> dict[str, Any]:
-        """Fields of a document on model and blocks."""
+        """JSON fields on the model and its blocks of layers."""
         layers, count = self.subject.config.num_layers, len(self.blocks)
         return {
             "model_id": self.subject.name,
@@ -255,7 +259,7 @@ class PairWorkflow(KnownWorkflow):
         }
 
     def prompts_json(self, i: int, result: Any) -> dict[str, Any]:
-        """Fields of a document on a pair: its prompts, and their most likely next tokens.
+        """JSON fields on pair `i`: its prompts, and the model's most likely next tokens after them.
 
         Arguments:
             i: index of the pair.
@@ -269,5 +273,5 @@ class PairWorkflow(KnownWorkflow):
 
 
 def layers_label(layers: Sequence[int]) -> str:
-    """A block of layers as text: "0-3"."""
+    """A block of layers as text: "0-3", or "2" for a single layer."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

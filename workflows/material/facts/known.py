@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["CHOSEN_ON", "NO_CONTROLS", "SCORED", "KnownWorkflow"]
 
 CHOSEN_ON, SCORED = "to choose on", "to score on"
-"""Names of groups of prompts, in words that follow "8 facts" in messages."""
+"""Names of the groups of prompts that claims need, in words that follow "8 facts" in messages."""
 NO_CONTROLS = "Nothing is claimed, as no control was run (controls=0)."
 NODE = "known"
-"""Name of the node that measures ranks."""
+"""Name of the node, and of its result, that measures the ranks of answers."""
 
 
 class KnownWorkflow(ModelWorkflow):
-    """A workflow whose claims are about prompts that the model knows."""
+    """Base class of workflows whose claims are about prompts that the model knows."""
 
     settings: Any
     """Settings, including those of `ControlSettings`."""
@@ -46,12 +46,12 @@ class KnownWorkflow(ModelWorkflow):
     describes_unknown: ClassVar[bool] = True
     """Whether results without claims are meaningful for prompts that the model does not know."""
     only_claims: tuple[str, ...] = ()
-    """Names of the nodes that only claims need; `plan` sets it."""
+    """Names of the nodes that are needed for claims alone; `plan` sets it."""
     groups: Mapping[str, int]
-    """Number of prompts in each group, by its name: {"to choose on": 8}; set by `known_node`."""
+    """Number of prompts in each group, by name: {"to choose on": 8}; `known_node` sets it."""
 
     def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> Nodes:
-        """The node that measures which prompts the model knows.
+        """Node that measures which prompts the model knows, as {"known": node}.
 
         groups: prompts by the name of their group, which follows "8 facts" in messages: {"to choose on": …}.
             A claim needs KNOWN known prompts in each group.
@@ -75,7 +75,7 @@ class KnownWorkflow(ModelWorkflow):
 
     @property
     def known_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(number of known prompts by group, number of prompts by group)."""
+        """(numbers of known prompts, numbers of all prompts), each by name of the group."""
         return {name: int(self.is_known(name).sum()) for name in self.groups}, dict(self.groups)
 
     @property
@@ -97,16 +97,18 @@ class KnownWorkflow(ModelWorkflow):
         )
 
     def unclaimed(self) -> Findings:
-        """See `Workflow`; the reason is read from the ranks of answers, if these were computed."""
+        """View with the reason why nothing is claimed; its source is the node of the ranks, if there is
+        one."""
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: the node of the ranks, if claims depend on it."""
+        """Node of the ranks of answers, if claims depend on it; `run` computes it before the nodes that only
+        claims need."""
         return {NODE: self.nodes[NODE]} if NODE in self.nodes and self.only_claims else {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: removes nodes that only claims need if nothing can be claimed. Raises ConfigError
-        if the remaining results are not meaningful (`describes_unknown`)."""
+        """Removes the nodes that only claims need if nothing can be claimed. Raises ConfigError if the
+        remaining results would be meaningless (`describes_unknown`). See `Workflow` for the arguments."""
         self.store = store
         vars(self).pop("_ranks", None)
         if self.only_claims and self.not_claimed:

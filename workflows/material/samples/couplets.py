@@ -44,12 +44,13 @@ FAMILIES = (
 """Rhyme families, from the CMU Pronouncing Dictionary; no word is in two of them."""
 
 _FAMILY = {word: number for number, family in enumerate(FAMILIES) for word in family}
-"""Word -> index of its family."""
+"""Rhyming word -> index of its family in FAMILIES."""
 
 
 @dataclass(frozen=True)
 class CoupletPair:
-    """Two lines without their last words, and two last words of the first line from different families."""
+    """Two couplets without their final word that differ only in the last word of the first line, which rhymes
+    differently."""
 
     first: str
     """First line without its last word."""
@@ -61,7 +62,8 @@ class CoupletPair:
     """Alternative last word, of another rhyme family."""
 
     def text(self, end: str) -> str:
-        """Couplet text: the first line completed by a word, the second line without its last word."""
+        """Text of the couplet with a word at the end of its first line, up to the last word of the second
+        line, which is left out."""
         return f"{self.first} {end}\n{self.second}"
 
     @property
@@ -138,4 +140,4 @@ COUPLETS = tuple(CoupletPair(*row) for row in (
     ("In the last house they read", "and Estella with the fire said", "knew", "care"),
 ))
 # fmt: on
-"""All pairs; the last words of first lines cycle through all families."""
+"""All pairs of couplets; the last words of their first lines take all rhyme families in turn."""

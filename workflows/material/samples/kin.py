@@ -18,22 +18,22 @@ from .couplets import COUPLETS, FAMILIES
 __all__ = ["COUPLET", "Kin", "kin_of", "strangers"]
 
 COUPLET = "couplet"
-"""Prompt kind of couplets without their last word."""
+"""Value of the preset's field `kind` for couplets without their last word."""
 
 
 @dataclass(frozen=True)
 class Kin:
-    """Texts related to a prompt."""
+    """Texts of the same kind as a prompt, on which a choice made on the prompt is scored."""
 
     texts: tuple[tuple[str, tuple[int, int] | None], ...]
-    """(text, span in characters of the word that corresponds to the site in the prompt); None for the
-    position as far from the end as the site."""
+    """(text, span in characters of the word at which features are exchanged) of each; None as the span for
+    the position as far from the end as in the prompt."""
     where: str
     """Description of texts and position, as claims name them."""
 
 
 def kin_of(prompt: str, kind: str, word: str) -> Kin:
-    """Texts related to a prompt.
+    """Texts of the same kind as a prompt: other couplets, or other facts with the same relation and answer.
 
     Arguments:
         prompt: the prompt.
@@ -54,15 +54,16 @@ def kin_of(prompt: str, kind: str, word: str) -> Kin:
 
 
 def strangers(prompt: str) -> list[str]:
-    """Shipped facts whose first two words and last word differ from those of the prompt."""
+    """Shipped facts of other relations: their first two words and their last word differ from those of the
+    prompt."""
     begins, ends = _relation(prompt)
     facts = [fact["prompt"] for fact in shipped_facts()]
     return [fact for fact in facts if (of := _relation(fact))[0] != begins and of[1] != ends]
 
 
 def _couplets(prompt: str, word: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Couplets with no word of the answer's rhyme family, whose first lines end on its words in turn, with
-    the span of that word; none for an answer without a family."""
+    """Yields (couplet, span of the end of its first line): couplets whose first line ends on a rhyme of
+    `word`, without any other rhyme of it; none for a word without a rhyme family."""
     family = next((family for family in FAMILIES if word.strip() in family), ())
     prompt_end = prompt.partition("\n")[0].split()[-1]
     ends = [end for end in family if end not in (word.strip(), prompt_end)]

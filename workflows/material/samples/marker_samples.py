@@ -27,7 +27,7 @@ __all__ = ["Conversion", "Placed", "Sample", "place", "read_samples", "repeated_
 SENTENCE = (8, 25)
 """Smallest and largest number of words of the sentences that samples are built from."""
 SAID_AGAIN = 5
-"""Number of repeated words."""
+"""Number of words of a sentence's beginning that are repeated after it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Placed:
-    """A sample with token positions."""
+    """A sample with the token positions of its marker and targets."""
 
     sample: Sample
     """The sample."""
@@ -72,12 +72,12 @@ class Conversion:
     """Characters that no token covers, assigned to the nearest token."""
 
     def to_json(self) -> dict[str, int]:
-        """The four counts."""
+        """The four counts by name, as a JSON object."""
         return asdict(self)
 
 
 def read_samples(path: str, conditions: Sequence[str], *, unit: str) -> tuple[str, list[list[Sample]]]:
-    """Read a corpus file.
+    """Samples of some conditions from a corpus file.
 
     Arguments:
         path: the file.
@@ -111,7 +111,8 @@ def read_samples(path: str, conditions: Sequence[str], *, unit: str) -> tuple[st
 
 
 def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample]]:
-    """Sentences followed by a repetition of their beginning, and controls: beginnings after another sentence.
+    """(samples, controls): sentences followed by a repetition of their beginning, and other sentences
+    followed by the beginning of a sentence.
 
     The marker is the last character; its target is the word that followed the first time, or in controls the
     word at the same place of the other sentence. No sentence is in both lists.
@@ -127,8 +128,8 @@ def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample
     sentences = [part for part in sentences if SENTENCE[0] <= len(part.split()) <= SENTENCE[1]]
     if len(sentences) < 3 * samples:
         raise PromptError(
-            f"expected {3 * samples} sentences of {SENTENCE[0]} to {SENTENCE[1]} words, found "
-            f"{len(sentences)}; ask for fewer samples"
+            f"expected {3 * samples} sentences of {SENTENCE[0]} to {SENTENCE[1]} words in the prose, found "
+            f"{len(sentences)}; ask for fewer samples: samples={len(sentences) // 3}"
         )
     # Every third sentence, so that both lists come from the whole text.
     repeated, control, before_control = (sentences[start : 3 * samples : 3] for start in range(3))
@@ -139,8 +140,8 @@ def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample
 
 
 def place(sample: Sample, encoding: Encoding, counts: Conversion) -> Placed | None:
-    """Convert the characters of a sample to token positions; None if its marker, or every target, lacks a
-    token.
+    """Sample with token positions instead of characters; None if its marker, or every target, is covered by
+    no token.
 
     Arguments:
         sample: the sample.
@@ -163,7 +164,8 @@ def place(sample: Sample, encoding: Encoding, counts: Conversion) -> Placed | No
 
 
 def _with_repetition(name: str, before: str, sentence: str) -> Sample:
-    """A sentence followed by the beginning of `sentence`."""
+    """Sample of a text `before` followed by the beginning of `sentence`; its target is the word of `before`
+    after as many words."""
     again = " ".join(sentence.split()[:SAID_AGAIN])
     code = f"{before} {again}"
     target = len(" ".join(before.split()[:SAID_AGAIN])) + 1
@@ -171,7 +173,8 @@ def _with_repetition(name: str, before: str, sentence: str) -> Sample:
 
 
 def _read(record: Any, condition: str, unit: str) -> Sample:
-    """Check a record of a file and convert its positions to characters."""
+    """Sample of a record of a corpus file, with positions in characters; raises an error for an invalid
+    record."""
     from ....stages.forward.text.tokens import byte_positions, byte_to_char
 
     try:
@@ -186,7 +189,7 @@ def _read(record: Any, condition: str, unit: str) -> Sample:
     if outside := [position for position in positions if not 0 <= position < size]:
         raise PromptError(
             f"sample {name!r} of {condition!r}: expected positions in 0..{size - 1}, found {outside[0]} "
-            f"({unit}); is it of another text?"
+            f"({unit}); correct it, or set unit to what positions count: characters or bytes"
         )
     if unit == "bytes":
         positions = [byte_to_char(code, position) for position in positions]

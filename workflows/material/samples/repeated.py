@@ -27,7 +27,8 @@ often bytes and special tokens, higher ones rare words."""
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Rows that repeat a random block of distinct common tokens."""
+    """Token sequences that repeat a random block of distinct common tokens, and the same with shuffled
+    repetitions."""
 
     rows: list[list[int]]
     """Token ids of each row, starting with the special tokens that the tokenizer puts before every prompt."""
@@ -40,7 +41,7 @@ class RepeatedBlocks:
 
     @classmethod
     def of(cls, subject: Subject, sequences: int, length: int, *, repeats: int = 2, seed: int) -> Self:
-        """Draw rows for a model.
+        """Sequences of random tokens for a model.
 
         Arguments:
             subject: the model, for its tokenizer.
@@ -68,7 +69,7 @@ class RepeatedBlocks:
 def repeated_tokens(
     candidates: npt.NDArray[Any], prefix: list[int], *, sequences: int, length: int, repeats: int, seed: int
 ) -> list[list[int]]:
-    """Rows of a prefix and a repeated random block of distinct tokens.
+    """Token sequences of a prefix and a random block of distinct tokens that occurs `repeats` times.
 
     Arguments:
         candidates: token ids to draw from.
@@ -87,8 +88,8 @@ def repeated_tokens(
     """
     if len(candidates) < length:
         raise PromptError(
-            f"expected a block of at most {len(candidates)} different tokens, found length {length}; make "
-            "the block shorter"
+            f"expected length of at most {len(candidates)}, the number of different tokens to draw a block "
+            f"from, found {length}; set a smaller length"
         )
     rng = np.random.default_rng(seed)
     blocks = [rng.permutation(candidates)[:length].tolist() for _ in range(sequences)]
@@ -108,7 +109,7 @@ def _ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
 
 
 def shuffled(row: list[int], fixed: int, block: int, seed: int) -> list[int]:
-    """A row with tokens permuted within each block.
+    """The token sequence with the tokens of each block in random order.
 
     Arguments:
         row: token ids.

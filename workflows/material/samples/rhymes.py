@@ -28,7 +28,7 @@ class FirstLine:
     text: str
     """The line."""
     target: str
-    """Its last word."""
+    """Last word of the line."""
     family: tuple[str, ...]
     """Words that rhyme with the last word, including itself."""
 
@@ -43,7 +43,7 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class Condition:
-    """An experimental condition: a repeated block of layers, with or without feedback."""
+    """An experimental condition: which layers are run twice, and with what feedback."""
 
     name: str
     """Name of the condition, as published."""
@@ -58,7 +58,7 @@ class Condition:
 
     @property
     def short(self) -> str:
-        """Short form: block and strength, with "+" for sustained feedback."""
+        """Short name for axes: block and strength, with "+" for feedback at every token: "4-5: 100+"."""
         layers = "{}-{}".format(*self.block)
         if self.depth == 1:
             return "plain"
@@ -70,7 +70,7 @@ class Condition:
 
     @property
     def description(self) -> str:
-        """Description in words."""
+        """The condition in words: "layers 4 to 5 with feedback of strength 100 at every token"."""
         start, end = self.block
         if self.depth == 1:
             return "a plain pass"
@@ -83,7 +83,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class RhymePreset:
-    """Lines and conditions for one model."""
+    """First lines and conditions of the experiment for one model."""
 
     model: str
     """Name of the model."""
@@ -114,15 +114,15 @@ def block_of(text: str) -> tuple[int, int]:
     order."""
     first, _, last = text.partition("-")
     if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise ConfigError(f"expected a block of layers such as '8-15', first and last, found {text!r}")
+        raise ConfigError(f"expected a block of layers as first-last, such as '8-15', found {text!r}")
     return int(first), int(last)
 
 
 def conditions_of(
     blocks: Sequence[str], strengths: Sequence[float], sustained: tuple[str, Sequence[float]], depth: int
 ) -> Iterator[Condition]:
-    """All conditions: a plain pass; each block repeated without and with feedback; one block with sustained
-    feedback.
+    """Yields all conditions: a plain pass; each block run repeatedly without and with feedback; one block
+    with feedback at every token.
 
     Arguments:
         blocks: blocks of layers, "first-last".
@@ -216,7 +216,8 @@ PRESETS: Mapping[str, RhymePreset] = {
         sustained=("4-5", (50.0, 100.0)),
         condition="sustained_4-5_s=100.0",
         looked_at=1,
-        selection="block and strength were chosen on other lines, for what the rhyme of another line does",
+        selection="its block and strength were chosen on other lines, by the effect of feeding another "
+        "line's rhyme",
     ),
     "anacrousis": RhymePreset(
         "meta-llama/Llama-3.2-1B",
@@ -226,6 +227,7 @@ PRESETS: Mapping[str, RhymePreset] = {
         sustained=("14-15", (0.5, 1.0, 2.0)),
         condition="unembed_8-15_s=2.0",
         looked_at=27,
-        selection="published as the best of 27 conditions on these very lines, which the share counts",
+        selection="published as the best of 27 conditions on these very lines; p-values are corrected for "
+        "that choice",
     ),
 }

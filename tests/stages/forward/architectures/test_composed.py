@@ -59,7 +59,7 @@ def test_axes_of_several_sizes_are_refused_by_name_and_known_layer_by_layer():
     assert config.sizes_in(None) == {"hidden": 16, "one": 1}
     with pytest.raises(
         ConfigError,
-        match="the axis .head. to have one size in all layers of the model, found the sizes 4 and 6",
+        match=r"the axis .head. to have one size in all layers of the model, found the sizes 4 and 6",
     ):
         config.width("z")
     assert dict(llama().axis_sizes) == llama().sizes_in(1)
@@ -120,7 +120,7 @@ def test_a_narrower_layer_is_a_wide_one_with_zeros():
 def test_parts_of_one_layer_have_one_size_per_axis():
     two = (AttentionSpec(4, 2, 4), AttentionSpec(4, 2, 8))
     with pytest.raises(
-        ConfigError, match="axis .d_head. to have one size in all parts of a layer, found the sizes 4 and 8"
+        ConfigError, match=r"axis .d_head. to have one size in all parts of a layer, found the sizes 4 and 8"
     ):
         LayerSpec(two, MlpSpec(24, "silu"))
 
