@@ -143,7 +143,7 @@ class Checkpoints(Workflow):
         revision."""
         documents, numbers = list(self.documents.values()), dict[str, list[float]]()
         for name in documents[0]:
-            values = [document.get(name) for document in documents]
+            values: list[Any] = [document.get(name) for document in documents]
             if name not in _OF_A_RUN and all(map(_is_number, values)):
                 numbers[name] = [float(value) for value in values]
         return {name: values for name, values in numbers.items() if len(set(values)) > 1}

@@ -67,7 +67,7 @@ class CircuitDiscoverySettings(CircuitSettings):
     def __post_init__(self) -> None:
         if self.effects and self.by_position:
             raise ConfigError(
-                "expected effects=true or by_position=true, found both, which would take an exact run for every "
+                "expected effects=true or by_position=true, found both, which would take a run for every "
                 "edge at every position; leave one out"
             )
 

@@ -331,7 +331,7 @@ class Generation(Sequence[GenerationResult]):
         for (row, layer), part in parts.items():
             layer_index = 0 if layer is None else layers.index(layer)
             sizes = tuple(slice(size) for size in part.shape[1:])
-            padded[(row, slice(len(part)), layer_index, *sizes)] = part
+            padded[row, : len(part), layer_index][(slice(None), *sizes)] = part
         step, *other_dims = self.dims_of(captures[0].point)
         if not layers:
             return xr.DataArray(padded[:, :, 0], dims=("prompt", step, *other_dims), name=variable)

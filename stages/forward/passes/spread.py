@@ -20,6 +20,7 @@ from ....store.arrays import Ints
 from ..architectures.layer_summaries import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..networks.attention import (
+    Weigh,
     attend,
     fused_over_padded,
     limit_to_window,
@@ -180,7 +181,7 @@ class BranchHistory:
             n_padding = 0 if is_unfused else padded_keys(group_q, n_keys) - n_keys
             keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, n_padding)))).to(self._device)
             padded_k, padded_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
-            weigh = unfused_attention if is_narrow else None
+            weigh: Weigh | None = unfused_attention if is_narrow else None
             if n_padding:
                 weigh = fused_over_padded(padded_k, padded_v)
             group_k, group_v = padded_k[:, :, :n_keys], padded_v[:, :, :n_keys]
