@@ -51,7 +51,7 @@ S.capture(P, when="during") -> expected when='after' or when='before', found 'du
 S.capture(P, positions="first") -> expected positions as 'last', a slice such as '::16', or numbers such as
 S.capture(P, positions=1.5) -> expected positions as 'last', a slice such as '::16', numbers, or one bool per
 S.capture(P, positions=None, reduce=5) -> reduce=: expected one of norm, mean, run_mean, logsumexp,
-S.capture(P, positions=slice(None,None,-1)) -> expected a slice that goes forward, found a step of -1
+S.capture(P, positions=slice(None,None,-1)) -> expected positions as a slice with a step of at least 1, found
 S.capture(P, positions=slice("a")) -> positions: expected whole numbers, found 'a'; write a list such as [0,
 S.intervene(P, None) -> expected an intervention such as mizarr.Zero(), found None
 S.intervene(None, Zero()) -> expected a hook point's name, found None; write one such as
@@ -59,7 +59,7 @@ S.intervene("nope", Zero()).bind(m.hook_points) -> there is no hook point 'nope'
 S.gradient_of(None) -> gradient_of: expected a differentiable metric, found None; use LogitDifference,
 S.extend(None) -> expected other as a HookSpec, found None; write
 Zero(positions=(1.5,)) -> Zero: positions: expected whole numbers, found 1.5; write ints, or a list of them
-Zero(heads=(True,)) -> Zero: heads: expected whole numbers, found True; write the numbers that are meant, of
+Zero(heads=(True,)) -> Zero: heads: expected whole numbers, found True; write the numbers of the selected
 Zero(positions=()) -> Zero: expected at least one of positions, found none; leave positions out to mean all
 iv(Zero(positions=(99,))) -> Zero at 'blocks.0.hook_resid_post': expected positions in 0..2 (or negative,
 iv(Zero(heads=(0,))) -> expected a hook point with heads to select, found 'blocks.0.hook_resid_post' with
@@ -107,7 +107,7 @@ Run("one", want="x") -> expected want as mizarr.logits(…), or None, found 'x';
 run(m,None) -> expected runs as a list of mizarr.Run, found None; write [mizarr.Run(prompt)]
 run("specimen",[Run("one")]) -> expected a loaded model, found 'specimen'; load it:
 run(m,[Run("one")],memory=0) -> memory: expected 40,960 bytes for a run of 2 tokens, found only 0; raise
-run(m,[Run("one")],memory=-1) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -1
+run(m,[Run("one")],memory=-1) -> expected --memory (memory=) as a size such as "2GiB" or "500MB", or a number
 run(m,[Run("one")],store=5) -> expected store to be an open store, found 5; write
 gen(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a
 gen([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
@@ -123,9 +123,9 @@ gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all toke
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
 gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write a float
-gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; remove it
-gen(stop=999999) -> expected stop ids in 0..2047, found 999999; remove it
-gen(eos=-1) -> expected eos to hold token ids, found -1; pass eos=() to end at none
+gen(stop=5.5) -> stop: expected texts and token ids, found 5.5; remove it
+gen(stop=999999) -> stop: expected token ids in 0..2047, found 999999; remove it
+gen(eos=-1) -> eos: expected token ids, found -1; pass eos=() to generate past every end token
 gen(cache="yes") -> expected cache=True or cache=False, found 'yes'
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
 gen(on_token=5) -> expected on_token as a function of a NewToken, found 5; pass a function, or
@@ -139,8 +139,8 @@ cap(p=None) -> expected prompts as a text, several texts, token ids ([position] 
 cap(p=[]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or a
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
-cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
-cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
+cap(p=[[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0; convert
+cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; encode it with the tokenizer of
 cap(store=None) -> expected store to be an open store, found None; write
 cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
 cap(storage_dtype="int4") -> expected storage_dtype to be one of float32, float16, bfloat16, float64, int8,
@@ -149,15 +149,15 @@ cap(batch_tokens=1.5) -> expected batch_tokens to be a whole number, found 1.5; 
 cap(segment_tokens=0) -> expected segment_tokens of at least 1, found 0
 cap(segment_tokens=1.5) -> expected segment_tokens to be a whole number, found 1.5; write segment_tokens=1
 cap(memory=0) -> expected memory of at least 1, found 0
-cap(memory=-5) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -5
+cap(memory=-5) -> expected --memory (memory=) as a size such as "2GiB" or "500MB", or a number of bytes,
 cap(memory=None) -> expected memory to be a whole number, found None; write memory=1
 cap(order="layers") -> capture order: expected one of auto, batch, layer, found 'layers'
 cap(device="cuda") -> expected device together with the name of a model,
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1
 cap(codec="gzip") -> expected codec (--codec) among zstd, none, found 'gzip'; leave it out
-cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
-cap(adapter="nowhere") -> expected adapter beside a model's name, found adapter='nowhere' beside a loaded
+cap(backend="jax") -> expected backend together with the name of a model, found backend='jax' together with a
+cap(adapter="nowhere") -> expected adapter together with the name of a model, found adapter='nowhere'
 cap(progress="no") -> expected progress=True or progress=False, found 'no'
 capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout=True or trust_layout=False,
 comp(model="specimen",trust_layout=1) -> expected trust_layout=True or trust_layout=False, found 1
@@ -168,7 +168,7 @@ Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout=Tru
 Model.from_pretrained("specimen",progress="x") -> expected progress=True or progress=False, found 'x'
 store.verify(quick="x") -> expected quick=True or quick=False, found 'x'
 store.gc(dry_run="no") -> expected dry_run=True or dry_run=False, found 'no'
-cap(revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded model; give
+cap(revision="x") -> expected revision together with the name of a model, found revision='x' together with a
 capture(None,["a"],P,store=new) -> expected a model, its hub id or its folder, found None; load it:
 ds.mi.sel(layer=99) -> layers 99 of resid_post were not captured, only 0-5; leave them out, or capture them:
 ds.mi.sel(layer=-1) -> layers -1 of resid_post were not captured, only 0-5; leave them out, or capture them:
@@ -207,7 +207,7 @@ comp(model=m,dtype="float16") -> expected dtype together with the name of a mode
 comp(dtype="fp16") -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 comp(threads=0) -> expected threads of at least 1, found 0
 comp(threads=1.5) -> expected threads to be a whole number, found 1.5; write threads=1
-comp(memory=nan) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found nan
+comp(memory=nan) -> expected --memory (memory=) as a size such as "2GiB" or "500MB", or a number of bytes,
 comp(workers=-1) -> expected workers of at least 0, found -1
 comp(workers="x") -> expected workers to be a whole number, found 'x'; write workers=1
 export(None,"x.npz") -> expected dataset as an xarray.Dataset, found None; write array.to_dataset() for a
@@ -219,12 +219,12 @@ export(ds,"nofolder/x.npz") -> the folder 'nofolder' to export into does not exi
 export(ds,"x.npz",layout="x") -> expected --layout (layout=) 'long' or 'wide', found 'x'
 export(ds,"x.npz",context=0) -> expected context of at least 1, found 0
 export(ds,"y",format="saelens",context=1.5) -> expected context to be a whole number, found 1.5; write
-export(xr.Dataset(),"x.npz") -> expected a dataset with variables, found none; name some to export
-import_activations(None,model="x",store=new) -> expected files as a text or a Path, found None; name a
+export(xr.Dataset(),"x.npz") -> the dataset to export has no variables; name some that are stored with
+import_activations(None,model="x",store=new) -> expected files to be the path of a file or folder, as a text
 import_activations([],model="x",store=new) -> expected activations in , found no arrays; map arrays to their
 import_activations("nowhere.npz",model="x",store=new) -> expected a file at 'nowhere.npz', found none; check
 import_activations("good.safetensors",model=None,store=new) -> expected model to name the model that
-import_activations("good.safetensors",model="x",store=None) -> expected the folder of a store, or its URL,
+import_activations("good.safetensors",model="x",store=None) -> expected the folder or URL of a store as a
 import_activations("good.safetensors",model="x",store=new,names=5) -> expected names as a mapping, found 5;
 import_activations("good.safetensors",model="x",store=new,names={"a":5}) -> no array is named 'a'; there are
 import_activations("good.safetensors",model="x",store=new,tokens=5) -> expected tokens as a list, found 5;
@@ -253,7 +253,7 @@ d.decoder_vector((3,0),target="x") -> features of layer 3 write to layer 3, not 
 d.encode(None) -> expected states by layer, found None; write {3: states}, states of [position, d_in]
 d.encode({}) -> expected the states of at least one layer, found none; the dictionary specimen/sae reads
 d.encode({99:v[None]}) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
-d.encode({3:torch.zeros(2,7)}) -> expected inputs of width 192 for the features of layer 3, found 7; was this
+d.encode({3:torch.zeros(2,7)}) -> expected inputs of width 192 for the features of layer 3, found 7; give
 d.encode({3:None}) -> expected the states of layer 3 as a tensor, found None; write torch.as_tensor(states)
 d.encode({3:torch.zeros(2,192)},zero_positions=-1) -> expected zero_positions of at least 0, found -1
 d.encode({3:torch.zeros(2,192)},zero_positions=1.5) -> expected zero_positions to be a whole number, found
@@ -270,7 +270,7 @@ Corpus("prompts.txt",column=5) -> Corpus: expected column= as the name of a colu
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open
 ActivationLoader([]) -> expected at least one stored run for an ActivationLoader, found an empty
-ActivationLoader(xr.Dataset()) -> this dataset has no record of a stored run; open it with
+ActivationLoader(xr.Dataset()) -> the dataset was not opened from a stored run; open one with
 ActivationLoader(ds,5) -> expected variables as names, found 5; write ['resid_post']
 ActivationLoader(ds,[]) -> expected at least one variable with a row per token to load,
 ActivationLoader(ds,layers=1.5) -> layers: expected whole numbers, found 1.5; write ints, or a list of them
@@ -287,10 +287,10 @@ ActivationLoader(ds,layers=0,skip_positions=-1) -> expected skip_positions to be
 ActivationLoader(ds,layers=0,without=["a"]) -> without: expected whole numbers, found 'a'; write a list such
 ActivationLoader(ds,layers=0,normalise="x") -> normalise= and statistics= belong together, found only one
 ActivationLoader(ds,layers=0,dtype="float64") -> expected 'float32' or 'stored' as the dtype of an
-attribution_graph(m,"specimen/clt","a b",targets=5.5) -> expected targets as ids, strings, or (label, weight,
-attribution_graph(m,"specimen/clt","a b",max_n_logits=0) -> expected max_n_logits of 1 or more and
+attribution_graph(m,"specimen/clt","a b",targets=5.5) -> expected targets as token ids, strings, or (label,
+attribution_graph(m,"specimen/clt","a b",max_n_logits=0) -> expected max_n_logits to be at least 1, and
 attribution_graph(m,"specimen/clt","a b",max_n_logits="x") -> expected max_n_logits to be a whole number,
-attribution_graph(m,"specimen/clt","a b",max_feature_nodes=-1) -> expected max_feature_nodes of 1 or more, or
+attribution_graph(m,"specimen/clt","a b",max_feature_nodes=-1) -> expected max_feature_nodes to be at least 1
 attribution_graph(m,"specimen/clt","a b",max_feature_nodes="x") -> expected max_feature_nodes to be a whole
 m.embedding_vector("nope nope nope") -> expected 'nope nope nope' to be one token of specimen, found ['Ġno',
 m.embedding_vector(99999) -> expected a token id in 0..2047, found 99999

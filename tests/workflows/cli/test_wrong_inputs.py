@@ -48,7 +48,7 @@ file folder --context 4 -> expected files of documents at 'folder', found none; 
 file prompts.txt --context 0 -> '--context': 0 is not in the range x>=1. (see mizarr capture --help)
 file prompts.txt --share nan -> Corpus: expected share= in (0, 1], the share of documents to read, found nan
 file prompts.txt --pack -> Corpus: pack=True (--pack) needs context=, the tokens of a prompt, found none
-file prompts.txt --text --context 4 -> expected files with --context, found --text; give prompts themselves
+file prompts.txt --text --context 4 -> --context is an option for files of documents, but --text says that
 hook blocks.99.hook_resid_post -> specimen has layers 0 to 5, found 'blocks.99.hook_resid_post'; the last one
 hook blocks.-1.hook_resid_post -> there is no hook point 'blocks.-1.hook_resid_post'; did you mean
 hook blocks.0.hook_resid_pots -> there is no hook point 'blocks.0.hook_resid_pots'; did you mean
@@ -59,16 +59,16 @@ hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo' that has a 
 hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1.5' -> metric 'log_probability': expected one
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradient_of: expected a position
-hook grad:blocks.0.hook_resid_post --metric kl -> kl compares with another prompt, found none; add --baseline
-with --at 1 -> --at goes with a metric, found none; add --metric NAME=TOKENS (see mizarr capture
+hook grad:blocks.0.hook_resid_post --metric kl -> the metric kl compares a prediction with that of a baseline
+with --at 1 -> --at is a parameter of the metric, and no metric is named; add --metric NAME=TOKENS (see
 with --positions first -> expected positions as 'last', a slice such as '::16', or numbers such as '0,5,-1',
-with --positions 99 -> expected a selection that keeps a token of some prompt, found positions [99] over
-with --positions ::-1 -> expected a slice that goes forward, found a step of -1
-with --positions 5:2 -> expected a selection that keeps a token of some prompt, found positions '5:2:' over
-with --positions mask.npy -> '--positions': expected an array of numpy in 'mask.npy', found none; write it
-with --positions nowhere.npy -> '--positions': expected a mask in 'nowhere.npy', found no such file (see
+with --positions 99 -> positions [99] (--positions) selects no token: the longest prompt has 2 tokens; choose
+with --positions ::-1 -> expected positions as a slice with a step of at least 1, found step -1
+with --positions 5:2 -> positions '5:2:' (--positions) selects no token: the longest prompt has 2 tokens;
+with --positions mask.npy -> '--positions': expected a numpy array in the file 'mask.npy', found none; write
+with --positions nowhere.npy -> '--positions': expected a file with a mask of tokens, found no file
 with --reduce nrom -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
-with --reduce features: -> expected a directory, or a hub reference such as org/repo, found ''; name one
+with --reduce features: -> expected a directory, or a hub reference such as org/repo, found ''; name the
 with --reduce features:nope -> expected a directory, or a hub reference such as
 hook hook_logits --reduce topk:0 -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10,
 hook hook_logits --reduce topk:99999999 -> expected at most the 2048 logits of specimen, found
@@ -87,19 +87,19 @@ with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see miza
 with --cluster foo -> there is no Dask scheduler at 'foo' (missing port number in address 'foo'); start one
 with --cluster foo --workers 2 -> both a cluster ('foo') and 2 workers of this machine were given; leave out
 with --log nowhere/x.jsonl -> the progress log 'nowhere/x.jsonl' cannot be written (No such file or
-with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
-with --revision v9 -> expected no revision for the directory specimen, found 'v9'; revisions belong to hub ids
-with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
+with --adapter folder -> expected a LoRA adapter in folder, found no adapter_config.json; pass the folder in
+with --revision v9 -> expected no revision for the directory specimen, found 'v9'; leave it out, as only hub
+with --exact -> --exact works with --dry-run only, because a capture itself always counts all prompts; leave
 into a_file -> expected the folder of a store at
 into nostore -> expected a store of mizarr or an empty folder at
 into a_file/sub -> 'a_file/sub' cannot be the folder of a store (Not a directory); name another folder
 into dangling -> expected the folder of a store at
 into s4://bucket/x -> expected a store as a folder, or as a URL that begins with s3://, gs://, az://,
-model specimenn -> specimenn is no directory, and not in the local cache
+model specimenn -> expected a directory or a model in the local cache
 model '' -> expected a model directory, a hub id such as org/name, or one of specimen,
-model folder -> expected a model in folder, found no config.json; give the folder that holds
-model a_file -> expected a model's directory, found the file a_file; give the folder it lies in
-model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
+model folder -> expected a model in folder, found no config.json; name the folder that contains config.json
+model a_file -> expected the directory of a model, found the file a_file; name the folder that contains it
+model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (expected 8 bytes at byte 8,
 compute logit_lens --store new --set prompts='["a"]' --memory 1B -> the step capture needs about
 compute logit_lense --store new -> no workflow 'logit_lense'; did you mean 'logit_lens'?
 compute logit_lens --store new --set promts='["a"]' -> workflow 'logit_lens' has no setting 'promts'; did you
@@ -117,12 +117,12 @@ lens soft_cap=yes -> expected soft_cap to be bool, found 'yes' (str)
 lens dtype=fp16 -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 lens device=5 -> expected device to be str | None, found 5 (int)
 lens model=folder -> expected a model in folder, found no config.json; name the folder that
-lens top_k=3 --set top_k=4 -> '--set': 'top_k' is set twice (see mizarr compute --help)
+lens top_k=3 --set top_k=4 -> '--set': setting 'top_k' is given twice; keep one of them (see mizarr compute
 lens model=specimen --model specimen -> the model is given twice: --model and --set model=…; keep one (see
-lens prompts=a --figures a_file/x -> expected a folder for figure.png, found the file
-lens prompts=a --figures dangling -> expected a folder for figure.png, found the file
+lens prompts=a --figures a_file/x -> cannot write figure.png, because
+lens prompts=a --figures dangling -> cannot write figure.png, because
 lens prompts=a --memory 1 -> the step capture needs about 18 KiB of memory at once, and --memory (memory=)
-compute generate --store new --set temperature=NaN -> expected a temperature >= 0, found nan
+compute generate --store new --set temperature=NaN -> expected a finite temperature >= 0, found nan
 compute generate --store new --set temperature=1 --set top_p=2 -> expected top_p in (0, 1], found 2.0
 compute generate --store new --set max_tokens=0 -> expected max_tokens of at least 1, found 0
 compute generate --store new --set seed=-1 -> expected seed to be int of at least 0, found -1 (int)
@@ -135,19 +135,19 @@ compute probe --store new --set 'layers=[99]' -> specimen has layers 0 to 5, fou
 compute sae_features --store new --set dictionary=nope -> expected a directory, or a hub reference such as
 compute counterfact_patching --store new --set data=listfacts.json -> record 0 of 'listfacts.json': expected
 compute rwkv_inference --store new --model specimen -> rwkv_inference: expected an RWKV model with
-explain logit_lens --store nostore -> expected a store in
-report logit_lens --store new --output folder -> expected a file to write, such as folder/report.html, found
-report logit_lens --store new --output dangling/x.html -> expected a folder for x.html, found the file
+explain logit_lens --store nostore -> expected a store of mizarr in
+report logit_lens --store new --output folder -> cannot write the file folder, because it is a folder; name a
+report logit_lens --store new --output dangling/x.html -> cannot write x.html, because
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
 workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
-stages logit_lense -> no stage or experiment 'logit_lense'; did you mean 'logit_lens'?
+stages logit_lense -> expected the name of a stage or experiment, found 'logit_lense'; did you mean
 ls --store nowhere -> expected a store of mizarr in
 show zzz --store activations -> no key in
 show ../x --store activations -> no key in
 export RUN --to x.csv --store activations -> the suffix of 'x.csv' names no export format; end the name in
 export RUN --to good.safetensors --store activations -> the file to export to, 'good.safetensors', exists
 export RUN --to new.npz --layers 99 --store activations -> run RUN has variable 'resid_post' at layers 0-5,
-export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as 0-5,11, found '5-0' (see
+export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as numbers and ranges such as
 export RUN --to new.npz --variables resid_pots --store activations -> run RUN has no complete variable
 export RUN --to new.npz --context 5 --store activations -> --context (context=) is for formats saelens
 import nowhere.npz --model x --store new -> expected a file at 'nowhere.npz', found none; check the path
@@ -155,16 +155,16 @@ import text.safetensors --model x --store new -> text.safetensors is not a compl
 import truncated.safetensors --model x --store new -> truncated.safetensors is truncated: expected 224 bytes,
 import foo.safetensors --model x --store new -> array 'foo': there is no hook point 'foo'; a model lists its
 import data.csv --model x --store new -> expected files that end in .safetensors or .npz, found 'data.csv';
-import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found 'foo' (see mizarr
+import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found --map 'foo' (see
 import good.safetensors --model x --skip zzz --store new -> no array is named 'zzz'; there are
 import good.safetensors --model x --n-layers 0 --store new -> expected n_layers of at least 1, found 0
 import good.safetensors --model x --prompts prompts.txt --store new -> expected texts to have one text per
 copy nowhere new -> expected a store of mizarr in
-copy activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
-copy activations ./activations/ -> expected a target beside its sources, found './activations/' twice (see
-copy activations new --runs , -> expected starts of keys with --runs, found ','; leave it out (see mizarr
+copy activations activations -> the store 'activations' is both source and target; name another store as the
+copy activations ./activations/ -> the store './activations/' is both source and target; name another store
+copy activations new --runs , -> expected --runs to list the first characters of keys, such as 35be,7a01,
 copy activations new --runs zzz -> no run in
-merge activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
+merge activations activations -> the store 'activations' is both source and target; name another store as the
 verify --store folder -> expected a store of mizarr in
 pin x zzz --store activations -> no key in
 pin ../x KEY --store activations -> expected the name of a pin as letters, digits, '.', '_' and '-', with a
@@ -173,12 +173,12 @@ gc --store nowhere -> expected a store of mizarr in
 gc --grace 1e999h --store activations -> '--grace': expected a duration such as 90s, 24h or 7d, found
 gc --quota inf --store activations -> '--quota': expected a size such as 500MB or 2GiB, found 'inf' (see
 browse --port 99999 --store activations --no-open -> '--port': 99999 is not in the range 0<=x<=65535. (see
-site nostore --store activations -> expected a new or empty folder, or a site that mizarr wrote, found other
+site nostore --store activations -> cannot write a site to nostore, because the folder holds files that
 models inspect folder -> expected a model in folder, found no config.json; name the folder that
 models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (expected 8 bytes
 models fetch a/b/c -> expected a hub id such as org/name, found 'a/b/c'
-features inspect '' -> expected a directory, or a hub reference such as org/repo, found ''; name one
-features fetch '' -> expected a directory, or a hub reference such as org/repo, found ''; name one
+features inspect '' -> expected a directory, or a hub reference such as org/repo, found ''; name the
+features fetch '' -> expected a directory, or a hub reference such as org/repo, found ''; name the dictionary
 features inspect specimen/nope -> expected specimen/clt, specimen/plt, specimen/sae, which ship with mizarr,
 features inspect specimen/sae --read nope -> expected a hook point of TransformerLens or a module of
 features inspect specimen/sae --read '' -> option --read has an empty text as its value; give it a value, or
@@ -194,8 +194,8 @@ train specimen prompts.txt --out new --store new --set seed=-1 -> expected seed 
 train specimen prompts.txt --out new --store new --set features=1e999 -> expected features to be int, found
 train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in the file
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed -1 -> expected seed of at least 0, found -1
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> expected a folder for
-train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads that divide the width 4, found 3
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> cannot write
+train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads to divide the hidden size 4, found
 demo --output a_file/x -> 'a_file/x/store' cannot be the folder of a store (Not a directory); name another
 completion tcsh -> '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'. (see mizarr completion
 """
