@@ -46,6 +46,11 @@ class Reported(Protocol):
         ...
 
     @property
+    def summary(self) -> str:
+        """The main numbers in one sentence, for a workflow without claims; else empty."""
+        ...
+
+    @property
     def caution(self) -> str:
         """Warning shown with results of a model whose layout was trusted without a check; else empty."""
         ...

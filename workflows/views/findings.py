@@ -44,8 +44,10 @@ class Findings(View):
 
     @classmethod
     def of(cls, *findings: Claim, title: str = "What was found", **view_fields: Any) -> Findings:
-        """A view of these claims, with their entry for the JSON document."""
-        document = {"findings": [claim.to_json() for claim in findings]}
+        """A view of these claims, with their entries for the JSON document."""
+        document: dict[str, Any] = {"findings": [claim.to_json() for claim in findings]}
+        if caption := view_fields.get("caption"):
+            document["findings_caption"] = caption
         return cls(findings=findings, title=title, json=document, **view_fields)
 
     def rich(self) -> RichTable:
