@@ -159,7 +159,9 @@ def make_records(root: Path) -> Callable[[], Any]:
     folder.mkdir()
     for n in range(RESUMED):
         files = {layout.path(*cell, n): [layout.file_bytes(1), "sha256:" + "0" * 64] for cell in cells}
-        record = {"segment": n, "cells": [f"resid_post.{layer}" for layer in range(LAYERS)], "files": files}
+        cell_names = [f"resid_post.{layer}" for layer in range(LAYERS)]
+        # "plain" is empty: no shard is compressed.
+        record = {"segment": n, "cells": cell_names, "files": files, "plain": {}}
         (folder / f"{n}.pass.json").write_bytes(sealed(record))
 
     def look() -> None:

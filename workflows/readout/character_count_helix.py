@@ -33,6 +33,7 @@ from ...stages.geometry.character_count import count_geometry, count_sums, decod
 from ...store.errors import ConfigError
 from ..labelled import column, records, stacked
 from ..material.line_corpus import line_corpus
+from ..material.sizes import affordable_characters
 from ..settings import AtLeastTwo, Count, ModelSettings, Natural, preset_of, setting
 from ..subject import read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
@@ -48,8 +49,8 @@ __all__ = ["CharacterCountHelix", "CharacterCountHelixSettings"]
 
 
 CHARACTERS = 24_000
-"""Number of characters of the shipped prose that are read by default: enough to see the helix, computed in
-seconds on a laptop."""
+"""Largest number of characters of the shipped prose that are read by default: enough to see the helix,
+computed in seconds on a laptop for a small model. Larger models read less (material/sizes.py)."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class CharacterCountHelixSettings(ModelSettings):
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
         None,
-        f"number of characters read of each text; 0: all; none: {CHARACTERS:,} of the shipped prose, all of "
-        "other texts",
+        f"number of characters read of each text; 0: all; none: up to {CHARACTERS:,} of the shipped prose, "
+        "fewer for large models, and all of other texts",
     )
     widths: tuple[AtLeastTwo, ...] = setting(
         (30, 40, 50, 60, 70, 80), "line widths to wrap at, in characters"
@@ -135,8 +136,11 @@ class CharacterCountHelix(ModelWorkflow):
             raise ConfigError(f"expected a folder for the lines of layers, found the file {settings.jsonl!r}")
         self.max_count = settings.max_count or max(settings.widths)
         context = settings.context or min(self.subject.config.context_length, 4096)
-        default_length = 0 if settings.text else CHARACTERS
-        max_length = default_length if settings.characters is None else settings.characters
+        max_length = settings.characters
+        if max_length is None:
+            # Every character is read once at each width.
+            times, config = len(settings.widths), self.subject.config
+            max_length = 0 if settings.text else affordable_characters(config, CHARACTERS, times=times)
         texts = [text[: max_length or None] for text in read_texts(settings.text)]
         self.context, self.tokens = context, line_corpus(self.subject, texts, settings.widths, context)
         self.layers = settings.layers or tuple(range(self.subject.config.num_layers))

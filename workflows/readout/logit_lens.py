@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.forward.models.files import SHIPPED
+from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import (
     first_appearance,
     format_probability,
@@ -93,13 +94,10 @@ class LogitLens(ModelWorkflow):
     def _affordable_facts(self) -> int:
         """Number of facts by default: all for a model that ships with mizarr; for any other what reading the
         whole vocabulary after every layer allows."""
-        config = self.subject.config
-        # Two operations per multiply-add, in the product of each state with the unembedding, which dominates
-        # the cost.
-        per_fact = 2.0 * TOKENS * config.num_layers * config.hidden_size * config.vocab_size
-        # Operations instead of seconds: a measured time would give other facts, and other keys, on every
-        # machine.
-        return 0 if self.subject.files.name in SHIPPED else affordable(per_fact, len(self.subject.facts))
+        if self.subject.files.name in SHIPPED:
+            return 0
+        states = float(TOKENS * self.subject.config.num_layers)
+        return affordable(self.subject.config, PassWork(states, logit_rows=states), len(self.subject.facts))
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """Target token id of each token, int [token]: the next token of the prompt, and the answer at the

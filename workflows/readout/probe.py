@@ -27,6 +27,7 @@ from ...store.errors import ConfigError, PromptError, nearest
 from ..labelled import column, records
 from ..material.line_corpus import wrapped_prose
 from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_targets
+from ..material.sizes import affordable_characters
 from ..settings import AtLeastTwo, ModelSettings, Natural, setting
 from ..subject import read_texts
 from ..views import Data, Line, Lines, Table, View, together
@@ -61,7 +62,10 @@ class ProbeSettings(ModelSettings):
     kind: Literal["auto", "label", "number"] = setting(
         "auto", "how labels of the file are predicted: as classes (label), as numbers, or as their type says"
     )
-    text: str = setting("", "file, folder or glob of texts to wrap; none: the prose shipped with mizarr")
+    text: str = setting(
+        "",
+        "file, folder or glob of texts to wrap; none: the prose shipped with mizarr, less for large models",
+    )
     widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     context: Natural = setting(
         0, "number of tokens per prompt of wrapped prose; 0: the model's context, at most 256"
@@ -148,7 +152,10 @@ class Probe(ModelWorkflow):
             check_prompts(list(tokens), config.vocab_size, config.context_length, self.subject.name)
             return tokens, [target]
         context = settings.context or min(config.context_length, 256)
-        tokens = wrapped_prose(self.subject, read_texts(settings.text), settings.widths, context)
+        texts = read_texts(settings.text)
+        if not settings.text:
+            texts = [text[: affordable_characters(config, len(text))] for text in texts]
+        tokens = wrapped_prose(self.subject, texts, settings.widths, context)
         return tokens, wrapped_targets(tokens, settings.targets)
 
     @cached_property

@@ -1,8 +1,8 @@
 """Greater-than: a year that must be later than another (Hanna et al. 2023, "How does GPT-2 compute
 greater-than?").
 
-Needs a tokenizer that splits a year into century and two digits, as GPT-2's does. Corrupted: the year 01,
-after which any other is later.
+Needs a tokenizer that splits a year into century and two digits, as GPT-2's does, or into single digits, as
+Llama's does. Corrupted: the year 01, after which any other is later.
 
 Border: texts; the metric compares probabilities of many tokens.
 """
@@ -76,40 +76,51 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     such a year, and as an answer it counts by the token of its two digits, as in other centuries. Digits that
     no century splits off (of GPT-2 "00") are never counted.
 
+    Tokenizers of newer models (Llama, Gemma, SmolLM) split a year into single digits. There the next token is
+    the digit of the decade: larger digits are later, smaller ones earlier, and the digit of the clean prompt
+    itself, which may begin either, is not counted.
+
     Arguments:
         tokenizer: the model's tokenizer.
         count: number of pairs.
         seed: seed of the draw.
 
     Raises:
-        ConfigError: for a tokenizer that does not split years, or leaves too few pairs.
+        ConfigError: for a tokenizer that splits years otherwise, or leaves too few pairs.
     """
     rng = np.random.default_rng(seed)
-    tokens = {century: _years(tokenizer, century) for century in range(11, 20)}
+    tokens = {century: _endings(tokenizer, century, 2) for century in range(11, 20)}
     # Digits that a century does not split off count by their token in another century.
     years = {year: token for by_year in tokens.values() for year, token in by_year.items()}
-    centuries = [century for century, by_year in tokens.items() if 1 in by_year]
+    n_digits, n_years = 2, len(years)
     if not set(range(1, 100)) <= years.keys():
-        raise ConfigError(
-            "greater_than: expected a tokenizer that cuts years behind their century, found one in which at "
-            f"most {len(years)} of 100 years are a century and one token more; ask another task"
-        )
+        tokens = {century: _endings(tokenizer, century, 1) for century in range(11, 20)}
+        years = {digit: token for by_digit in tokens.values() for digit, token in by_digit.items()}
+        n_digits = 1
+        if len(years) < 10:
+            raise ConfigError(
+                "greater_than: expected a tokenizer that splits a year into its century and two digits, or "
+                f"into single digits, found one in which at most {n_years} of 100 years are a century and one "
+                "token more; choose another task"
+            )
+    centuries = [century for century, endings in tokens.items() if 1 in endings]
     pairs: dict[tuple[int, ...], Pair] = {}
     # Bounded, as a tokenizer may leave fewer distinct pairs than requested.
     for _ in range(50 * count):
         century, span = int(rng.choice(centuries)), str(rng.choice(SPANS))
-        # 2 to 98: later years and years that are not later both exist, and 01 is the corrupted one.
-        year = int(rng.integers(2, 99))
+        # Later years and years that are not later both exist, and 01 is the corrupted one.
+        year = int(rng.integers(2, 99) if n_digits == 2 else rng.integers(10, 90))
         clean, corrupted = (
             tuple(tokenizer.encode(_text(span, century, other_year)).ids) for other_year in (year, 1)
         )
+        ending = year if n_digits == 2 else year // 10
         # The answer must be one token in this century, and both prompts align position by position.
-        if year in tokens[century] and len(clean) == len(corrupted):
-            year_tokens = {**years, **tokens[century]}
-            later = tuple(year_tokens[other_year] for other_year in range(year + 1, 100))
-            earlier = tuple(
-                year_tokens[other_year] for other_year in range(year + 1) if other_year in year_tokens
-            )
+        if ending in tokens[century] and len(clean) == len(corrupted):
+            by_ending = {**years, **tokens[century]}
+            later = tuple(by_ending[other] for other in sorted(by_ending) if other > ending)
+            # The year itself is not later; its decade alone does not say.
+            last_earlier = ending if n_digits == 2 else ending - 1
+            earlier = tuple(by_ending[other] for other in sorted(by_ending) if other <= last_earlier)
             pairs.setdefault(clean, Pair(clean, corrupted, ProbabilityDifference(later, earlier)))
         if len(pairs) == count:
             return list(pairs.values())
@@ -123,8 +134,10 @@ def _text(span: str, century: int, year: int) -> str:
     return f"The {span} lasted from the year {century}{year:02d} to the year {century}"
 
 
-def _years(tokenizer: Tokenizer, century: int) -> Mapping[int, int]:
-    """{year of the century: token id of its two digits}, for the years whose digits are one token."""
+def _endings(tokenizer: Tokenizer, century: int, n_digits: int) -> Mapping[int, int]:
+    """{the first digits of a year after its century: their token id}, of those that are one token."""
     prompt = _text(SPANS[0], century, 1)
-    tokens = {year: next_token(tokenizer, prompt, f"{year:02d}") for year in range(100)}
-    return {year: token for year, token in tokens.items() if token is not None}
+    tokens = {
+        ending: next_token(tokenizer, prompt, f"{ending:0{n_digits}d}") for ending in range(10**n_digits)
+    }
+    return {ending: token for ending, token in tokens.items() if token is not None}

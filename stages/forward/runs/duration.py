@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
@@ -24,6 +24,9 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from ....pipeline.nodes import Estimate
 from ....pipeline.reasons import scaled_seconds
 from ..models.source import ModelSource
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Architecture
 
 __all__ = ["PassWork", "expected_duration", "load_seconds", "pass_seconds"]
 
@@ -54,6 +57,18 @@ class PassWork:
     """Tokens whose logits are computed."""
     written: float = 0.0
     """Bytes stored."""
+
+    def operations(self, config: Architecture) -> float:
+        """Floating-point operations of the matrix products, two for each multiply-add.
+
+        Arguments:
+            config: architecture of the model. Behind the transformers bridge its matrices are not known;
+                they are taken for 12 * hidden² weights per layer (attention 4, MLP 8), as in GPT-2.
+        """
+        counts, hidden = config.weight_counts, config.hidden_size
+        per_layer = 12 * hidden**2 if counts is None else counts.in_layers / max(config.num_layers, 1)
+        head = hidden * config.vocab_size if counts is None else counts.head
+        return 2.0 * (self.layer_positions * per_layer + self.logit_rows * head)
 
 
 def expected_duration(
@@ -95,12 +110,10 @@ def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
     """
     if source.device is not None and source.device != "cpu":
         return None
-    config, counts = source.config, source.config.weight_counts
-    if counts is None:
+    config = source.config
+    if config.weight_counts is None:
         return None
-    per_layer = counts.in_layers / max(config.num_layers, 1)
-    # A multiplication and an addition per weight and row.
-    products = 2 * (work.layer_positions * per_layer + work.logit_rows * counts.head)
+    products = work.operations(config)
     # 4 bytes a number, as in float32.
     moved = 4 * ACTIVATION_PASSES * config.axis_sizes["hidden"] * work.layer_positions
     return products / product_rate() + moved / BANDWIDTH + work.written / WRITE_RATE

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.forward.edges.layout import Layout
@@ -59,6 +60,50 @@ def test_what_is_left_by_pruning_lies_on_a_way_from_the_input_to_the_logits(seed
     }
     assert set(circuit.pruned().edges) == wanted
     assert circuit.pruned().pruned() == circuit.pruned()
+
+
+def taken_one_by_one(layout, magnitude, size):
+    """Edges in the order of a priority queue: each time the largest |score| into a node of the circuit."""
+    queue, queued, joined, order = [], set(), set(), []
+
+    def join(position, node):
+        joined.add((position, node))
+        for place in np.argwhere(magnitude > -np.inf):
+            at, source, destination = map(int, place)
+            is_read = at == position or (at < position and layout.is_seen_later[destination])
+            if layout.owner[destination] == node and is_read and (at, source, destination) not in queued:
+                queued.add((at, source, destination))
+                heapq.heappush(queue, (-magnitude[at, source, destination], at, source, destination))
+
+    join(len(magnitude) - 1, -1)
+    while queue and len(order) < size:
+        _, at, source, destination = heapq.heappop(queue)
+        order.append((at, source, destination))
+        if (at, source) not in joined:
+            join(at, source)
+    return order
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([1, 3, 100]),
+    st.sampled_from([TWO, PARALLEL, Layout(3, (False,))]),
+)
+def test_greedy_takes_edges_as_a_priority_queue_does(seed, positions, n_scores, layout):
+    """Also where many scores are equal, or zero."""
+    rng = np.random.default_rng(seed)
+    whole = Circuit.whole(layout, positions)
+    scores = rng.integers(-n_scores, n_scores, whole.chosen.shape).astype(float)
+    magnitude = np.where(whole.chosen, np.abs(scores), -np.inf).reshape(-1, *layout.edges.shape)
+    order = taken_one_by_one(layout, magnitude, len(whole))
+    for size in (0, 1, 5, len(order) // 2, len(order)):
+        chosen = np.zeros_like(magnitude, np.bool_)
+        for place in order[:size]:
+            chosen[place] = True
+        expected = Circuit(layout, chosen.reshape(whole.chosen.shape))
+        assert Circuit.greedy(layout, scores, size) == expected
 
 
 def test_selections_on_paper():
