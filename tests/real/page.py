@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -311,6 +312,8 @@ def main() -> None:
     parser.add_argument("--workflows", default=",".join(WORKFLOWS), help="names, separated by commas")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
     options = parser.parse_args()
+    # As by Ctrl-C: the process that is asked ends with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         paths = [fetch(model) for model in MODELS]
     except DownloadError as error:

@@ -113,8 +113,9 @@ class Heatmap(View):
     def inches(self) -> tuple[float, float]:
         """Size of labels and cells; cells with text are wider. See `View.inches`."""
         rows, columns = self.values.shape
-        cell = 0.82 if self.texts else 0.44 if self.numbers else 0.36 if _is_long(self.columns) else 0.3
-        tall = 0.34 if self.texts or self.numbers else 0.28
+        numbers = self._writes_numbers
+        cell = 0.82 if self.texts else 0.44 if numbers else 0.36 if _is_long(self.columns) else 0.3
+        tall = 0.34 if self.texts or numbers else 0.28
         square = self.row_name == self.column_name and columns > 16
         across, down = max(2.2, cell * columns), max(1.4, tall * rows)
         below = 0.9 if _is_long(self.columns) else 0.5
@@ -154,6 +155,11 @@ class Heatmap(View):
         self._write(axes, low, high)
         paper.bar(axes, image, f"{self.value_name}, {self.unit}" if self.unit else self.value_name)
 
+    @property
+    def _writes_numbers(self) -> bool:
+        """Whether a figure writes `numbers` into the cells: there are few enough to be read."""
+        return bool(self.numbers) and max(self.values.shape) <= 16
+
     def _colour_range(self) -> tuple[float, float]:
         """(low, high) end of the colour scale, by the same rule as the page's JavaScript."""
         finite = self.values[np.isfinite(self.values)]
@@ -173,7 +179,7 @@ class Heatmap(View):
             low: Lower end of the colour scale.
             high: Upper end of the colour scale.
         """
-        if not self.texts and not (self.numbers and max(self.values.shape) <= 16):
+        if not self.texts and not self._writes_numbers:
             return
         framed_cells = {frame[:2] for frame in self.framed if frame[:2] == frame[2:]}
         room = max(4, int(13.5 * self.inches()[0] / (self.values.shape[1] + 2)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 10
+DRAWING = 11
 """Version of the drawings: increased when their appearance changes, so that existing files are redrawn."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
