@@ -1,56 +1,21 @@
-"""Workflows asked about a model, each in a process of its own, whose processor time and peak memory count.
+"""Workflows asked about a model, each in a process of its own, with a record of what became of it.
 
-A process is `mizarr compute WORKFLOW --model FILE --store STORE --json`, as a user types it. What became of
-it is a record beside the store, from which an interrupted run goes on: a workflow is asked again if mizarr's
-sources changed, if its results are no longer in the store, or if it failed, was interrupted, or was stopped
-at a lower limit. Costs belong to the keys of the results: a process that finds them stored does not change
-them.
+A process is `mizarr compute WORKFLOW --model FILE --store STORE --json`, as a user types it. Its record lies
+beside the store, and an interrupted run goes on from there: a workflow is asked again if mizarr's sources
+changed, if its results are no longer in the store, or if it failed, was interrupted, or was stopped at a
+lower limit than the present one. Costs belong to the keys of the results: a process that finds them stored
+leaves the costs as they are.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import json
-import os
-import platform
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mizarr
-
-ROOT = Path(mizarr.__file__).parent
-ROOMS = ("store", "pipeline", "stages", "workflows")
-PACKAGES = ("torch", "numpy", "zarr", "xarray")
-WALL = 6
-"""Seconds by the clock that a process may take per second of its limit, on a machine with other work."""
-REFUSED = 2
-"""Exit code of `mizarr` for a question that makes no sense for a model."""
-
-Outcome = Literal["answered", "refused", "failed", "stopped", "interrupted"]
-"""answered: results are stored; refused: exit code 2 and one line; failed: any other exit code; stopped: at
-the limit; interrupted: the process began and its end was not seen."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process that asked a workflow."""
-
-    outcome: Outcome
-    """What became of it."""
-    processor_seconds: float = 0.0
-    """Processor time, user and system, of the process and its children; 0 if its end was not seen."""
-    peak_bytes: int = 0
-    """Largest resident memory; 0 if its end was not seen."""
-    message: str = ""
-    """Last line on stderr of a process that did not answer."""
+from tests.real.processes import Outcome, Process, machine, measured, sources, versions
 
 
 @dataclass(frozen=True)
@@ -65,13 +30,13 @@ class Record:
     """Digest of mizarr's sources."""
     limit: int
     """Largest processor time of the process, in seconds."""
-    processes: tuple[Process, ...] = ()
+    processes: tuple[Process, ...]
     """Processes that it took to compute the results, oldest first."""
-    keys: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str]
     """Key of each result."""
-    machine: str = ""
+    machine: str = field(default_factory=machine)
     """Processor, number of cores and memory."""
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
     """Versions of Python and of packages."""
 
     @property
@@ -155,17 +120,21 @@ class Asked:
         is_stored = old is not None and self._is_stored(old)
         if old is not None and self._holds(old, is_stored):
             return old
-        goes_on = old is not None and old.outcome in ("failed", "stopped", "interrupted")
+        goes_on = old is not None and old.outcome in ("failed", "stopped")
         earlier = old.processes if old is not None and goes_on else ()
-        record = Record(workflow, self.name, sources(), self.limit, machine=machine(), versions=versions())
-        # Written before the process starts: after a kill, the record says that costs are missing.
-        replace(record, processes=(*earlier, Process("interrupted"))).write(path)
+        # There while the process runs; one that is found was left by a program that was killed.
+        mark = path.with_suffix(".started")
+        if mark.exists():
+            earlier = (*earlier, Process("interrupted"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
         process, keys = self._process(workflow)
         if process.outcome == "answered" and old is not None and is_stored and keys == old.keys:
-            record = replace(old, sources=record.sources, limit=self.limit)
+            record = replace(old, sources=sources(), limit=self.limit)
         else:
-            record = replace(record, processes=(*earlier, process), keys=keys)
+            record = Record(workflow, self.name, sources(), self.limit, (*earlier, process), keys)
         record.write(path)
+        mark.unlink()
         return record
 
     def _is_stored(self, record: Record) -> bool:
@@ -209,86 +178,3 @@ class Asked:
         log = self.path("logs", workflow, ".figures.txt")
         measured([*words, "--figures", str(folder)], log.with_suffix(".json"), log, self.limit)
         return next(folder.glob(f"{figure}*.png"), None)
-
-
-def measured(words: Sequence[str], output: Path, log: Path, limit: int) -> Process:
-    """Run a command of mizarr in a process, and measure it.
-
-    Arguments:
-        words: arguments of `mizarr`.
-        output: file for stdout.
-        log: file for stderr.
-        limit: largest processor time, in seconds.
-    """
-    for path in (output, log):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    # Set by the process itself: a function between fork and exec is not safe beside threads.
-    code = (
-        "import resource\n"
-        f"resource.setrlimit(resource.RLIMIT_CPU, ({limit}, resource.getrlimit(resource.RLIMIT_CPU)[1]))\n"
-        "from mizarr.workflows.cli import main\nmain()"
-    )
-    with output.open("wb") as out, log.open("wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            stdout=out,
-            stderr=err,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-            start_new_session=True,  # a group of its own, which can be killed as a whole
-        )
-        is_late = threading.Event()
-
-        def stop() -> None:
-            is_late.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
-        timer = threading.Timer(WALL * limit, stop)
-        timer.start()
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        finally:
-            timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)  # `Popen` cannot find it after wait4
-    seconds = round(usage.ru_utime + usage.ru_stime, 1)
-    # Kibibytes on Linux, bytes on macOS.
-    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if is_late.is_set():
-        return Process("stopped", seconds, peak, f"stopped after {WALL * limit} s by the clock")
-    if process.returncode == -signal.SIGXCPU:
-        return Process("stopped", seconds, peak, f"stopped at its limit of {limit} s of processor time")
-    if process.returncode == 0:
-        return Process("answered", seconds, peak)
-    lines = log.read_text("utf-8", errors="replace").splitlines()
-    outcome: Outcome = "refused" if process.returncode == REFUSED else "failed"
-    return Process(outcome, seconds, peak, lines[-1] if lines else f"exit code {process.returncode}")
-
-
-@cache
-def sources() -> str:
-    """Digest of mizarr's sources: code and the data that it reads."""
-    digest = hashlib.sha256()
-    paths = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.*")))
-    for path in (path for path in paths if path.suffix in (".py", ".json")):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def machine() -> str:
-    """Processor, number of cores and memory of this machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{name}, {os.cpu_count()} cores, {memory / 2**30:.0f} GiB, {platform.system()}"
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that compute."""
-    here = {"Python": platform.python_version(), "mizarr": mizarr.__version__}
-    return here | {name: importlib.metadata.version(name) for name in PACKAGES}

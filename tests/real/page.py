@@ -21,8 +21,9 @@ from typing import Any
 
 from mizarr.store.errors import DownloadError
 from mizarr.workflows import WORKFLOWS, kind_of
-from tests.real.asking import ROOT, Asked, Record
+from tests.real.asking import Asked, Record
 from tests.real.models import GEMMA3, MODELS, SMOLLM2, fetch
+from tests.real.processes import ROOT
 
 PAGE = ROOT / "docs" / "real-models.md"
 FIGURES = "figures/real"
