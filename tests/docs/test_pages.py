@@ -14,7 +14,13 @@ from tests.docs.pages import Block, blocks, difference, is_close, matches, run_b
 pytestmark = pytest.mark.wide
 
 ROOT = Path(mizarr.__file__).parent
-GENERATED = ("reference/api/", "reference/cards/", "reference/settings.md", "changelog.md")
+GENERATED = (
+    "reference/api/",
+    "reference/cards/",
+    "reference/settings.md",
+    "changelog.md",
+    "real-models.md",
+)
 PAGES = [
     page
     for page in sorted((ROOT / "docs").rglob("*.md"))

@@ -23,6 +23,13 @@ ROOMS = ("store", "pipeline", "stages", "workflows")
 PACKAGES = ("torch", "numpy", "zarr", "xarray")
 WALL = 6
 """Seconds by the clock that a process may take per second of its limit, on a machine with other work."""
+PROGRAM = """import resource, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+from mizarr.workflows.cli import main
+main()
+"""
+"""Code of a process. It sets its limit itself: a function between fork and exec is unsafe beside threads."""
 REFUSED = 2
 """Exit code of `mizarr` for a question that makes no sense for a model."""
 
@@ -56,15 +63,9 @@ def measured(words: Sequence[str], output: Path, log: Path, limit: int) -> Proce
     """
     for path in (output, log):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # Set by the process itself: a function between fork and exec is not safe beside threads.
-    code = (
-        "import resource\n"
-        f"resource.setrlimit(resource.RLIMIT_CPU, ({limit}, resource.getrlimit(resource.RLIMIT_CPU)[1]))\n"
-        "from mizarr.workflows.cli import main\nmain()"
-    )
     with output.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
+            [sys.executable, "-c", PROGRAM, str(limit), *words],
             stdout=out,
             stderr=err,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
