@@ -142,6 +142,18 @@ class ControlSettings:
 
 
 @dataclass(frozen=True)
+class WeightSettings(ModelSettings):
+    """Settings of a workflow that compares the weights of heads with those of random heads."""
+
+    controls: Natural | None = setting(
+        None,
+        "random heads with equal singular values, as controls of each head; 0: none, nothing is claimed; "
+        "none: 50, or fewer for a large model",
+    )
+    seed: Natural = setting(0, "seed of the random heads")
+
+
+@dataclass(frozen=True)
 class DataSettings(ControlSettings):
     """Mixin for settings of a workflow on facts, shipped or from files (material/facts/fact_data.py)."""
 
@@ -186,8 +198,10 @@ class ChosenPlaceSettings(DataSettings, FactSettings):
     layer: int | None = setting(
         None, "layer shown in full; none: the one with the largest effect on other facts"
     )
-    facts: Count = setting(
-        8, "other facts to choose layer and position on, and as many held-out ones to score them"
+    facts: Natural = setting(
+        0,
+        "other facts to choose layer and position on, and as many held-out ones to score them; 0: 8, or fewer "
+        "for a large model",
     )
     top_k: Count = setting(10, "number of tokens stored per run, those whose probability changes most")
 
@@ -276,9 +290,13 @@ class TaskSettings(DataSettings, ModelSettings):
     tasks: tuple[str, ...] = setting(
         (),
         "facts (the shipped ones), copying, induction, agreement, ioi, greater_than, pronouns, docstrings; "
-        "none: copying, and of a shipped model facts",
+        "none: copying and facts for a model that ships with mizarr, ioi and others for other models",
     )
-    pairs: Count = setting(8, "pairs to choose on, and as many held-out pairs to score the choice on")
+    pairs: Natural = setting(
+        0,
+        "pairs to choose on, and as many held-out pairs to score the choice on; 0: 8, or fewer for a large "
+        "model",
+    )
 
 
 @dataclass(frozen=True)
@@ -288,7 +306,6 @@ class CircuitSettings(TaskSettings):
     controls: Natural = setting(
         20, "number of random circuits of equal size, as controls; 0: none, nothing is claimed"
     )
-    pairs: Count = setting(8, "pairs to choose edges on, and as many held-out pairs to run circuits on")
     method: Method = setting("EAP-IG-inputs", "method that scores edges (stages/circuits/methods.py)")
     steps: Count = setting(5, "number of steps of integrated gradients")
     selection: Literal["top", "greedy"] = setting(

@@ -460,9 +460,8 @@ def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
     # Rank 0 is the largest score; stable, so that of equal scores the smaller index comes first.
     index_of_rank = np.argsort(-by_position, axis=None, kind="stable")
     n_edges = int((by_position > -np.inf).sum())
-    rank = np.empty(by_position.size, np.int64)
-    rank[index_of_rank] = np.arange(len(rank))
-    rank = rank.reshape(by_position.shape)
+    rank = np.empty(by_position.shape, np.int64)
+    rank.flat[index_of_rank] = np.arange(rank.size)
     waits_since = np.full((n_positions, n_destinations), -1)
     best_rank = np.full((n_positions, n_sources), n_edges)
     has_joined = np.zeros((n_positions, n_sources), np.bool_)

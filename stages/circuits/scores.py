@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ...pipeline import Output
+from ...store.digest import digest
 from ...store.errors import StageError
 from ..forward.runs.experiment import CellLabels
 from .experiment import EdgeExperiment, labels, nan_without_edge, one_length
@@ -37,6 +39,10 @@ __all__ = ["EdgeEffects", "EdgeScores"]
 
 AXES = ("source", "destination")
 """Dims of one value per edge."""
+# A workflow stores the scores, and several experiments select circuits by them: computed once in a process.
+# Weak: scores go when their model does. Nothing is published for a model whose weights changed meanwhile.
+_LAST: WeakKeyDictionary[Model, tuple[str, xr.Dataset]] = WeakKeyDictionary()
+"""The last scores computed with a loaded model, after the digest of their parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +111,21 @@ class EdgeScores(EdgeExperiment):
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """score [source, destination], by position with a first axis position, and node_score [source]."""
+        request = digest(self.name, self.params())
+        earlier_request, scores = _LAST.get(prepared, ("", None))
+        if scores is None or request != earlier_request:
+            scores = self._computed(prepared)
+            _LAST[prepared] = request, scores
+        return scores.copy(deep=True)
+
+    def _computed(self, model: Model) -> xr.Dataset:
+        """Scores of all pairs, computed batch by batch."""
         import xarray as xr
 
         from .batches import batches, gradients, network_of
         from .methods import edge_scores
 
-        model, network = prepared, network_of(prepared)
+        network = network_of(model)
         layout, declared = self.check(model.config), self.outputs_on(model.config)
         position_axis = (one_length(self.pairs),) if self.by_position else ()
         edge_sums, nodes = np.zeros((*position_axis, *layout.edges.shape)), np.zeros(len(layout.sources))

@@ -27,7 +27,7 @@ from ...store.arrays import Array, Floats
 from ...store.errors import ConfigError
 from .circuits import key_queries
 from .matrices import attending, heads_in
-from .random_heads import random_writers
+from .random_heads import RandomWriters
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -79,6 +79,7 @@ def composition_scores(
     layers = attending(weights.config)
     heads = heads_in(weights.config, layers[0]).num_attention_heads
     reads = [_reads(weights, layer, modes) for layer in layers]
+    reads_32 = [layer_reads.astype(np.float32) for layer_reads in reads]
     shape = (len(modes), len(layers), heads, len(layers), heads)
     score, control_sums, n_as_large = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
     largest = np.full((len(modes), controls), np.nan)
@@ -90,8 +91,10 @@ def composition_scores(
         score[:, i, :, i + 1 :] = scores
         # Seeded per layer: controls of one layer do not depend on which other layers attend.
         rng = np.random.default_rng([seed, source])
+        random = RandomWriters.of(written)
         for draw in range(controls if scores.size else 0):
-            random_scores = _scores(random_writers(written, rng), reads[i + 1 :], len(modes))
+            # float32: a draw costs as much as all true scores, and needs no more than three digits.
+            random_scores = _scores(random.draw(rng).astype(np.float32), reads_32[i + 1 :], len(modes))
             control_sums[:, i, :, i + 1 :] += random_scores
             n_as_large[:, i, :, i + 1 :] += random_scores >= scores
             # The largest control of all pairs per draw gives a p-value corrected for looking at every pair.
@@ -141,7 +144,7 @@ def _joined(read: Array, other: Array) -> Floats:
     return joined
 
 
-def _scores(written: Floats, reads: Sequence[Floats], modes: int) -> Floats:
+def _scores(written: Array, reads: Sequence[Array], modes: int) -> Floats:
     """Composition scores [mode, source head, layer, head].
 
     Arguments:

@@ -25,7 +25,7 @@ import numpy as np
 from ...pipeline import Output, stage
 from ...store.arrays import Array, Floats
 from .matrices import attending, heads_in, vocabulary_blocks
-from .random_heads import random_writers
+from .random_heads import RandomWriters
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -81,8 +81,9 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
             # (U E) V once per head, shared by all controls.
             through = gram @ value
             copying[i, head] = eigenvalue_positivity(written @ through)
+            random = RandomWriters.of(written)
             for draw in range(controls):
-                control[i, head, draw] = eigenvalue_positivity(random_writers(written, rng) @ through)
+                control[i, head, draw] = eigenvalue_positivity(random.draw(rng) @ through)
     return xr.Dataset(
         {
             "copying": (HEADS, copying),

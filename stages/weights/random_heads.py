@@ -8,31 +8,47 @@ all norms and singular values unchanged.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ...store.arrays import Array, Floats
 
-__all__ = ["random_writers"]
+__all__ = ["RandomWriters"]
 
 
-def random_writers(written: Array, rng: np.random.Generator) -> Floats:
-    """Writing matrices rotated at random in the stream.
+@dataclass(frozen=True)
+class RandomWriters:
+    """Random rotations of what some heads write."""
 
-    Arguments:
-        written: writing matrices [..., d_head, hidden].
+    triangle: Floats
+    """Transposed L of the writing matrices W = L Q^T, float64 [..., d_head, d_head]."""
+    hidden_size: int
+    """Width of the stream."""
+    is_centred: bool
+    """Whether the rows of all matrices have zero mean, as where the mean of the stream is folded away."""
+
+    @classmethod
+    def of(cls, written: Array) -> RandomWriters:
+        """The random counterparts of writing matrices [..., d_head, hidden]."""
+        matrices = np.asarray(written, np.float64)
+        # Once for all draws, as a decomposition costs as much as drawing.
+        _, triangle = np.linalg.qr(np.swapaxes(matrices, -1, -2))
+        largest = np.abs(matrices).sum(axis=-1).max(initial=0.0)
+        is_centred = bool(np.abs(matrices.sum(axis=-1)).max(initial=0.0) <= 1e-5 * largest)
+        return cls(triangle, matrices.shape[-1], is_centred)
+
+    def draw(self, rng: np.random.Generator) -> Floats:
+        """Writing matrices rotated at random, float64 [..., d_head, hidden], with equal singular values.
+
         rng: generator of the rotations, a different one for each matrix.
-
-    Returns:
-        float64, same shape, with the same singular values.
-    """
-    matrices = np.asarray(written, np.float64)
-    _, triangle = np.linalg.qr(np.swapaxes(matrices, -1, -2))
-    gaussian = rng.standard_normal(np.swapaxes(matrices, -1, -2).shape)
-    # Rows of zero mean (where the mean of the stream is folded away) stay so: P is drawn in that subspace.
-    largest = np.abs(matrices).sum(axis=-1).max(initial=0.0)
-    if np.abs(matrices.sum(axis=-1)).max(initial=0.0) <= 1e-5 * largest:
-        gaussian -= gaussian.mean(axis=-2, keepdims=True)
-    # Q of a Gaussian matrix is uniform among orthonormal ones up to signs, which no norm depends on.
-    rotated, _ = np.linalg.qr(gaussian)
-    writers: Floats = np.swapaxes(rotated[..., : triangle.shape[-2]] @ triangle, -1, -2)
-    return writers
+        """
+        *heads, rank, columns = self.triangle.shape
+        gaussian = rng.standard_normal((*heads, self.hidden_size, columns))
+        if self.is_centred:
+            # The rotation is drawn among those that keep the zero mean.
+            gaussian -= gaussian.mean(axis=-2, keepdims=True)
+        # Q of a Gaussian matrix is uniform among orthonormal ones up to signs, which no norm depends on.
+        rotated, _ = np.linalg.qr(gaussian)
+        writers: Floats = np.swapaxes(rotated[..., :rank] @ self.triangle, -1, -2)
+        return writers

@@ -13,7 +13,7 @@ effect; the change of the target's probability measures its direction.
 The claim: the head with the largest mean KL on facts that the model knows is scored on held-out facts and in
 the prompt shown, against random other heads. With too few known facts nothing is claimed
 (material/facts/known.py). Facts are the shipped ones or those of `data`. Default prompt: a shipped fact for a
-specimen, candle-mi's "The capital of France is" for other models; default means are over shipped facts.
+specimen, a general fact that it knows for other models; default means are over shipped facts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ import numpy as np
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
+from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_text
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import answer_pieces, encoded, target_json
+from ..material.answers import KNOWN, answer_pieces, encoded, target_json
 from ..material.facts.fact_data import Fact, default_data, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
+from ..material.sizes import affordable
 from ..material.unrelated import Unrelated
-from ..settings import Count, DataSettings, FactSettings, setting
+from ..settings import Count, DataSettings, FactSettings, Natural, setting
 from ..subject import shipped_facts
 from ..views import Data, Heatmap, Table, View, points, together
 from ..workflow import Nodes, loaded
@@ -57,6 +59,8 @@ MANY = 50
 """Number of shipped facts that the mean for the prompt shown is computed over by default."""
 FEW = 8
 """Number of shipped facts that the mean for each other fact is computed over."""
+FACTS = 6
+"""Largest number of facts to choose the head on by default."""
 SAMPLES = 10
 """Largest number of random prompts for how=resample; KL is the mean over them."""
 INSTEAD = {
@@ -83,7 +87,11 @@ class AblationOfEachSettings(DataSettings, FactSettings):
         (), "reference prompts that the mean is computed over; none: shipped facts"
     )
     top: Count = setting(10, "heads listed in the table, largest KL first")
-    facts: Count = setting(6, "facts to choose the head on, and as many held-out facts to score it on")
+    facts: Natural = setting(
+        0,
+        "facts to choose the head on, and as many held-out facts to score it on; 0: "
+        f"{FACTS}, or fewer for a large model",
+    )
 
     def __post_init__(self) -> None:
         if self.how != "mean" and self.references:
@@ -175,15 +183,24 @@ class AblationOfEach(KnownWorkflow):
         facts = facts_of(self.subject, data)[0 if data else MANY :]
         tokens = ((tuple(self.subject.tokenizer.encode(fact.prompt).ids), fact) for fact in facts)
         fitting = ((ids, fact) for ids, fact in tokens if ids != prompt_ids and self.subject.fits(ids))
+        n_facts = settings.facts or self._affordable_facts(len(prompt_ids))
         # Four times as many as are asked for, as prompts of the same tokens count once.
-        by_ids = list(dict(islice(fitting, 4 * settings.facts)).items())
-        facts_used = enough(by_ids, data, 2 * settings.facts, f"a {self.unit}")
+        by_ids = list(dict(islice(fitting, 4 * n_facts)).items())
+        facts_used = enough(by_ids, data, 2 * n_facts, f"a {self.unit}")
         self.only_claims = ("facts",)
         questions = [(ids, self.subject.answer_id(*fact[:2]), -1) for ids, fact in facts_used]
         half = len(facts_used) // 2
         units = AtOnce(tuple(self._on_fact(ids, fact) for ids, fact in facts_used))
         ranks_node = self.known_node({CHOSEN_ON: questions[:half], SCORED: questions[half:]})
         return ranks_node | {"facts": self.on_model(units)}
+
+    def _affordable_facts(self, length: int) -> int:
+        """Number of facts to choose on by default, for prompts of about `length` tokens."""
+        config, n_units = self.subject.config, self.subject.config.axis_sizes[self.unit]
+        # An ablation computes on average the half of the layers above it, and the logits of one position.
+        one_run = PassWork(length * config.num_layers / 2, logit_rows=1).operations(config)
+        # As many facts are scored as are chosen on.
+        return affordable(2 * one_run * config.num_layers * n_units, FACTS, least=KNOWN)
 
     def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
         """Ablation of every unit in another fact."""

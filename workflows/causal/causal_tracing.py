@@ -5,10 +5,10 @@ restored, at one layer and position at a time, and the answer's probability meas
 recovers (stages/causal/grids/tracing.py; Meng et al. 2022, "Locating and Editing Factual Associations in
 GPT", section 2). Numbers are means over several samples of noise.
 
-Defaults: noise of 3 standard deviations of the embeddings and 10 samples, as in the paper; attention and MLP
-outputs are restored in windows of a fifth of the layers, as the paper's 10 of 48. The prompt is a shipped
-fact for a specimen, candle-mi's "The capital of France is" for other models. An answer of several tokens is
-followed by its first token.
+Defaults: noise of 3 standard deviations of the embeddings and 10 samples (fewer for a large model), as in the
+paper; attention and MLP outputs are restored in windows of a fifth of the layers, as the paper's 10 of 48.
+The prompt is a shipped fact for a specimen, a general fact that it knows for other models. An answer of
+several tokens is tracked by its first token.
 
 The claim, one per kind of activation: the (layer, role) with the largest mean rise of the answer's
 probability on other facts (the paper's average indirect effect), scored on held-out facts and in the prompt
@@ -34,16 +34,17 @@ from ...stages.causal.grids.patching_grid import HIDDEN_KINDS
 from ...stages.causal.grids.patching_metrics import Probability, Rank
 from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
-from ...stages.forward.models.files import SHIPPED
+from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_text
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import FRANCE, answer_pieces, encoded, target_json
+from ..material.answers import KNOWN, answer_pieces, encoded, target_json
 from ..material.facts.fact_data import default_data, enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
-from ..settings import Count, DataSettings, FactSettings, Natural, Positive, require_together, setting
+from ..material.sizes import affordable
+from ..settings import DataSettings, FactSettings, Natural, Positive, require_together, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes
 
@@ -59,6 +60,8 @@ IN_WINDOWS = ("attn_out", "mlp_out")
 
 ROLES = ("the subject's last token", "the token after it", "the last token")
 """Token roles of every fact: a (layer, role) selected on some facts is scored on held-out facts."""
+SAMPLES, FACTS, FACT_SAMPLES = 10, 8, 2
+"""Largest numbers by default: samples of noise in the prompt shown; facts to choose on; samples in each."""
 OTHERS = 3
 """Number of further positions of each other fact, drawn at random among those that the noise reaches."""
 
@@ -84,12 +87,18 @@ class CausalTraceSettings(DataSettings, FactSettings):
     multiplier: Positive = setting(
         3.0, "standard deviation of the noise, as a multiple of that of the embeddings"
     )
-    samples: Count = setting(10, "samples of noise in the prompt shown")
-    seed: Natural = setting(0, "seed of the noise and of all random draws")
-    facts: Count = setting(
-        8, "facts to choose the layer and position on, and as many held-out facts to score them on"
+    samples: Natural = setting(
+        0, f"samples of noise in the prompt shown; 0: {SAMPLES}, or fewer for a large model"
     )
-    fact_samples: Count = setting(2, "samples of noise in each of these facts")
+    seed: Natural = setting(0, "seed of the noise and of all random draws")
+    facts: Natural = setting(
+        0,
+        "facts to choose the layer and position on, and as many held-out facts to score them on; 0: "
+        f"{FACTS}, or fewer for a large model",
+    )
+    fact_samples: Natural = setting(
+        0, f"samples of noise in each of these facts; 0: {FACT_SAMPLES}, or 1 for a large model"
+    )
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds, HIDDEN_KINDS)
@@ -125,10 +134,9 @@ class CausalTrace(KnownWorkflow):
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         # ROME restores windows of 10 of the 48 layers of GPT-2 XL, about a fifth.
         self.window = settings.window or max(1, round(self.subject.config.num_layers / 5))
+        self.samples, self.n_facts, self.fact_samples = self._sizes()
         shown = Recalled(self.tokens, self.noised, self.pieces[0])
-        grids: Nodes = {
-            kind: self.on_model(self._tracing(shown, kind, settings.samples)) for kind in self.kinds
-        }
+        grids: Nodes = {kind: self.on_model(self._tracing(shown, kind, self.samples)) for kind in self.kinds}
         if not settings.controls:
             return grids
         other_facts = self._other_facts()
@@ -136,7 +144,7 @@ class CausalTrace(KnownWorkflow):
         halves = {"choice": other_facts[:half], "scored": other_facts[half:]}
         claims: Nodes = {
             f"{name}_{kind}": self.on_model(
-                AtOnce(tuple(self._tracing(fact, kind, settings.fact_samples) for fact in facts))
+                AtOnce(tuple(self._tracing(fact, kind, self.fact_samples) for fact in facts))
             )
             for kind in self.kinds
             for name, facts in halves.items()
@@ -147,6 +155,20 @@ class CausalTrace(KnownWorkflow):
             {name: [(fact.tokens, fact.answer, -1) for fact in facts] for name, facts in groups.items()}
         )
         return ranks_node | grids | claims
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Samples of noise in the prompt shown, facts to choose on, and samples in each fact: the settings,
+        or by default as many as the model's size allows (material/sizes.py)."""
+        settings, config, length = self.settings, self.subject.config, len(self.tokens)
+        # A run restores one position in one layer, and computes on average the half of the layers above it.
+        one_run = PassWork(length * config.num_layers / 2).operations(config)
+        runs_per_position = len(self.kinds) * config.num_layers
+        samples = settings.samples or affordable(one_run * runs_per_position * length, SAMPLES, least=2)
+        # As many facts are scored as are chosen on.
+        one_sample = 2 * one_run * runs_per_position * (len(ROLES) + OTHERS)
+        fact_samples = settings.fact_samples or affordable(one_sample * FACTS, FACT_SAMPLES, least=1)
+        n_facts = settings.facts or affordable(one_sample * fact_samples, FACTS, least=KNOWN)
+        return samples, n_facts, fact_samples
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -170,12 +192,12 @@ class CausalTrace(KnownWorkflow):
 
     def _other_facts(self) -> list[Recalled]:
         """Other facts, each with a position for every role and OTHERS further positions: the first half to
-        choose on, the second to score on. `data` may have fewer than settings.facts.
+        choose on, the second to score on. `data` may have fewer than asked for.
 
         Raises ConfigError for too few.
         """
         settings = self.settings
-        n_facts, facts = 2 * settings.facts, dict[tuple[int, ...], Recalled]()
+        n_facts, facts = 2 * self.n_facts, dict[tuple[int, ...], Recalled]()
         for text, counterfactual, target, _ in pair_records(self.subject, settings.data):
             ids, other_ids = (tuple(self.subject.tokenizer.encode(t).ids) for t in (text, counterfactual))
             noised = _differing(ids, other_ids)
@@ -202,16 +224,15 @@ class CausalTrace(KnownWorkflow):
     def _fact(self) -> tuple[str, str]:
         """Prompt and target; also sets `tokens`, and `noised`, the positions that get noise."""
         settings = self.settings
-        if not settings.prompt and (settings.model in SHIPPED or settings.data):
+        if not settings.prompt:
             prompt, counterfactual, target, _ = pair_records(self.subject, settings.data)[0]
             ids, other_ids = (tuple(encoded(self.subject, text).ids) for text in (prompt, counterfactual))
             self.tokens, self.noised = ids, _differing(ids, other_ids)
             return prompt, target
-        prompt, target = (settings.prompt, settings.target) if settings.prompt else FRANCE
-        encoding = encoded(self.subject, prompt)
+        encoding = encoded(self.subject, settings.prompt)
         self.tokens = tuple(encoding.ids)
-        self.noised = tuple(phrase_tokens(encoding, settings.subject or "France"))
-        return prompt, target
+        self.noised = tuple(phrase_tokens(encoding, settings.subject))
+        return settings.prompt, settings.target
 
     # -- the claims
 
@@ -286,7 +307,7 @@ class CausalTrace(KnownWorkflow):
             place,
             "another layer and position of each prompt that the noise reaches",
             self.settings,
-            noises=self.settings.fact_samples,
+            noises=self.fact_samples,
         )
 
     def _here(self, kind: str, place: tuple[int, ...]) -> Claim | None:
@@ -308,7 +329,7 @@ class CausalTrace(KnownWorkflow):
         if "probability_std" in grid:
             deviation = grid["probability_std"].transpose("layer", "position").values[layer, position]
             # The stored standard deviation is over samples of noise, not over prompts.
-            spread = interval_of_mean(float(rise[layer, position]), float(deviation), settings.samples)
+            spread = interval_of_mean(float(rise[layer, position]), float(deviation), self.samples)
         word = self.subject.token_labels(self.pieces[:1])[0]
         return Claim.among(
             f"in '{format_text(self.prompt)}', {self._cause(kind, place)} raises the probability of {word!r}",
@@ -320,7 +341,7 @@ class CausalTrace(KnownWorkflow):
             levels=(noised, noised + float(rise[layer, position])),
             spread=spread,
             held_out=True,
-            noises=settings.samples,
+            noises=self.samples,
         )
 
     def _cause(self, kind: str, place: tuple[int, ...]) -> str:

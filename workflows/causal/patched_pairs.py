@@ -1,14 +1,15 @@
 """Pairs of prompts for activation patching: a clean and a corrupted prompt with the same number of tokens.
 
-The pairs shown are one pair given by the settings, pairs of `data`, shipped facts, or candle-mi's pairs of
-cities. Other pairs serve to choose and to score the layer and position of a claim.
+The pairs shown are one pair given by the settings, or the first pairs of `data`, of shipped facts or of
+general facts that the model knows. Other pairs serve to choose and to score the layer and position of a
+claim.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,6 @@ from ...stages.causal.answer_ranks import AskedPrompt
 from ...stages.causal.grids.patching import common_ends
 from ...stages.causal.grids.patching_grid import KINDS
 from ...stages.causal.grids.patching_metrics import KL, LogitDifference, Metric, Probability
-from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded
 from ..material.facts.fact_pairs import PairTexts, pair_records
@@ -29,31 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivationPatchingTraceSettings", "PatchedPair", "PatchedPairs"]
 
-CITIES = (
-    (
-        "The capital of France is",
-        "Paris",
-        {
-            "The capital of Poland is": "Warsaw",
-            "The capital of Brazil is": "Brasília",
-            "The capital of Russia is": "Moscow",
-            "The capital of Canada is": "Ottawa",
-            "The capital of Turkey is": "Ankara",
-        },
-    ),
-    (
-        "The Space Needle is in downtown",
-        "Seattle",
-        {
-            "The Eiffel Tower is in downtown": "Paris",
-            "The Colosseum is located in downtown": "Rome",
-            "The Big Ben is located in downtown": "London",
-            "The Great Wall is located in downtown": "Beijing",
-        },
-    ),
-)
-"""candle-mi's pairs: clean prompt, its answer, and alternative corrupted prompts with their answers."""
-
 
 @dataclass(frozen=True)
 class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
@@ -64,7 +39,7 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
             the metric needs answers that are not set, or a kind does not exist.
     """
 
-    prompt: str = setting("", "clean prompt; none: the first pairs of data, shipped facts or candle-mi's")
+    prompt: str = setting("", "clean prompt; none: the first pairs of data, or of facts")
     answer: str = setting("", "next word of the clean prompt; may be empty")
     corrupted: tuple[str, ...] = setting(
         (), "corrupted prompts, of which the first with as many tokens as the clean one is used"
@@ -148,9 +123,6 @@ class PatchedPairs:
         if settings.prompt:
             candidates = dict.fromkeys(settings.corrupted, settings.wrong)
             return [self._pair(settings.prompt, settings.answer, candidates)]
-        cities = () if settings.model in SHIPPED or settings.data else CITIES
-        if fitting := [city for city in cities if self._fits(city[0], city[2])]:
-            return [self._pair(*city) for city in fitting[: settings.pairs]]
         return [
             self._pair(clean, target, {corrupted: wrong})
             for clean, corrupted, target, wrong in pair_records(self.subject, settings.data)[: settings.pairs]
@@ -226,11 +198,6 @@ class PatchedPairs:
     def _encoded(self, text: str) -> Encoding:
         """Tokens of a prompt, with a mask appended for models that fill in masks."""
         return encoded(self.subject, self.subject.asked(text))
-
-    def _fits(self, clean: str, candidates: Iterable[str]) -> bool:
-        """Whether any corrupted prompt has as many tokens as the clean one."""
-        length, *corrupted_lengths = (len(self._encoded(text).ids) for text in (clean, *candidates))
-        return length in corrupted_lengths
 
     def _pair(self, clean: str, answer: str, candidates: Mapping[str, str]) -> PatchedPair:
         """A clean prompt with the first corrupted prompt that has as many tokens.

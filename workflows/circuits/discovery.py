@@ -6,18 +6,22 @@ and the exact effect of ablating it alone is measured (forward/edges/effects.py)
 output of its source in the corrupted prompt (stages/circuits/evaluation.py). Null distribution: random
 circuits with as many edges, grown from the logits down.
 
+In a large model the exact effects are left out: it has 100,000 edges and more, and each costs a run.
+
 Faithfulness is (circuit - empty) / (model - empty) in the task's metric, not clipped, where "empty" is the
 model with every edge corrupted. Nothing is claimed of a task that the model does not do. Default tasks:
-copying of random tokens; for shipped models also facts.
+copying of random tokens and facts for models that ship with mizarr, indirect objects (IOI) and years
+(greater_than) for others.
 
 With `by_position` an edge at one position is distinct from the same edge at another, for pairs of one length.
-Exact effects are left out then, as every position would cost as many runs as the whole graph.
+Exact effects are left out then, too, as every position would cost as many runs as the whole graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +30,14 @@ from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
+from ...stages.forward.runs.duration import PassWork
 from ..claim import Claim
 from ..labelled import labelled
+from ..material.sizes import affordable
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
 from ..workflow import Nodes
-from .tasks import CircuitWorkflow
+from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, CircuitWorkflow
 
 if TYPE_CHECKING:
     from ...store.arrays import Floats
@@ -47,6 +53,11 @@ class CircuitDiscoverySettings(CircuitSettings):
     by_position: bool = setting(
         False, "score edges separately at each position; for tasks whose prompts have one length"
     )
+    effects: bool | None = setting(
+        None,
+        "measure the exact effect of every edge, one run each; none: if the model is small enough, and "
+        "by_position is not set",
+    )
     listed: Count = setting(25, "edges listed in the table, largest |score| first")
     drawn: Count = setting(60, "edges drawn, among those on a path from the input to the logits")
 
@@ -60,6 +71,13 @@ class CircuitDiscovery(CircuitWorkflow):
     done_node = "circuit"
     settings_type = CircuitDiscoverySettings
     settings: CircuitDiscoverySettings
+
+    general_tasks = ("ioi", "greater_than")
+
+    @property
+    def passes_per_pair(self) -> float:
+        """See `TaskWorkflow`: gradients at every step, and runs of the circuit and of random circuits."""
+        return FORWARD_AND_BACKWARD * self.settings.steps + CIRCUIT_RUN * (3 + self.settings.controls)
 
     def positions(self, task: str) -> int | None:
         """Number of positions that edges of a task distinguish; None without by_position."""
@@ -93,10 +111,23 @@ class CircuitDiscovery(CircuitWorkflow):
                 "circuit": circuit,
                 **self.grown(task, (self.size(task),), self.positions(task)),
             }
-            if not self.settings.by_position:
+            if self.has_effects:
                 experiments["effects"] = EdgeEffects(pairs=chosen_on)
             nodes |= self.checked_nodes(task, experiments)
         return nodes
+
+    @cached_property
+    def has_effects(self) -> bool:
+        """Whether the exact effect of every edge is measured: the setting, or by default where the model's
+        size allows one run for each edge and pair (material/sizes.py)."""
+        settings, config = self.settings, self.subject.config
+        if settings.effects is not None:
+            return settings.effects
+        lengths = [len(pair.clean) for chosen_on, _ in self.pairs.values() for pair in chosen_on]
+        # A run computes on average the half of the layers that is above the edge.
+        one_run = PassWork(float(np.mean(lengths)) * config.num_layers / 2, logit_rows=1).operations(config)
+        n_runs = self.num_edges * len(lengths)
+        return not settings.by_position and affordable(one_run * n_runs, 1, least=0) > 0
 
     def circuit(self, task: str) -> Circuit:
         """Circuit of a task: the selected edges, as `SelectedCircuits` stored them."""
@@ -146,7 +177,7 @@ class CircuitDiscovery(CircuitWorkflow):
         scores = self.result(f"{task}_scores")["score"].values
         circuit, in_graph = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
         effects = None
-        if not self.settings.by_position:
+        if self.has_effects:
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
         # `argwhere` and the boolean index below list edges in the same order.
         places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
@@ -179,16 +210,16 @@ class CircuitDiscovery(CircuitWorkflow):
         """Table of the edges of a task's circuit; document: see `document`."""
         shown = min(self.settings.listed, len(document["edges"]))
         unit = self.result(f"{task}_scores")["score"].attrs["units"]
+        measured = "exact effect: the measured change; " if self.has_effects else ""
         return Table.of(
             document["edges"][:shown],
             ("edge", "edge"),
             *([("position", "position", "d")] if self.settings.by_position else []),
             ("score", "score", "+.4f"),
-            *([] if self.settings.by_position else [("exact effect", "exact_effect", "+.4f")]),
+            *([("exact effect", "exact_effect", "+.4f")] if self.has_effects else []),
             title=f"{task}: {shown} of the circuit's {len(document['edges'])} edges, largest |score| first",
             caption=f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, "
-            "when this edge alone is corrupted; exact effect: the measured change; means over the pairs that "
-            "edges were chosen on",
+            f"when this edge alone is corrupted; {measured}means over the pairs that edges were chosen on",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 

@@ -8,15 +8,17 @@ ablated (stages/circuits/evaluation.py):
 - completeness: faithfulness of the model without the circuit;
 - minimality: change of faithfulness when one more edge is ablated.
 
-Null distribution: random circuits of the same sizes, grown from the logits down. Nothing is claimed of a task
-that the model does not do. Default tasks: copying of random tokens, for shipped models also facts; default
-sizes are the benchmark's; an ablated edge carries the output of its source in the corrupted prompt.
+Null distribution: random circuits of the same sizes, grown from the logits down.
+Nothing is claimed of a task that the model does not do. Default tasks: copying of random tokens and facts for
+models that ship with mizarr, indirect objects (IOI) for others. Default sizes are the benchmark's, or fewer
+for a large model. An ablated edge carries the output of its source in the corrupted prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +28,14 @@ from ...stages.circuits.evaluation import areas, faithfulness
 from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Alternative
 from ...stages.circuits.selected import SelectedCircuits
+from ...stages.forward.runs.duration import PassWork
 from ...store.errors import ConfigError
 from ..claim import Claim
+from ..material.sizes import affordable
 from ..settings import CircuitSettings, Count, Share, setting
 from ..views import Data, Figure, Line, Lines, Table, View
 from ..workflow import Nodes
-from .tasks import CircuitWorkflow
+from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, PAIRS, PROMPT_LENGTH, CircuitWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,6 +46,10 @@ __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Sizes of circuits as shares of all edges, as in the Mechanistic Interpretability Benchmark."""
+FEW_SHARES = (0.005, 0.02, 0.1, 0.5)
+"""Those by default for a large model."""
+MINIMAL_SHARE = 0.02
+"""Largest size by default of the circuit that is run without each of its edges, as a share of all edges."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +63,23 @@ class CircuitEvaluationSettings(CircuitSettings):
     alternative: Alternative = setting(
         "corrupted", "values of ablated edges; mean and resampled are over the clean prompts of the pairs"
     )
-    shares: tuple[Share, ...] = setting(SHARES, "sizes of circuits as shares of all edges, ascending")
-    share: Share = setting(
-        0.02, "size, as a share of all edges, of the circuit that is run without each of its edges"
+    shares: tuple[Share, ...] = setting(
+        (),
+        "sizes of circuits as shares of all edges, ascending; none: ten from 0.001 to 1, or four for a large "
+        "model",
+    )
+    share: Share | None = setting(
+        None,
+        "size, as a share of all edges, of the circuit that is run without each of its edges; none: 0.02, or "
+        "less for a large model",
     )
     listed: Count = setting(
         10, "number of edges listed with the largest, and with the smallest, effect on the circuit"
     )
 
     def __post_init__(self) -> None:
-        if len(self.shares) < 2 or list(self.shares) != sorted(set(self.shares)) or self.shares[0] == 0:
+        is_ascending = list(self.shares) == sorted(set(self.shares))
+        if self.shares and (len(self.shares) < 2 or not is_ascending or self.shares[0] == 0):
             raise ConfigError(f"expected two or more ascending shares above 0, found {self.shares}")
         if self.share == 0:
             raise ConfigError(
@@ -83,9 +98,39 @@ class CircuitEvaluation(CircuitWorkflow):
     settings: CircuitEvaluationSettings
 
     @property
+    def passes_per_pair(self) -> float:
+        """See `TaskWorkflow`: gradients at every step, and runs of circuits and random circuits of each
+        size."""
+        n_circuits = len(self.shares_run) * (1 + self.settings.controls)
+        return FORWARD_AND_BACKWARD * self.settings.steps + CIRCUIT_RUN * n_circuits
+
+    @cached_property
+    def shares_run(self) -> tuple[float, ...]:
+        """Sizes of circuits as shares of all edges: the setting, or by default SHARES or, where their random
+        circuits are not affordable (material/sizes.py), FEW_SHARES."""
+        n_runs = len(self.tasks) * len(SHARES) * (1 + self.settings.controls) * PAIRS
+        is_small = affordable(self._one_run * n_runs, 1, least=0) > 0
+        return self.settings.shares or (SHARES if is_small else FEW_SHARES)
+
+    @property
+    def _one_run(self) -> float:
+        """Floating-point operations of one circuit on one pair."""
+        config = self.subject.config
+        return CIRCUIT_RUN * PassWork(PROMPT_LENGTH * config.num_layers, logit_rows=1).operations(config)
+
+    @cached_property
+    def minimal_size(self) -> int:
+        """Number of edges of the circuit that is run without each of them: that of the setting, or by default
+        MINIMAL_SHARE of all or as many as the model's size allows; at least 1."""
+        if self.settings.share is not None:
+            return max(1, self._edges(self.settings.share))
+        per_edge = len(self.tasks) * self.n_pairs * self._one_run
+        return affordable(per_edge, max(1, self._edges(MINIMAL_SHARE)), least=20)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Distinct sizes in edges, ascending; shares of fewer than one edge are left out."""
-        return tuple(sorted({size for share in self.settings.shares if (size := self._edges(share))}))
+        return tuple(sorted({size for share in self.shares_run if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
         """Number of edges that a share of all edges is, rounded down."""
@@ -111,8 +156,7 @@ class CircuitEvaluation(CircuitWorkflow):
                 "circuits": SelectedCircuits(sizes=self.sizes, **options),
                 **self.grown(task, self.sizes, alternative=self.settings.alternative),
                 "minimal": SelectedCircuits(
-                    # In a small graph the share may round down to no edge.
-                    sizes=(max(1, self._edges(self.settings.share)),),
+                    sizes=(self.minimal_size,),
                     minimal=True,
                     **options,
                 ),

@@ -31,6 +31,7 @@ from ...stages.forward.edges.layout import INPUT, LOGITS
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim, Controls
+from ..material.sizes import affordable
 from ..settings import Count, Natural, TaskSettings, setting
 from ..views import Bars, Data, Figure, Heatmap, Line, Table, View
 from ..workflow import Nodes
@@ -62,15 +63,16 @@ class PathPatchingTraceSettings(TaskSettings):
     controls: Natural = setting(
         20, "random changes of the same norm per sender, as controls; 0: none, and nothing is claimed"
     )
-    pairs: Count = setting(8, "pairs to choose senders on, and as many held-out pairs to score them on")
     receivers: tuple[str, ...] = setting(
         (LOGITS,), 'receivers of paths: logits, m4, a5.h0<q>; several as one receiver: "a5.h0<q>+a5.h1<q>"'
     )
     mlps: Literal["recomputed", "held"] = setting(
         "recomputed", "MLPs between sender and receiver: recomputed, or held at their clean outputs"
     )
-    back: Natural = setting(
-        1, "number of strongest heads whose queries, keys and values are receivers one step back; 0: no step"
+    back: Natural | None = setting(
+        None,
+        "number of strongest heads whose queries, keys and values are receivers one step back; 0: no step; "
+        "none: 1, or 0 for a large model",
     )
     strongest: Count = setting(4, "number of heads, and of MLPs or the input, listed with their controls")
 
@@ -85,6 +87,21 @@ class PathPatchingTrace(TaskWorkflow):
     settings_type = PathPatchingTraceSettings
     settings: PathPatchingTraceSettings
 
+    @property
+    def passes_per_pair(self) -> float:
+        """See `TaskWorkflow`: one run per sender, and of the strongest senders one per random change."""
+        n_senders = len(self.layout.sources) + 2 * self.settings.strongest * self.settings.controls
+        # A run computes on average the half of the layers that is above its sender.
+        return n_senders / 2
+
+    @cached_property
+    def back(self) -> int:
+        """Number of heads one step back: the setting, or by default 1 if another run of each sender for their
+        three inputs is affordable (material/sizes.py), else 0."""
+        if self.settings.back is not None:
+            return self.settings.back
+        return affordable(4 * self.n_pairs * self.operations_per_pair, 1, least=0)
+
     def plan(self) -> Nodes:
         """Per task: paths to the receivers, and to those one step back."""
         settings = self.settings
@@ -93,7 +110,7 @@ class PathPatchingTrace(TaskWorkflow):
         nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
-            for step, back in (("paths", 0), ("back", settings.back)):
+            for step, back in (("paths", 0), ("back", self.back)):
                 if step == "back" and not back:
                     continue
                 paths = StrongestPaths(
@@ -130,7 +147,7 @@ class PathPatchingTrace(TaskWorkflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: selection and scoring of senders, or tasks that the model does not do."""
-        count = self.settings.pairs
+        count = self.n_pairs
         return self.not_done or (
             f"Senders were chosen on {count} pairs of each task, among all with a path to the receiver, and "
             f"scored on {count} held-out pairs, against {self.settings.controls} random changes each. {NAMES}"

@@ -23,10 +23,13 @@ from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Pair
 from ...stages.circuits.tasks.table import TASKS, task_pairs
 from ...stages.forward.edges.layout import Layout
+from ...stages.forward.models.files import SHIPPED
+from ...stages.forward.runs.duration import PassWork
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..material.answers import answer_pieces, encoded
 from ..material.facts.fact_pairs import pair_records
+from ..material.sizes import affordable
 from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow, Nodes
 
@@ -40,6 +43,13 @@ __all__ = ["FACTS", "NAMES", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
 
 FACTS = "facts"
 """Name of the task made of pairs of facts: shipped facts of one relation, or those of `data`."""
+SHIPPED_TASKS = ("copying", FACTS)
+"""Tasks by default for a model that ships with mizarr."""
+PAIRS, FEWEST_PAIRS = 8, 6
+"""Largest and smallest number of pairs by default. A sign test of 4 pairs or fewer finds nothing at the 5 %
+level: 1 / 2^4 is 6 %."""
+PROMPT_LENGTH = 16
+"""Tokens of a prompt of a task, about."""
 RANDOM = "random"
 """Suffix of the name of the result with random circuits, after the name of the task."""
 NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: inputs of its queries, keys, values; m3: the MLP."
@@ -50,6 +60,8 @@ class TaskWorkflow(ModelWorkflow):
     """A workflow about tasks and the model's graph of heads and MLPs."""
 
     settings: TaskSettings
+    general_tasks: ClassVar[tuple[str, ...]] = ("ioi",)
+    """Tasks by default for a model that does not ship with mizarr."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -60,8 +72,7 @@ class TaskWorkflow(ModelWorkflow):
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks: the setting, or the default ones. Raises ConfigError for an unknown task."""
         settings = self.settings
-        default = (FACTS,) if settings.data else ("copying", FACTS)
-        tasks = settings.tasks or default
+        tasks = settings.tasks or ((FACTS,) if settings.data else self._default_tasks())
         if settings.data and FACTS not in tasks:
             raise ConfigError(
                 f"expected {FACTS} among the tasks, as data names facts, found {', '.join(tasks)}"
@@ -73,6 +84,40 @@ class TaskWorkflow(ModelWorkflow):
                 raise ConfigError(f"no task {task!r}; there are {', '.join((FACTS, *TASKS))}")
         return tasks
 
+    def _default_tasks(self) -> tuple[str, ...]:
+        """Tasks without a setting: those of SHIPPED_TASKS for a model that ships with mizarr; for any other
+        those of `general_tasks` for which its tokenizer has pairs, if there are any."""
+        if self.subject.files.name in SHIPPED:
+            return SHIPPED_TASKS
+        fitting = tuple(task for task in self.general_tasks if self._has_pairs(task))
+        return fitting or SHIPPED_TASKS
+
+    def _has_pairs(self, task: str) -> bool:
+        """Whether the tokenizer has pairs of a task, such as years that it splits."""
+        try:
+            task_pairs(self.subject.tokenizer, task, 2 * PAIRS, seed=self.settings.seed)
+        except ConfigError:
+            return False
+        return True
+
+    @property
+    def passes_per_pair(self) -> float:
+        """Number of whole forward passes that one pair to choose on and one held-out pair take, about."""
+        raise NotImplementedError
+
+    @property
+    def operations_per_pair(self) -> float:
+        """Floating-point operations of one pair to choose on and one held-out pair, in all tasks, about."""
+        config = self.subject.config
+        one_pass = PassWork(PROMPT_LENGTH * config.num_layers, logit_rows=1).operations(config)
+        return len(self.tasks) * self.passes_per_pair * one_pass
+
+    @cached_property
+    def n_pairs(self) -> int:
+        """Number of pairs to choose on, and of held-out pairs: the setting, or by default PAIRS or as many as
+        the model's size allows (material/sizes.py)."""
+        return self.settings.pairs or affordable(self.operations_per_pair, PAIRS, least=FEWEST_PAIRS)
+
     @cached_property
     def pairs(self) -> Mapping[str, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
         """By task: pairs to choose edges or senders on, and as many held-out pairs.
@@ -81,7 +126,7 @@ class TaskWorkflow(ModelWorkflow):
         """
         # Raises for a model without a graph, before its tokenizer is loaded.
         Layout.of(self.subject.config)
-        count, seed, tokenizer = self.settings.pairs, self.settings.seed, self.subject.tokenizer
+        count, seed, tokenizer = self.n_pairs, self.settings.seed, self.subject.tokenizer
         by_task = {}
         for task in self.tasks:
             pairs = (
@@ -150,6 +195,13 @@ class TaskWorkflow(ModelWorkflow):
         )
 
 
+FORWARD_AND_BACKWARD = 3
+"""Cost of a forward and a backward pass, in forward passes."""
+CIRCUIT_RUN = 2
+"""Cost of the run of a circuit, whose heads read other streams for queries, keys and values, in forward
+passes."""
+
+
 class CircuitWorkflow(TaskWorkflow):
     """A workflow about circuits of tasks, compared with random circuits."""
 
@@ -214,7 +266,7 @@ class CircuitWorkflow(TaskWorkflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: how circuits were chosen and scored, and names of nodes."""
-        count = self.settings.pairs
+        count = self.n_pairs
         return (
             f"{self.not_done} Edges were chosen by {self.settings.method} on {count} pairs of each task; "
             f"circuits were run on {count} held-out pairs. Random circuits are grown from the logits down, "

@@ -39,14 +39,18 @@ from ...stages.causal.draws import Draws
 from ...stages.evaluation.loss import CorpusLoss, over_spans
 from ...stages.evaluation.order import LayerOrders, swaps
 from ...stages.evaluation.recall import FactualRecall
+from ...stages.forward.models.files import SHIPPED
+from ...stages.forward.runs.duration import PassWork
 from ...store.errors import ConfigError
 from ..claim import Claim
+from ..general_facts import general_facts
 from ..labelled import stacked, values_of
 from ..material.facts.fact_data import FIELDS, read_records
 from ..material.line_corpus import line_corpus
 from ..material.samples.repeated import RepeatedBlocks, shuffled
+from ..material.sizes import affordable
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
-from ..subject import read_texts
+from ..subject import read_texts, shipped_facts
 from ..views import Lines, Table, View, together
 from ..workflow import ModelWorkflow, Nodes
 from .changed import Change, averaged, reconstructed, zeroed
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluate", "EvaluateSettings"]
 
+SWAPPED = 50
+"""Largest number of exchanges of two layers by default."""
 CONTEXT = 128
 """Default for the largest number of tokens of a prompt of text."""
 LEAST = math.ceil(1 / CHANCE) - 1
@@ -91,11 +97,15 @@ class EvaluateSettings(ControlSettings, ModelSettings):
     context: AtLeastTwo = setting(CONTEXT, "largest number of tokens of a prompt of text")
     sequences: Count = setting(16, "number of random sequences")
     length: AtLeastTwo = setting(50, "number of tokens of a random sequence before it is repeated")
-    swapped: Natural = setting(
-        50, "largest number of exchanges of two layers, measured on a quarter of the text; 0: none"
+    swapped: Natural | None = setting(
+        None,
+        "largest number of exchanges of two layers, measured on a quarter of the text; 0: none; none: "
+        f"{SWAPPED}, or fewer for a large model",
     )
     data: str = setting(
-        "", "JSON file of CounterFact records; none: facts that the model knows, or those shipped with it"
+        "",
+        "JSON file of CounterFact records; none: the shipped facts for a model that ships with mizarr, the "
+        "general facts for others",
     )
     facts: Count = setting(100, "largest number of facts")
     zero: tuple[str, ...] = setting(
@@ -164,10 +174,19 @@ class Evaluate(ModelWorkflow):
                     )
         # In models whose stream does not start at the embedding, later layers read the first layer's output.
         first_swapped = int(config.stream_start.kind != "embed")
-        if settings.swapped and config.num_layers - first_swapped > 1 and config.shares_prefixes:
-            orders = swaps(config.num_layers, settings.swapped, first=first_swapped, seed=settings.seed)
-            experiments["orders"] = LayerOrders(text[: max(8, len(text) // 4)], orders)
+        swapped_on = text[: max(8, len(text) // 4)]
+        n_swaps = self._affordable_swaps(swapped_on) if settings.swapped is None else settings.swapped
+        if n_swaps and config.num_layers - first_swapped > 1 and config.shares_prefixes:
+            orders = swaps(config.num_layers, n_swaps, first=first_swapped, seed=settings.seed)
+            experiments["orders"] = LayerOrders(swapped_on, orders)
         return {name: self.on_model(experiment) for name, experiment in experiments.items()}
+
+    def _affordable_swaps(self, prompts: Prompts) -> int:
+        """Number of exchanges of two layers by default (material/sizes.py): each takes a forward pass of all
+        prompts, whose loss needs logits at every position."""
+        n_tokens, config = sum(map(len, prompts)), self.subject.config
+        work = PassWork(n_tokens * config.num_layers, logit_rows=n_tokens)
+        return affordable(work.operations(config), SWAPPED)
 
     # -- prompts
 
@@ -201,7 +220,9 @@ class Evaluate(ModelWorkflow):
         if settings.data:
             facts = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(settings.data)]
         else:
-            facts = [(fact["prompt"], fact["target"]) for fact in self.subject.facts]
+            # All facts, as those that the model knows have a recall of 100 % by their choice.
+            asked = shipped_facts() if self.subject.files.name in SHIPPED else general_facts()
+            facts = [(fact["prompt"], fact["target"]) for fact in asked]
         facts = facts[: settings.facts]
         prompts = self.subject.tokenizer.ids_of([prompt for prompt, _ in facts], add_special=True)
         return _as_prompts(prompts), tuple(self.subject.answer_ids(facts))

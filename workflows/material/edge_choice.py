@@ -32,6 +32,7 @@ from ...stages.causal.grids.patching import common_ends
 from ...stages.causal.knockout import EdgeKnockout
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import KnockoutSpec
+from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
@@ -40,10 +41,11 @@ from ..labelled import values_of
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
 from ..workflow import Nodes
-from .answers import answer_pieces, encoded, top_changed_json
+from .answers import KNOWN, answer_pieces, encoded, top_changed_json
 from .facts.fact_data import default_data, enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
+from .sizes import affordable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -63,6 +65,8 @@ ROLES: Mapping[str, str] = {
 """Role of a key position -> its description."""
 OTHERS = 3
 """Number of random keys per other fact, in addition to the roles."""
+FACTS = 8
+"""Largest number of other facts to choose on by default."""
 TRIED = 400
 """Number of shipped facts that are searched for other facts."""
 
@@ -182,6 +186,15 @@ class PlaceWorkflow(KnownWorkflow):
         # `AtOnce`: a small experiment costs more to store by itself than to compute again.
         return ranks_node | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
+    def _affordable_facts(self) -> int:
+        """Number of facts to choose on by default (material/sizes.py)."""
+        config = self.subject.config
+        # A run computes on average the half of the layers that is above the edge.
+        one_run = PassWork(len(self.encoding) * config.num_layers / 2, logit_rows=1).operations(config)
+        runs_per_fact = config.num_layers * (len(ROLES) + self.num_drawn)
+        # As many facts are scored as are chosen on.
+        return affordable(2 * one_run * runs_per_fact, FACTS, least=KNOWN)
+
     @property
     def half(self) -> int:
         """Number of other facts used to choose the layer and position; as many more score the choice."""
@@ -235,7 +248,7 @@ class PlaceWorkflow(KnownWorkflow):
         """Facts with distinct tokens whose roles are different positions, half for selection and half for
         scoring; possibly fewer than requested from a user's files. Raises ConfigError for too few."""
         settings = self.settings
-        count = 2 * settings.facts
+        count = 2 * (settings.facts or self._affordable_facts())
         # Shipped facts are many, so only those with enough positions for random keys are used.
         data = default_data(self.subject, settings.data)
         shortest = len(ROLES) + (0 if data else self.num_drawn)

@@ -1,7 +1,7 @@
-"""Sizes of defaults: how many prompts, tokens or controls a workflow takes, as a function of the model's size.
+"""Sizes of defaults: how many prompts, tokens or controls a workflow takes, by the size of the model.
 
-The function never depends on timing, so that the same question has the same keys on every machine. The models
-that ship with mizarr are small enough for every default in full.
+Sizes follow from a count of operations, which never depends on timing, so that the same question has the same
+keys on every machine. The models that ship with mizarr are small enough for every default in full.
 """
 
 from __future__ import annotations
@@ -14,30 +14,38 @@ from ...stages.forward.runs.duration import PassWork
 if TYPE_CHECKING:
     from ...stages.forward.architectures.architecture import Architecture
 
-__all__ = ["CHARACTERS_PER_TOKEN", "OPERATIONS", "affordable", "affordable_characters"]
+__all__ = [
+    "CHARACTERS_PER_TOKEN",
+    "CONTROLS",
+    "FEWEST_CONTROLS",
+    "OPERATIONS",
+    "affordable",
+    "affordable_characters",
+]
 
 OPERATIONS = 1.2e12
 """Floating-point operations that a default may take in one stage: 24 to 40 seconds of one processor core at
 the 30 to 50 GFLOP/s of short prompts. A workflow has up to three such stages, and starts in 10 seconds, so
 that it answers within two minutes of processor time."""
 
+CONTROLS, FEWEST_CONTROLS = 50, 19
+"""Largest and smallest number of random causes by default: of fewer than 19, no p-value is below 5 %."""
 CHARACTERS_PER_TOKEN = 4
 """Characters of English prose per token, about, in vocabularies of 30,000 to 260,000 tokens."""
 
 
-def affordable(config: Architecture, item: PassWork, most: int, *, least: int = 8) -> int:
+def affordable(operations: float, most: int, *, least: int = 8) -> int:
     """Number of items that a default takes.
 
     Arguments:
-        config: architecture of the model.
-        item: work of one item, such as one prompt or one control.
+        operations: floating-point operations of one item, such as one prompt or one control.
         most: number of items there are.
         least: smallest number, if there are so many: fewer would answer nothing.
 
     Returns:
         `most`, or as many as OPERATIONS allow.
     """
-    return min(most, max(least, int(OPERATIONS / item.operations(config))))
+    return min(most, max(least, int(OPERATIONS / operations)))
 
 
 def affordable_characters(config: Architecture, most: int, *, times: int = 1) -> int:
@@ -50,5 +58,6 @@ def affordable_characters(config: Architecture, most: int, *, times: int = 1) ->
         times: how often each character is read, such as once at each of several line widths.
     """
     per_token = CHARACTERS_PER_TOKEN / times
-    n_tokens = affordable(config, PassWork(config.num_layers), math.ceil(most / per_token))
+    one_token = PassWork(config.num_layers).operations(config)
+    n_tokens = affordable(one_token, math.ceil(most / per_token))
     return min(most, int(n_tokens * per_token))

@@ -97,7 +97,8 @@ class LogitLens(ModelWorkflow):
         if self.subject.files.name in SHIPPED:
             return 0
         states = float(TOKENS * self.subject.config.num_layers)
-        return affordable(self.subject.config, PassWork(states, logit_rows=states), len(self.subject.facts))
+        per_fact = PassWork(states, logit_rows=states).operations(self.subject.config)
+        return affordable(per_fact, len(self.subject.facts))
 
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """Target token id of each token, int [token]: the next token of the prompt, and the answer at the

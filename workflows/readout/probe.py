@@ -64,7 +64,7 @@ class ProbeSettings(ModelSettings):
     )
     text: str = setting(
         "",
-        "file, folder or glob of texts to wrap; none: the prose shipped with mizarr, less for large models",
+        "file, folder or glob of texts to wrap; none: prose shipped with mizarr, less for large models",
     )
     widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     context: Natural = setting(

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...stages.weights.circuits import has_scores
 from ...stages.weights.composition import MODES, composition_scores
-from ...stages.weights.matrices import attending, require_outputs
+from ...stages.weights.matrices import attending, heads_in, require_outputs
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import largest
-from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..material.sizes import CONTROLS, FEWEST_CONTROLS, affordable
+from ..settings import Count, WeightSettings, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import ModelWorkflow, Nodes, loaded
 
@@ -40,7 +42,7 @@ MOST_CELLS = 48
 
 
 @dataclass(frozen=True)
-class CompositionSettings(ControlSettings, ModelSettings):
+class CompositionSettings(WeightSettings):
     """Settings of `composition`."""
 
     modes: tuple[Literal["Q", "K", "V"], ...] = setting(
@@ -86,9 +88,25 @@ class Composition(ModelWorkflow):
         weights = StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=settings.folded)
         return {
             "scores": composition_scores.on(
-                weights=weights, modes=list(self.modes), controls=settings.controls, seed=settings.seed
+                weights=weights, modes=list(self.modes), controls=self.n_controls, seed=settings.seed
             )
         }
+
+    @cached_property
+    def n_controls(self) -> int:
+        """Random heads per writing head: the setting, or by default CONTROLS, or fewer in a large model."""
+        if self.settings.controls is not None:
+            return self.settings.controls
+        config = self.subject.config
+        # All columns that a layer writes or reads with: of the key and value heads as many as of query heads.
+        columns = [
+            heads_in(config, layer).num_attention_heads * heads_in(config, layer).head_dim
+            for layer in attending(config)
+        ]
+        # Products of what each layer writes with what each later layer reads.
+        n_products = (sum(columns) ** 2 - sum(width**2 for width in columns)) / 2
+        one_draw = 2.0 * len(self.modes) * config.hidden_size * n_products
+        return affordable(one_draw, CONTROLS, least=FEWEST_CONTROLS)
 
     def best(self, mode: str) -> list[dict[str, Any]]:
         """The `top` pairs with the largest scores of a mode, largest first: records with source_layer,
@@ -98,7 +116,7 @@ class Composition(ModelWorkflow):
         """
         scores = self.scores.sel(mode=mode)
         names = ("score", "control", "share_as_large")
-        without: dict[str, Any] = {} if self.settings.controls else {"share_as_large": None}
+        without: dict[str, Any] = {} if self.n_controls else {"share_as_large": None}
         return [row | without for row in largest(scores, scores["score"], self.settings.top, *names)]
 
     claim_sources = ("scores",)
@@ -124,7 +142,7 @@ class Composition(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """Table of the best pairs of each mode, and heatmaps of all pairs."""
-        model, settings = self.subject.name, self.settings
+        model = self.subject.name
         best = {mode: self.best(mode) for mode in self.modes}
         records = [{"mode": mode} | row for mode in self.modes for row in best[mode]]
         yield Table.of(
@@ -139,11 +157,11 @@ class Composition(ModelWorkflow):
             ("score", "score", ".3f"),
             *(
                 (("rotated", "control", ".3f"), ("p, one pair", "share_as_large", ".2g"))
-                if settings.controls
+                if self.n_controls
                 else ()
             ),
             title=f"Composition scores of heads of {model}",
-            caption=f"rotated: mean score with {settings.controls} random rotations of the writing head; p, "
+            caption=f"rotated: mean score with {self.n_controls} random rotations of the writing head; p, "
             "one pair: share of these, and of the pair itself, with a score as large, not corrected for the "
             "number of pairs",
             json={

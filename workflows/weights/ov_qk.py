@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,15 @@ from ...stages.causal.controls import Null, Side
 from ...stages.logits.lens import format_token
 from ...stages.weights.circuits import has_scores
 from ...stages.weights.copying import copying_scores
-from ...stages.weights.matrices import heads_in, require_embedding, require_outputs
+from ...stages.weights.matrices import attending, heads_in, require_embedding, require_outputs
 from ...stages.weights.positional import position_scores
 from ...stages.weights.singular import singular_directions
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import largest, records
-from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
+from ..material.sizes import CONTROLS, FEWEST_CONTROLS, affordable
+from ..settings import Count, Natural, WeightSettings, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import ModelWorkflow, Nodes, loaded
 
@@ -42,7 +44,7 @@ listed."""
 
 
 @dataclass(frozen=True)
-class OvQkSettings(ControlSettings, ModelSettings):
+class OvQkSettings(WeightSettings):
     """Settings of `ov_qk`."""
 
     layer: int | None = setting(
@@ -67,6 +69,22 @@ class OvQk(ModelWorkflow):
     """Result of `copying_scores`, in memory: copying and ov_norm [layer, head], control [layer, head,
     draw]."""
 
+    @cached_property
+    def n_controls(self) -> int:
+        """Random heads per head: the setting, or by default CONTROLS, or fewer in a large model."""
+        if self.settings.controls is not None:
+            return self.settings.controls
+        config = self.subject.config
+        heads = [heads_in(config, layer) for layer in attending(config)]
+        # A random head takes a QR decomposition of [hidden, d_head], 4 hidden d_head^2 operations, and the
+        # eigenvalues of a [d_head, d_head] matrix, 25 d_head^3 (Golub and Van Loan). Both run at about a
+        # tenth of the rate of large products.
+        one_draw = sum(
+            item.num_attention_heads * item.head_dim**2 * (4 * config.hidden_size + 25 * item.head_dim)
+            for item in heads
+        )
+        return affordable(10.0 * one_draw, CONTROLS, least=FEWEST_CONTROLS)
+
     def plan(self) -> Nodes:
         """Nodes of the copying scores, of singular directions of one head and, in models with learned
         positions, of attention by position alone.
@@ -85,7 +103,7 @@ class OvQk(ModelWorkflow):
             StoredMatrices.of(self.subject.files, dtype=self.subject.dtype, folded=folds)
             for folds in (True, False)
         )
-        copying = copying_scores.on(weights=folded, controls=settings.controls, seed=settings.seed)
+        copying = copying_scores.on(weights=folded, controls=self.n_controls, seed=settings.seed)
         selection: dict[str, Any] = {"directions": settings.directions, "top_k": settings.top_k}
         if settings.layer is None:
             selection["copying"] = copying["copying"]
@@ -161,7 +179,7 @@ class OvQk(ModelWorkflow):
             ("random", lambda row: f"{row['control_low']:+.2f} to {row['control_high']:+.2f}"),
             ("quantile", "quantile", ".2f"),
         )
-        control_columns = control_columns if settings.controls else ()
+        control_columns = control_columns if self.n_controls else ()
         yield Table.of(
             shown,
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
@@ -170,7 +188,7 @@ class OvQk(ModelWorkflow):
             ("norm of OV", "ov_norm", ".3g"),
             ("first direction", "top_share", ".0%"),
             title=f"Heads of {model} with the largest and smallest copying scores",
-            caption=f"random: 95 % of {settings.controls} draws of the same head writing into random "
+            caption=f"random: 95 % of {self.n_controls} draws of the same head writing into random "
             "directions; quantile: of the head's score among these; first direction: share of OV's squared "
             "norm in its largest singular value",
             json={**self.subject.about, "heads": rows},

@@ -100,8 +100,8 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         if len(years) < 10:
             raise ConfigError(
                 "greater_than: expected a tokenizer that splits a year into its century and two digits, or "
-                f"into single digits, found one in which at most {n_years} of 100 years are a century and one "
-                "token more; choose another task"
+                f"into single digits, found one in which at most {n_years} of 100 years are a century and "
+                "one token more; choose another task"
             )
     centuries = [century for century, endings in tokens.items() if 1 in endings]
     pairs: dict[tuple[int, ...], Pair] = {}

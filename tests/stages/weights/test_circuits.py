@@ -24,7 +24,7 @@ from mizarr.stages.weights.composition import composition_scores
 from mizarr.stages.weights.copying import copying_scores, eigenvalue_positivity
 from mizarr.stages.weights.folded import FoldedMatrices
 from mizarr.stages.weights.positional import position_scores
-from mizarr.stages.weights.random_heads import random_writers
+from mizarr.stages.weights.random_heads import RandomWriters
 from mizarr.stages.weights.singular import singular_directions
 from mizarr.store.errors import ConfigError
 from tests.stages.forward.random_encoders import ENCODERS, save_random_encoder
@@ -106,13 +106,13 @@ def test_random_writers_keep_every_singular_value_and_no_direction():
     rng = np.random.default_rng(0)
     written = rng.normal(size=(3, 4, 12))
     read = rng.normal(size=(12, 4))
-    drawn = random_writers(written, np.random.default_rng(1))
+    drawn = RandomWriters.of(written).draw(np.random.default_rng(1))
     for one, other in zip(written, drawn, strict=True):
         kept = np.linalg.svd(read @ one, compute_uv=False)
         np.testing.assert_allclose(np.linalg.svd(read @ other, compute_uv=False), kept, atol=1e-9)
         assert np.abs(one - other).max() > 0.1
     centred = written - written.mean(-1, keepdims=True)
-    drawn = random_writers(centred, np.random.default_rng(1))
+    drawn = RandomWriters.of(centred).draw(np.random.default_rng(1))
     np.testing.assert_allclose(drawn.sum(-1), 0, atol=1e-10)
     np.testing.assert_allclose(np.linalg.norm(drawn), np.linalg.norm(centred))
 

@@ -99,15 +99,16 @@ def facts_of(subject: Subject, data: Sequence[str]) -> list[Fact]:
 
 
 def shown_fact(subject: Subject, settings: Any) -> tuple[str, str]:
-    """Prompt and target of the settings; without them the first fact of their `data`, or the default of
-    `answers.fact`.
+    """Prompt and target of the settings; without them the first fact of their `data`, or by default the fact
+    of `answers.fact` for a model that ships with mizarr, and the first known general fact for any other.
 
     Arguments:
         subject: the model.
         settings: settings with model, prompt, target and data.
     """
-    if settings.data and not (settings.prompt or settings.target):
-        return facts_of(subject, settings.data)[0][:2]
+    data = settings.data or default_data(subject, ())
+    if data and not (settings.prompt or settings.target):
+        return facts_of(subject, data)[0][:2]
     return fact(settings.model, settings.prompt, settings.target)
 
 
