@@ -177,22 +177,17 @@ class LogitLens(ModelWorkflow):
     @property
     def summary(self) -> str:
         """See `Workflow`: first layers at which answers are among the most likely tokens; empty without
-        answers."""
+        any."""
         answers = self.answers()
-        rank = answers["target_rank"].transpose("layer", "prompt").values
+        rank, n = answers["target_rank"].transpose("layer", "prompt").values, answers.sizes["prompt"]
         parts = []
         for k, name in ((TOP, f"among the {TOP} most likely tokens"), (1, "the most likely token")):
             is_reached = (rank <= k).any(axis=0)
             if is_reached.any():
                 first = answers["layer"].values[(rank <= k).argmax(axis=0)[is_reached]]
-                parts.append(f"{name} after layer {np.median(first):g} ({is_reached.sum()} prompts)")
-        if not parts:
-            return ""
-        last, n = int(answers["layer"][-1]), answers.sizes["prompt"]
-        return (
-            f"At the end of {n} prompts the answer is {' and '.join(parts)}, the median of the first such "
-            f"layers; after layer {last}, the last, it is the most likely token in {(rank[-1] == 1).sum()}."
-        )
+                over = f" (median of {is_reached.sum()} of {n} prompts)" if n > 1 else ""
+                parts.append(f"{name} first after layer {np.median(first):g}{over}")
+        return f"The answer is {' and '.join(parts)}." if parts else ""
 
     def views(self) -> Iterator[View]:
         """The lens on each of the first prompts, and rank and probability of all answers by layer."""
