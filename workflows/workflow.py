@@ -212,8 +212,7 @@ class Workflow:
 
     @property
     def summary(self) -> str:
-        """The main numbers of the results in one sentence, for a workflow without claims; empty if it has no
-        such sentence."""
+        """The main numbers of the results in one sentence, as far as claims do not say them; may be empty."""
         return ""
 
     @property
