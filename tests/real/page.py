@@ -48,8 +48,8 @@ chance*. Places are chosen on some prompts and scored on others where the claim 
 Questions without a claim describe the model: they say what is there, not what depends on it.
 
 *Seconds* and *memory* are the processor time, user and system, and the peak resident memory of the process
-that asked. Results that several workflows share, such as which facts the model knows, are computed by the
-first of them, in the order of the tables.
+that asked. Results that several workflows share, such as which facts the model knows, count for the first of
+them that was asked.
 
 """
 
