@@ -200,8 +200,8 @@ class ChosenPlaceSettings(DataSettings, FactSettings):
     )
     facts: Natural = setting(
         0,
-        "other facts to choose layer and position on, and as many held-out ones to score them; 0: 8, or fewer "
-        "for a large model",
+        "other facts to choose layer and position on, and as many held-out ones to score them; 0: 8, or "
+        "fewer for a large model",
     )
     top_k: Count = setting(10, "number of tokens stored per run, those whose probability changes most")
 

@@ -35,11 +35,11 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import KNOWN, answer_pieces, encoded, target_json
+from ..material.answers import answer_pieces, encoded, target_json
 from ..material.facts.fact_data import Fact, default_data, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
-from ..material.sizes import affordable
+from ..material.sizes import FEWEST_FACTS, affordable
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, Natural, setting
 from ..subject import shipped_facts
@@ -200,7 +200,7 @@ class AblationOfEach(KnownWorkflow):
         # An ablation computes on average the half of the layers above it, and the logits of one position.
         one_run = PassWork(length * config.num_layers / 2, logit_rows=1).operations(config)
         # As many facts are scored as are chosen on.
-        return affordable(2 * one_run * config.num_layers * n_units, FACTS, least=KNOWN)
+        return affordable(2 * one_run * config.num_layers * n_units, FACTS, least=FEWEST_FACTS)
 
     def _on_fact(self, tokens: tuple[int, ...], fact: Fact) -> Ablation:
         """Ablation of every unit in another fact."""

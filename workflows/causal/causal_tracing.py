@@ -38,12 +38,12 @@ from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_text
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
-from ..material.answers import KNOWN, answer_pieces, encoded, target_json
+from ..material.answers import answer_pieces, encoded, target_json
 from ..material.facts.fact_data import default_data, enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
-from ..material.sizes import affordable
+from ..material.sizes import FEWEST_FACTS, affordable
 from ..settings import DataSettings, FactSettings, Natural, Positive, require_together, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes
@@ -167,7 +167,7 @@ class CausalTrace(KnownWorkflow):
         # As many facts are scored as are chosen on.
         one_sample = 2 * one_run * runs_per_position * (len(ROLES) + OTHERS)
         fact_samples = settings.fact_samples or affordable(one_sample * FACTS, FACT_SAMPLES, least=1)
-        n_facts = settings.facts or affordable(one_sample * fact_samples, FACTS, least=KNOWN)
+        n_facts = settings.facts or affordable(one_sample * fact_samples, FACTS, least=FEWEST_FACTS)
         return samples, n_facts, fact_samples
 
     @property

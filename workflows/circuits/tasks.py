@@ -45,7 +45,7 @@ FACTS = "facts"
 """Name of the task made of pairs of facts: shipped facts of one relation, or those of `data`."""
 SHIPPED_TASKS = ("copying", FACTS)
 """Tasks by default for a model that ships with mizarr."""
-PAIRS, FEWEST_PAIRS = 8, 6
+PAIRS, FEWEST_PAIRS = 8, 5
 """Largest and smallest number of pairs by default. A sign test of 4 pairs or fewer finds nothing at the 5 %
 level: 1 / 2^4 is 6 %."""
 PROMPT_LENGTH = 16

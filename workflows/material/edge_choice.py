@@ -41,11 +41,11 @@ from ..labelled import values_of
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
 from ..workflow import Nodes
-from .answers import KNOWN, answer_pieces, encoded, top_changed_json
+from .answers import answer_pieces, encoded, top_changed_json
 from .facts.fact_data import default_data, enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
-from .sizes import affordable
+from .sizes import FEWEST_FACTS, affordable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -193,7 +193,7 @@ class PlaceWorkflow(KnownWorkflow):
         one_run = PassWork(len(self.encoding) * config.num_layers / 2, logit_rows=1).operations(config)
         runs_per_fact = config.num_layers * (len(ROLES) + self.num_drawn)
         # As many facts are scored as are chosen on.
-        return affordable(2 * one_run * runs_per_fact, FACTS, least=KNOWN)
+        return affordable(2 * one_run * runs_per_fact, FACTS, least=FEWEST_FACTS)
 
     @property
     def half(self) -> int:

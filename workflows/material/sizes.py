@@ -18,6 +18,7 @@ __all__ = [
     "CHARACTERS_PER_TOKEN",
     "CONTROLS",
     "FEWEST_CONTROLS",
+    "FEWEST_FACTS",
     "OPERATIONS",
     "affordable",
     "affordable_characters",
@@ -30,6 +31,9 @@ that it answers within two minutes of processor time."""
 
 CONTROLS, FEWEST_CONTROLS = 50, 19
 """Largest and smallest number of random causes by default: of fewer than 19, no p-value is below 5 %."""
+FEWEST_FACTS = 4
+"""Smallest number of facts by default to choose a cause on, and to score it on: an interval over fewer says
+little."""
 CHARACTERS_PER_TOKEN = 4
 """Characters of English prose per token, about, in vocabularies of 30,000 to 260,000 tokens."""
 

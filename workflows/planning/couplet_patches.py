@@ -32,7 +32,7 @@ from ..subject import Subject
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["KINDS", "PLAN", "ROLES", "WAYS", "CoupletEffects", "CoupletPatches", "PlacedPair"]
+__all__ = ["ASKED", "KINDS", "PLAN", "ROLES", "WAYS", "CoupletEffects", "CoupletPatches", "PlacedPair"]
 
 ROLES = (
     "end of line 1",
@@ -58,6 +58,8 @@ KINDS = {
 OWN, OTHER = 0, 1
 """Indices into the axis "group": words that rhyme with the prompt's end of line 1, and with the other
 couplet's."""
+ASKED = "asked"
+"""Name of the experiment without patches, which shows what pairs the model rhymes."""
 FEWEST = 2
 """Least number of pairs that the tokenizer must leave in each half."""
 
@@ -113,6 +115,12 @@ class PlacedPair:
             seed=seed,
         )
 
+    def asked(self) -> LinePatching:
+        """Experiment that runs both couplets of the pair without patches."""
+        return LinePatching(
+            prompt=self.ids, donor=self.with_end(self.pair.other), places=(), groups=self.groups, read=()
+        )
+
 
 class CoupletPatches:
     """The shipped pairs of couplets encoded for one model, in two halves, and the experiments on them."""
@@ -151,8 +159,10 @@ class CoupletPatches:
         self.donors: Mapping[str, int] = {**counts, "random": donors}
 
     def experiment(self, name: str) -> AtOnce:
-        """The patching experiment for "choice" or "scored", one draw per pair, or for a kind of donors in
-        KINDS, `donors[name]` draws per pair to score."""
+        """The experiment for "asked", both couplets of all pairs without patches; for "choice" or "scored",
+        one draw per pair; or for a kind of donors in KINDS, `donors[name]` draws per pair to score."""
+        if name == ASKED:
+            return AtOnce(tuple(placed.asked() for placed in (*self.choice, *self.scored)))
         if name in ("choice", "scored"):
             pairs: list[PlacedPair] = getattr(self, name)
             return AtOnce(tuple(placed.patched(placed.pair.other) for placed in pairs))

@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -43,7 +43,10 @@ from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Heatmap, Note, Table, Text, Tokens, View, together
 from ..workflow import ModelWorkflow, Nodes
-from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletEffects, CoupletPatches
+from .couplet_patches import ASKED, KINDS, PLAN, ROLES, WAYS, CoupletEffects, CoupletPatches
+
+if TYPE_CHECKING:
+    from ...store import Store
 
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
@@ -108,13 +111,38 @@ class CoupletPlanning(ModelWorkflow):
         require_next(self.subject)
         settings = self.settings
         self.patches = CoupletPatches(self.subject, settings.pairs, settings.donors, settings.seed)
-        return {name: self.on_model(self.patches.experiment(name)) for name in ("choice", "scored", *KINDS)}
+        names = (ASKED, "choice", "scored", *KINDS)
+        return {name: self.on_model(self.patches.experiment(name)) for name in names}
+
+    def first_nodes(self) -> Nodes:
+        """See `Workflow`: both couplets of all pairs without patches."""
+        return {ASKED: self.nodes[ASKED]}
+
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """See `Workflow`: leaves out all patching of a model that does not rhyme."""
+        self.store = store
+        for name in ("unpatched", "rhymes", "not_claimed"):
+            # Read from another store before.
+            vars(self).pop(name, None)
+        if self.not_claimed:
+            self.nodes = {ASKED: self.nodes[ASKED]}
+        return self
 
     # -- the results
 
     @cached_property
+    def unpatched(self) -> Mapping[str, CoupletEffects]:
+        """What the model ends the couplets on without patches, of the pairs of "choice" and of "scored"."""
+        assert self.store is not None, "measured by `run`"
+        result, n_chosen = self.nodes[ASKED].open(self.store).load(), len(self.patches.choice)
+        return {
+            "choice": CoupletEffects(result.isel(draw=slice(None, n_chosen)), self.patches.choice),
+            "scored": CoupletEffects(result.isel(draw=slice(n_chosen, None)), self.patches.scored),
+        }
+
+    @cached_property
     def read(self) -> Mapping[str, CoupletEffects]:
-        """Effects of every result, by its name."""
+        """Effects of every result of patching, by its name."""
         patches = self.patches
         return {
             name: CoupletEffects(
@@ -123,6 +151,7 @@ class CoupletPlanning(ModelWorkflow):
                 patches.donors.get(name, 1),
             )
             for name in self.nodes
+            if name != ASKED
         }
 
     def values(self, name: str, pick: Pick) -> Floats:
@@ -135,7 +164,7 @@ class CoupletPlanning(ModelWorkflow):
         measured, count = pick(self.read[name]), self.patches.donors.get(name, 0)
         if count:
             measured = measured.reshape(-1, count, *measured.shape[1:])
-        values: Floats = measured[self.read["choice" if name == "choice" else "scored"].is_known]
+        values: Floats = measured[self.unpatched["choice" if name == "choice" else "scored"].is_known]
         return values
 
     @cached_property
@@ -143,7 +172,7 @@ class CoupletPlanning(ModelWorkflow):
         """Claim that the model rhymes, over all pairs to score."""
         text = "P(the end of line 2 rhymes with line 1) is higher than after the line 1 of the other couplet"
         of = "draws of a random sign for each pair"
-        return Claim.paired(text, self.read["scored"].rhymes, of, self.settings, unit=UNIT)
+        return Claim.paired(text, self.unpatched["scored"].rhymes, of, self.settings, unit=UNIT)
 
     @property
     def fewest(self) -> int:
@@ -160,7 +189,7 @@ class CoupletPlanning(ModelWorkflow):
         """See `Workflow`: too few pairs that the model rhymes, or rhymes no likelier than by chance."""
         if not self.settings.controls:
             return NO_CONTROLS
-        counts = [int(self.read[name].is_known.sum()) for name in ("choice", "scored")]
+        counts = [int(self.unpatched[name].is_known.sum()) for name in ("choice", "scored")]
         if counts[0] >= KNOWN and counts[1] >= self.fewest and self.rhymes.is_beyond_chance:
             return ""
         pairs = len(self.patches.choice), len(self.patches.scored)
@@ -266,7 +295,7 @@ class CoupletPlanning(ModelWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: meaning of pp, numbers of scored pairs, and selection of layer and
         position."""
-        chosen_on, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
+        chosen_on, scored = (int(self.unpatched[name].is_known.sum()) for name in ("choice", "scored"))
         return (
             "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
             f"points of P(rhymes with it) at the end of line 2. Scored on {scored} of "
@@ -307,8 +336,8 @@ class CoupletPlanning(ModelWorkflow):
             for name in ("choice", "scored")
             for placed, tops, counts in zip(
                 getattr(self.patches, name),
-                self.read[name].unpatched_top,
-                self.read[name].is_known,
+                self.unpatched[name].unpatched_top,
+                self.unpatched[name].is_known,
                 strict=True,
             )
         ]

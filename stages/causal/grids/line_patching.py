@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LinePatching", "Way"]
 
+UNPATCHED = ("unpatched", "unpatched_top", "donor_kl")
+"""Names of the outputs of the unpatched runs."""
 Positions = tuple[int, ...]
 Way = tuple[Positions, Positions]
 """Positions with the donor's states in every layer, and positions fixed to the prompt's states."""
@@ -74,7 +76,7 @@ class LinePatching(Experiment):
 
     Raises:
         PromptError: for prompts of different lengths.
-        StageError: without places or groups, or for positions outside the prompt.
+        StageError: without groups, with ways but no places, or for positions outside the prompt.
     """
 
     prompt: Positions
@@ -82,7 +84,7 @@ class LinePatching(Experiment):
     donor: Positions
     """Token ids of the donor, equal in number to those of the prompt."""
     places: tuple[Positions, ...]
-    """Sets of positions patched together."""
+    """Sets of positions patched together; empty for the unpatched runs of prompt and donor alone."""
     groups: tuple[tuple[int, ...], ...]
     """Sets of token ids whose probabilities at the last position are summed."""
     read: Positions
@@ -121,8 +123,9 @@ class LinePatching(Experiment):
                 f"{self.name}: expected a prompt and a donor of equal length, found {len(self.prompt)} and "
                 f"{len(self.donor)} tokens; choose others"
             )
-        sets = {"places": self.places, "groups": self.groups}
-        sets |= {"ways": tuple(changed for changed, _ in self.ways) or ((0,),)}
+        sets = {"groups": self.groups}
+        if self.places or self.ways:
+            sets |= {"places": self.places, "ways": tuple(changed for changed, _ in self.ways) or ((0,),)}
         for name, entries in sets.items():
             if not entries or not all(entries):
                 raise StageError(f"{self.name}: expected {name} of at least one each, found {entries}")
@@ -134,7 +137,9 @@ class LinePatching(Experiment):
             )
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """All declared outputs; `way_*` only with ways."""
+        """All declared outputs; `way_*` only with ways, and without places those of the unpatched runs."""
+        if not self.places:
+            return {name: output for name, output in self.outputs.items() if name in UNPATCHED}
         return {name: output for name, output in self.outputs.items() if self.ways or not output.is_optional}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
@@ -234,20 +239,32 @@ class LinePatching(Experiment):
         """All outputs."""
         import xarray as xr
 
-        layers, places = cell["layers"], len(self.places)
-        probabilities, top, kl = (list(kl_values) for kl_values in zip(*measured, strict=True))
-        grid = layers * places
-        starts = [min(place) for place in self.places] * layers
-        kls = [self._mean(*kl_values) for kl_values in zip(kl[:grid], starts, strict=True)]
         unpatched = [self._end(logits[-1]) for logits in prepared.logits]
         donor_kl = kl_divergence(prepared.logits[0, :-1], prepared.logits[1, :-1])
+        variables: dict[str, Any] = {
+            "unpatched": np.array([probability for probability, _ in unpatched]),
+            "unpatched_top": np.array([token for _, token in unpatched]),
+            "donor_kl": np.array(self._mean(donor_kl, 0)),
+        }
+        coords: dict[str, Any] = {"run": ["prompt", "donor"]}
+        if self.places:
+            coords["layer"] = list(range(cell["layers"]))
+            variables |= self._patched(cell["layers"], measured)
+        return xr.Dataset(
+            {name: self.outputs[name].variable(values) for name, values in variables.items()}, coords=coords
+        )
+
+    def _patched(self, layers: int, measured: Sequence[tuple[Floats, int, Floats]]) -> dict[str, Any]:
+        """Values of the outputs of the patched runs by name, from the measurements in the order of `runs`."""
+        probabilities, top, kl = (list(values) for values in zip(*measured, strict=True))
+        places = len(self.places)
+        grid = layers * places
+        starts = [min(place) for place in self.places] * layers
+        kls = [self._mean(kl_values, start) for kl_values, start in zip(kl[:grid], starts, strict=True)]
         variables: dict[str, Any] = {
             "probability": np.reshape(probabilities[:grid], (layers, places, -1)),
             "kl": np.reshape(kls, (layers, places)),
             "top": np.reshape(top[:grid], (layers, places)),
-            "unpatched": np.array([probability for probability, _ in unpatched]),
-            "unpatched_top": np.array([token for _, token in unpatched]),
-            "donor_kl": np.array(self._mean(donor_kl, 0)),
         }
         if self.ways:
             variables["way_probability"] = np.array(probabilities[grid:])
@@ -257,7 +274,4 @@ class LinePatching(Experiment):
                     for kl_values, (changed, fixed) in zip(kl[grid:], self.ways, strict=True)
                 ]
             )
-        return xr.Dataset(
-            {name: self.outputs[name].variable(values) for name, values in variables.items()},
-            coords={"layer": list(range(layers)), "run": ["prompt", "donor"]},
-        )
+        return variables

@@ -146,7 +146,7 @@ def test_random_weights_claim_nothing_of_what_they_do_not_do(seeds, tmp_path):
             shutil.copy(SPECIMEN / file, folder)
         done = compute("circuit_discovery", store=tmp_path / "store", model=str(folder), **FEW)
         told = done.findings
-        assert not told.findings and told.caption.startswith("The model does not do copying and facts: ")
+        assert not told.findings and told.caption.startswith("The model does not do greater_than: ")
 
 
 @pytest.mark.parametrize(

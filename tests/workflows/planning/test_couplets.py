@@ -18,6 +18,7 @@ from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
 from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES, family_of
 from mizarr.workflows.planning.couplet_patches import PLAN, ROLES, CoupletEffects
+from mizarr.workflows.planning.couplets import CoupletPlanning
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
 from tests import toy_couplets
 from tests.specimen_training import couplets as generator
@@ -222,6 +223,7 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
         assert not told.findings and told.caption.endswith(": nothing is claimed.")
         with monkeypatch.context() as patched:
             patched.setattr(CoupletEffects, "is_known", property(lambda read: np.ones(len(read.total), bool)))
+            patched.setattr(CoupletPlanning, "not_claimed", "")
             claims += [each.is_beyond_chance for each in compute("couplet_planning", **given).claims()]
     assert len(claims) == 6 * seeds
     assert sum(claims) <= binom.ppf(0.99, len(claims), CHANCE)
@@ -231,7 +233,8 @@ def test_of_a_model_that_knows_no_couplets_nothing_is_claimed_and_it_is_said_why
     """The toy's answer, read as if it had ended on words that do not rhyme."""
     done = build("couplet_planning", model=asked("plans").settings.model, **FEW).run(asked("plans").store)
     for name in ("choice", "scored"):
-        done.read[name]._result["unpatched_top"][:] = 0
+        done.unpatched[name]._result["unpatched_top"][:] = 0
+    vars(done).pop("not_claimed")
     document = done.to_json()
     assert document["findings"] == [] and "verdict" not in document
     assert "in 0 of 6 pairs to choose on and 0 of 6 to score on" in done.not_claimed
