@@ -21,7 +21,7 @@ import mizarr
 ROOT = Path(mizarr.__file__).parent
 ROOMS = ("store", "pipeline", "stages", "workflows")
 PACKAGES = ("torch", "numpy", "zarr", "xarray")
-WALL = 6
+WALL = 20
 """Seconds by the clock that a process may take per second of its limit, on a machine with other work."""
 PROGRAM = """import resource, sys
 limit = int(sys.argv.pop(1))
