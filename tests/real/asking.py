@@ -171,10 +171,10 @@ class Asked:
             return None
         folder = self.path("figures", workflow, "")
         asked_at = self.path("records", workflow, ".json").stat().st_mtime
-        drawn = next(folder.glob(f"{figure}*.png"), None)
-        if drawn is not None and drawn.stat().st_mtime > asked_at:
-            return drawn
+        paths = sorted(folder.glob(f"{figure}*.png"))
+        if paths and paths[0].stat().st_mtime > asked_at:
+            return paths[0]
         words = ["compute", workflow, "--model", self.model, "--store", str(self.store), "--json", "--quiet"]
         log = self.path("logs", workflow, ".figures.txt")
         measured([*words, "--figures", str(folder)], log.with_suffix(".json"), log, self.limit)
-        return next(folder.glob(f"{figure}*.png"), None)
+        return min(folder.glob(f"{figure}*.png"), default=None)

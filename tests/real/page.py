@@ -22,7 +22,7 @@ from typing import Any
 from mizarr.store.errors import DownloadError
 from mizarr.workflows import WORKFLOWS, kind_of
 from tests.real.asking import Asked, Record
-from tests.real.models import GEMMA3, MODELS, SMOLLM2, fetch
+from tests.real.models import MODELS, SMOLLM2, fetch
 from tests.real.processes import ROOT
 
 PAGE = ROOT / "docs" / "real-models.md"
@@ -82,12 +82,12 @@ DRAWINGS = (
         "activation_patching_0",
         "Share of the clean prediction that a patch of each layer and position recovers.",
     ),
-    Drawing(GEMMA3.file, "ablation", "ablation", "Change of the answer without each head and each layer."),
+    Drawing(SMOLLM2.file, "ablation", "ablation", "Change of the answer without each head and each layer."),
     Drawing(
-        GEMMA3.file,
-        "causal_tracing",
-        "causal_tracing",
-        "Probability of the answer when a state is restored after noise on the subject.",
+        SMOLLM2.file,
+        "attention_knockout",
+        "attention_knockout",
+        "KL divergence of the next token when the last token cannot attend to one key, by layer.",
     ),
 )
 
